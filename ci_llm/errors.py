@@ -1,0 +1,81 @@
+"""Everything that can go wrong, in words for people: what happened, where, and what to do about it.
+
+CiLlmError                  exit 1
+├── BadInput                exit 2: the call, the configuration or the data must change; nothing was created
+│   ├── ConfigError         a key, a value, a combination, the command line
+│   ├── DataError           the data set: missing, unusable columns, nothing left
+│   ├── ModelError          the base model, its adapters, its precision
+│   └── LaunchError         the way the processes were started
+└── CheckpointError         a checkpoint cannot be written or read
+    ├── DamagedCheckpoint   verification failed: a digest, a size, a missing file
+    ├── ForeignCheckpoint   exit 2: whole, but of another run: other K, rank, base, data
+    └── WriterBusy          exit 2: another live process owns this output folder
+"""
+
+from __future__ import annotations
+
+
+class CiLlmError(Exception):
+    """An error with an address and a cure.
+
+    Args:
+        what: one sentence that says what is wrong.
+        where: the file, line, key or folder it is about.
+        cure: what the reader can do now.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, cure: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.where, self.cure = what, where, cure
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.cure:
+            lines.append(f"  cure:  {self.cure}")
+        return "\n".join(lines)
+
+
+class BadInput(CiLlmError):
+    """The call, the configuration or the data must change; nothing was created or lost."""
+
+    exit_code = 2
+
+
+class ConfigError(BadInput):
+    """A key, a value, a combination of both, or the command line."""
+
+
+class DataError(BadInput):
+    """The data set is missing, has no usable column, or holds nothing that can be trained on."""
+
+
+class ModelError(BadInput):
+    """The base model or its adapters do not fit what was asked for."""
+
+
+class LaunchError(BadInput):
+    """The processes were started in a way that cannot work."""
+
+
+class CheckpointError(CiLlmError):
+    """A checkpoint cannot be written or read."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of the checkpoint is missing, has another size, or another digest."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """The checkpoint is whole but belongs to another run."""
+
+    exit_code = 2
+
+
+class WriterBusy(CheckpointError):
+    """Another live process writes to this output folder."""
+
+    exit_code = 2
