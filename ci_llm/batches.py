@@ -1,13 +1,13 @@
 """From rows to packed micro-batches, streamed step by step in the order of the plan.
 
-Shapes: B rows of one micro-batch, laid end to end, are N tokens, of which S are targets; T is the longest row.
+Shapes: the B rows of a micro-batch, laid end to end, are N tokens, of which S are targets; the longest has T.
 The position of a stream is its step number and nothing else: workers and prefetching only decide how early a
 micro-batch is made, never which one it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from ci_llm.order import Plan, share
 
 
 class Row(Protocol):
-    """One tokenised row: `input_ids` [n] and `supervised` [n], True where a token is a target (never the first)."""
+    """A tokenised row: `input_ids` [n], and `supervised` [n], True where a token is a target."""
 
     @property
     def input_ids(self) -> np.ndarray[Any, Any]: ...
@@ -43,7 +43,7 @@ class Batch:
         input_ids: int64 [N], the rows end to end.
         position_ids: int64 [N], from 0 in every row.
         bounds: B+1 ints; row b is `input_ids[bounds[b]:bounds[b + 1]]`.
-        predict_from: int64 [S], the packed position whose hidden state predicts the target: the one before it.
+        predict_from: int64 [S], the packed position that predicts the target: the one before it.
         targets: int64 [S], the token ids to be predicted.
         target_rows: int64 [S], the row (0..B-1) each target belongs to.
         last_tokens: int64 [B], the packed position of each row's last token.
@@ -170,15 +170,16 @@ def stream(
     micro_batch_size: int,
     num_workers: int,
     pin_memory: bool,
-) -> Iterator[tuple[int, list[Batch]]]:
+) -> Generator[tuple[int, list[Batch]], None, None]:
     """Yield (step, this process's micro-batches of that step) for start_step <= step < stop_step.
 
     Order and content do not depend on `num_workers`, and a stream from step s is the tail of any longer one.
     The list is empty where the step has no row left for this process. Workers start here and not at the first
     `next`, so that a caller can have them forked before it starts threads; they ignore the signals that stop
-    or save a run, and end with the iterator. No random number is drawn from the global generator.
+    or save a run, and end with the stream or when it is closed. No random number is drawn from the global
+    generators.
     """
-    loader = DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         _Steps(dataset, plan, process_index, num_processes, micro_batch_size),  # type: ignore[arg-type]
         batch_size=None,
         sampler=range(start_step, stop_step),
@@ -192,7 +193,7 @@ def stream(
 
 def _packed(
     steps: Iterator[tuple[int, list[tuple[list[Row], list[int]]]]], pin_memory: bool
-) -> Iterator[tuple[int, list[Batch]]]:
+) -> Generator[tuple[int, list[Batch]], None, None]:
     for step, micro_batches in steps:
         batches = [pack(examples, rows) for examples, rows in micro_batches]
         yield step, [batch.pinned() for batch in batches] if pin_memory else batches

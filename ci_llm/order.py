@@ -1,4 +1,4 @@
-"""The order of the data, computed and never remembered: which rows belong to optimizer step s, for any s, at once.
+"""The order of the data, computed and never remembered: the rows of any optimizer step, at once.
 
 The rows of an epoch are shuffled by a keyed permutation of 0..n-1, so that the row at a position is a pure
 function of (seed, epoch, position): resuming at step 1,000,000 costs what step 0 costs, and there is no
