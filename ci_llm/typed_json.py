@@ -1,0 +1,122 @@
+"""JSON that keeps types: int keys, tuples, bytes and infinities come back as they were; plain values stay plain.
+
+What JSON would change is written as an object with one key that starts with "$":
+
+    (1, 2)                {"$tuple": [1, 2]}
+    {0: "a"}              {"$dict": [[0, "a"]]}      also a mapping with a key that starts with "$"
+    float("inf")          {"$float": "inf"}          so that no file ever holds NaN or Infinity
+    b"ab"                 {"$bytes": "YWI="}
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Leaf: TypeAlias = Callable[[object, str], Json]
+Tags: TypeAlias = Mapping[str, Callable[[Json], object]]
+
+
+def refuse(value: object, where: str) -> Json:
+    """The leaf of plain typed JSON: nothing but plain values may be written."""
+    raise TypeError(f"{where or 'value'}: a {type(value).__name__} has no plain form")
+
+
+def dump_json(value: object, *, indent: int | None = None) -> bytes:
+    """Typed JSON, UTF-8, one newline at the end.
+
+    Raises:
+        TypeError: with the address of the value that has no plain form.
+    """
+    return (json.dumps(encode(value), indent=indent, allow_nan=False) + "\n").encode()
+
+
+def load_json(data: bytes | str) -> object:
+    """The inverse of `dump_json`. Raises ValueError for anything that it would not have written."""
+    return decode(parse_json(data))
+
+
+def parse_json(data: bytes | str) -> Json:
+    """Strict JSON: no NaN, no depth that breaks the parser. Raises ValueError."""
+    try:
+        value: Json = json.loads(data, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not JSON")
+
+
+def encode(value: object, leaf: Leaf = refuse, where: str = "") -> Json:
+    """Plain JSON for `value`; what is neither plain nor a container is given to `leaf` with its address."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, leaf, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, leaf, where)
+    return leaf(value, where)
+
+
+def _encode_mapping(value: Mapping[object, object], leaf: Leaf, where: str) -> Json:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {
+            str(key): encode(item, leaf, f"{where}.{key}" if where else str(key))
+            for key, item in value.items()
+        }
+    pairs: list[Json] = [
+        [encode(key, refuse, f"{where} key"), encode(item, leaf, f"{where}[{key!r}]")]
+        for key, item in value.items()
+    ]
+    return {"$dict": pairs}
+
+
+def decode(value: Json, tags: Tags | None = None) -> object:
+    """The inverse of `encode`; `tags` says what to make of the objects that its leaf wrote.
+
+    Raises:
+        ValueError: an unknown or malformed tag.
+    """
+    if isinstance(value, list):
+        return [decode(item, tags) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(key.startswith("$") for key in value):
+        return {key: decode(item, tags) for key, item in value.items()}
+    if len(value) != 1:
+        raise ValueError(f"malformed tag {sorted(value)}")
+    [(tag, content)] = value.items()
+    return _decode_tag(tag, content, tags or {})
+
+
+def _decode_tag(tag: str, content: Json, tags: Tags) -> object:
+    if tag in tags:
+        return tags[tag](content)
+    if tag == "$tuple" and isinstance(content, list):
+        return tuple(decode(item, tags) for item in content)
+    if tag == "$dict" and isinstance(content, list):
+        return dict(_pair(item, tags) for item in content)
+    if tag == "$float" and content in ("nan", "inf", "-inf"):
+        return float(str(content))
+    if tag == "$bytes" and isinstance(content, str):
+        return base64.b64decode(content, validate=True)
+    raise ValueError(f"unknown or malformed tag {tag}")
+
+
+def _pair(item: Json, tags: Tags) -> tuple[object, object]:
+    if not isinstance(item, list) or len(item) != 2:
+        raise ValueError("malformed tag $dict")
+    return decode(item[0], tags), decode(item[1], tags)
