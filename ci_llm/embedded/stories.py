@@ -1,0 +1,219 @@
+"""Stories in arithmetic: the text the embedded base was pretrained on, and the harder task its agents learn.
+
+Both come from one grammar. Somebody has some things, things come and go, how many are left? Every number
+in an equation lies in 1..30, and an answer works the story out line by line, as in GSM8K:
+
+    Ann has 5 pens. Ann makes it 3 times as many. Ben hands over 2. How many pens are left?
+    5*3=15
+    15+2=17
+    #### 17
+
+What the agents have to learn is not in the base's text: new verbs, and multiplication inside a story that is
+solved (the base has multiplied in bare equations only). Everything here is a pure function of a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from ci_llm.errors import DataError
+
+LARGEST = 30
+
+# fmt: off
+NAMES = (
+    "Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kim", "Leo",
+    "Mia", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tina", "Vic",
+)
+THINGS = (
+    "apples", "pens", "books", "coins", "cards", "shells", "stamps", "eggs", "cups", "balls",
+    "keys", "hats", "nuts", "rocks", "toys", "figs",
+)
+PLACES = (
+    "park", "shop", "school", "lake", "farm", "market", "beach", "station",
+)
+# fmt: on
+
+START = (
+    "{name} has {start} {things}.",
+    "There are {start} {things} in the box of {name}.",
+    "{name} starts with {start} {things}.",
+)
+ASK = ("How many {things} does {name} have now?", "How many {things} are left?")
+DISTRACTION = (
+    "{name} walks to the {place}.",
+    "{friend} goes home.",
+    "The day is warm.",
+    "{friend} has {noise} {others}.",
+    "{name} is {noise} years old.",
+)
+TIMES = ("Then the number becomes {by} times as big.", "{name} makes it {by} times as many.")
+KNOWN_VERBS = {
+    "+": (
+        "{name} buys {by} more.",
+        "{friend} gives {name} {by} more.",
+        "{name} finds {by} more.",
+        "{name} gets {by} from {friend}.",
+    ),
+    "-": (
+        "{name} gives {by} to {friend}.",
+        "{name} loses {by}.",
+        "{name} sells {by}.",
+        "{friend} takes {by} away.",
+    ),
+    "*": TIMES,
+}
+NEW_VERBS = {
+    "+": ("{name} wins {by}.", "{friend} hands over {by}.", "{by} come in the mail."),
+    "-": ("{name} breaks {by}.", "{name} throws {by} out.", "{by} are stolen."),
+    "*": TIMES,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of story: its steps, operations and verbs, and how often a sentence is beside the point."""
+
+    steps: tuple[int, ...]
+    operations: str
+    verbs: dict[str, tuple[str, ...]]
+    distraction: float
+    largest_start: int
+
+
+PRETRAINING = Kind((1, 1, 2, 2, 3), "+-", KNOWN_VERBS, distraction=0.15, largest_start=25)
+TASK = Kind((2, 3), "+-*", NEW_VERBS, distraction=0.25, largest_start=15)
+
+PRETRAINING_SEED = 7
+
+# One seed and one size per split of the agents' task. A test seed is used up once a choice was made by looking
+# at its rows: take a new one then.
+SPLITS = {"train": (11, 1500), "validation": (12, 320), "test": (481_516_234, 1000)}
+
+
+def rows(split: str) -> list[dict[str, str]]:
+    """The agents' task: rows of "question" and "answer"; no question is in two splits.
+
+    Raises:
+        DataError: the split is none of train, validation and test.
+    """
+    if split not in SPLITS:
+        raise DataError(
+            f"the embedded stories have no split {split!r}", cure=f"use one of {', '.join(SPLITS)}"
+        )
+    taken: set[str] = set()
+    for name, (seed, count) in SPLITS.items():
+        found = task_rows(seed, count, exclude=taken)
+        if name == split:
+            break
+        taken.update(row["question"] for row in found)
+    return found
+
+
+def task_rows(seed: int, count: int, exclude: Collection[str] = frozenset()) -> list[dict[str, str]]:
+    """`count` rows of the agents' task with different questions, none of them in `exclude`."""
+    rng = Random(seed)
+    found: dict[str, str] = {}
+    while len(found) < count:
+        question, answer = story(rng, TASK)
+        if "*" in answer and question not in found and question not in exclude:
+            found[question] = answer
+    return [{"question": question, "answer": answer} for question, answer in found.items()]
+
+
+def pretraining_texts(seed: int) -> Iterator[str]:
+    """The base's text, without end: bare and chained equations, stories with their solution, narratives."""
+    rng = Random(seed)
+    kinds = (_equations, _chain, _solved_story, _narrative)
+    while True:
+        yield rng.choices(kinds, weights=(15, 17, 63, 5))[0](rng)
+
+
+def story(rng: Random, kind: Kind) -> tuple[str, str]:
+    """A question, and the answer that works it out and ends with `#### n`."""
+    scene = _scene(rng)
+    value = rng.randint(3, kind.largest_start)
+    sentences = [rng.choice(START).format(start=value, **scene)]
+    lines = []
+    for _ in range(rng.choice(kind.steps)):
+        if rng.random() < kind.distraction:
+            sentences.append(_distraction(rng, scene))
+        operation, by, result = _operate(rng, value, kind.operations)
+        sentences.append(rng.choice(kind.verbs[operation]).format(by=by, **scene))
+        lines.append(f"{value}{operation}{by}={result}")
+        value = result
+    sentences.append(rng.choice(ASK).format(**scene))
+    return " ".join(sentences), "\n".join([*lines, f"#### {value}"])
+
+
+def equation(rng: Random) -> str:
+    """One sum, difference or product, drawn with weights 42, 43 and 15."""
+    operation = rng.choices("+-*", weights=(42, 43, 15))[0]
+    if operation == "+":
+        total = rng.randint(2, LARGEST)
+        part = rng.randint(1, total - 1)
+        return f"{part}+{total - part}={total}"
+    if operation == "-":
+        total = rng.randint(2, LARGEST)
+        part = rng.randint(1, total - 1)
+        return f"{total}-{part}={total - part}"
+    times = rng.randint(2, 5)
+    part = rng.randint(1, LARGEST // times)
+    return f"{part}*{times}={part * times}"
+
+
+def _scene(rng: Random) -> dict[str, str]:
+    name, friend = rng.sample(NAMES, 2)
+    things, others = rng.sample(THINGS, 2)
+    return {"name": name, "friend": friend, "things": things, "others": others}
+
+
+def _distraction(rng: Random, scene: dict[str, str]) -> str:
+    return rng.choice(DISTRACTION).format(noise=rng.randint(2, 99), place=rng.choice(PLACES), **scene)
+
+
+def _operate(rng: Random, value: int, operations: str) -> tuple[str, int, int]:
+    """An operation on `value`, its second operand and result; another than drawn where that has no room."""
+    operation = rng.choice(operations)
+    if (operation == "+" and value >= LARGEST - 3) or (operation == "*" and value > LARGEST // 2):
+        operation = "-"
+    if operation == "-" and value <= 4:
+        operation = "+"
+    if operation == "+":
+        by = rng.randint(2, LARGEST - value)
+        return operation, by, value + by
+    if operation == "-":
+        by = rng.randint(2, value - 1)
+        return operation, by, value - by
+    by = rng.randint(2, min(4, LARGEST // value))
+    return operation, by, value * by
+
+
+def _equations(rng: Random) -> str:
+    return " ".join(equation(rng) for _ in range(rng.randint(4, 8)))
+
+
+def _chain(rng: Random) -> str:
+    """Equations in which each result is the first operand of the next."""
+    value = rng.randint(3, 25)
+    links = []
+    for _ in range(rng.randint(2, 5)):
+        operation, by, result = _operate(rng, value, "++--*")
+        links.append(f"{value}{operation}{by}={result}")
+        value = result
+    return " ".join(links)
+
+
+def _solved_story(rng: Random) -> str:
+    return "\n".join(story(rng, PRETRAINING))
+
+
+def _narrative(rng: Random) -> str:
+    """Five sentences of one scene that add up to nothing: there is more to text than answers."""
+    scene = _scene(rng)
+    numbers = {key: rng.randint(2, 99) for key in ("start", "by", "noise")}
+    sentences = (*START, *KNOWN_VERBS["+"], *KNOWN_VERBS["-"], *TIMES, *DISTRACTION, *ASK)
+    place = rng.choice(PLACES)
+    return " ".join(rng.choice(sentences).format(place=place, **numbers, **scene) for _ in range(5))
