@@ -1,0 +1,81 @@
+"""Random numbers as a function of where they are used: keyed generators, and the global ones captured and restored.
+
+A sequential generator must be saved and restored at exactly the right moment. A keyed one has nothing to save: what is
+drawn in a micro-step depends on (seed, step, process, micro-step) and on nothing that happened before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ci_llm.errors import ForeignCheckpoint
+
+
+def key_of(*parts: int | str) -> int:
+    """A 63-bit seed from any integers and words, the same on every platform and version (BLAKE2b)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator_for(*parts: int | str) -> torch.Generator:
+    """A CPU generator of its own for one purpose, e.g. `generator_for(seed, "adapter", agent)`."""
+    return torch.Generator().manual_seed(key_of(*parts))
+
+
+def seed_everything(*parts: int | str) -> None:
+    """Set the global generators of Python, NumPy and PyTorch (every device) from a key."""
+    key = key_of(*parts)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.manual_seed(key)
+
+
+def capture() -> dict[str, Any]:
+    """The state of every global generator of this process: tensors and plain values."""
+    version, internal, gauss = random.getstate()
+    name, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "pos": int(pos),
+            "has_gauss": int(has_gauss),
+            "cached_gaussian": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = {f"{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put every generator back.
+
+    Raises:
+        ForeignCheckpoint: a generator of this process has no saved state; a partial restore would be a silent lie.
+    """
+    cuda = state.get("cuda", {})
+    if torch.cuda.is_available() and len(cuda) != torch.cuda.device_count():
+        raise ForeignCheckpoint(
+            f"the checkpoint holds generators of {len(cuda)} CUDA devices, this process sees {torch.cuda.device_count()}",
+            cure="set allow_inexact_resume=true to go on with keyed random numbers alone",
+        )
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["pos"], numpy["has_gauss"], numpy["cached_gaussian"]))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if cuda:
+        torch.cuda.set_rng_state_all([_bytes(cuda[f"{i}"]) for i in range(len(cuda))])
+
+
+def _bytes(state: Tensor) -> Tensor:
+    return state.to(torch.uint8).cpu()
