@@ -88,8 +88,8 @@ TASK = Kind((2, 3), "+-*", NEW_VERBS, distraction=0.25, largest_start=15)
 
 PRETRAINING_SEED = 7
 
-# One seed and one size per split of the agents' task. A test seed is used up once a choice was made by looking
-# at its rows: take a new one then.
+# One seed and one size per split of the agents' task. A test seed is used up once a choice was made by
+# looking at its rows: take a new one then.
 SPLITS = {"train": (11, 1500), "validation": (12, 320), "test": (481_516_234, 1000)}
 
 
