@@ -1,7 +1,7 @@
 """Makes the embedded base anew: `python -m ci_llm.embedded.pretrain [--out DIR]`, two minutes on two cores.
 
-Tokenizer, text, initial weights and order follow from fixed seeds, and the budget is a number of steps: a rerun
-on the same machine gives the same files byte for byte, one elsewhere a base that differs by rounding.
+Tokenizer, text, initial weights and order follow from fixed seeds, and the budget is a number of steps: a
+rerun on the same machine gives the same files byte for byte, one elsewhere a base that differs by rounding.
 """
 
 from __future__ import annotations
