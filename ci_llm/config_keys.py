@@ -1,6 +1,6 @@
-"""The keys of a run, group by group: name, type, default, one line with its unit, and what a change of it means.
+"""The keys of a run, group by group: name, type, default, one line with its unit, and what its change means.
 
-Every key is declared by one of four words, which say what happens when it changes between two attempts of one run:
+Every key is declared by one of four words, which say what a change between two attempts of a run means:
 
 exact       other samples, other maths or another order: refused on a resume unless `allow_inexact_resume`
 schedule    a longer or shorter run: allowed, and said
@@ -65,7 +65,9 @@ def free(default: Any, doc: str) -> Any:
 class Keys(BaseModel):
     """Strict, frozen values; an unknown key, NaN and infinity are errors."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class BaseModelKeys(Keys):
@@ -76,7 +78,9 @@ class BaseModelKeys(Keys):
         None, "precision of the frozen base; null: fp32 on CPU, the checkpoint's own on CUDA"
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = exact("no", "autocast precision of the forward pass")
-    use_gradient_checkpointing: bool = rounding(False, "recompute layers in the backward pass: less memory, more time")
+    use_gradient_checkpointing: bool = rounding(
+        False, "recompute layers in the backward pass: less memory, slower"
+    )
     compile: bool = rounding(False, "compile the base with torch.compile")
 
 
@@ -85,13 +89,15 @@ class AgentKeys(Keys):
 
     num_agents: Count = exact(4, "agents K that train together")
     lora_rank: Count = exact(8, "rank of each adapter")
-    lora_alpha: Count = exact(16, "scale of each adapter: alpha / rank, or alpha / sqrt(rank) with use_rslora")
+    lora_alpha: Count = exact(16, "scales each adapter: alpha / rank, or alpha / sqrt(rank) with use_rslora")
     lora_dropout: Dropout = exact(0.0, "probability of dropping an input of an adapter; 0: off, and faster")
     lora_target_modules: Literal["all-linear"] | Names = exact(
         "all-linear", "Linear layers that get an adapter: all-linear, or a list of names as in PEFT"
     )
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)")
-    initialize_adapters_rand: bool = exact(True, "true: every agent its own random start; false: all the same start")
+    initialize_adapters_rand: bool = exact(
+        True, "true: every agent its own random start; false: all the same start"
+    )
     dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter in a step")
     init_from: Text | None = exact(None, "folder of PEFT adapters to start from; null: fresh adapters")
 
@@ -107,7 +113,9 @@ class ObjectiveKeys(Keys):
     swd_representation: Literal["last_token", "mean", "first_token"] = exact(
         "last_token", "hidden state of a row that swd compares"
     )
-    aggregator: Literal["probability", "logit"] = free("probability", "the crowd's answer: mean of probabilities or of logits")
+    aggregator: Literal["probability", "logit"] = free(
+        "probability", "how the crowd answers: mean of probabilities or of logits"
+    )
     dirichlet_alpha_aggregator: Positive = free(1.0, "concentration of the original's symmetric Dirichlet")
     parallel_mode: bool = free(False, "the original's parallel agents")
 
@@ -119,7 +127,9 @@ class DataKeys(Keys):
     dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main")
     dataset_split: Text = exact("train", "split to train on")
     eval_split: Text | None = free(None, "split to evaluate on; null: test or validation where it exists")
-    max_seq_length: Annotated[int, Ge(2)] = exact(512, "tokens per row; longer rows are left out or cut, and counted")
+    max_seq_length: Annotated[int, Ge(2)] = exact(
+        512, "tokens per row; longer rows are left out or cut, and counted"
+    )
     max_train_samples: Count | None = exact(None, "train on the first n rows only; null: all")
     num_workers: Size = free(4, "loader processes per training process; 0: load in the training process")
 
@@ -132,7 +142,7 @@ class TrainingKeys(Keys):
     batch_size: Count = rounding(4, "rows per process and micro-step")
     gradient_accumulation_steps: Count = rounding(1, "micro-steps per optimizer step")
     global_batch_size: Count | None = exact(
-        None, "rows per optimizer step over all processes; null: batch_size x processes x gradient_accumulation_steps"
+        None, "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps"
     )
     learning_rate: Positive = exact(2e-4, "peak learning rate of AdamW")
     weight_decay: Amount = exact(0.01, "decoupled weight decay of AdamW")
@@ -163,14 +173,18 @@ class EvaluationKeys(Keys):
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: only at the end")
     eval_samples: Count | None = free(400, "rows of the final evaluation; null: all")
     max_new_tokens_eval: Count = free(256, "tokens generated per answer in an evaluation")
-    early_stopping_patience: Count | None = schedule(None, "evaluations without a better crowd before the end; null: off")
+    early_stopping_patience: Count | None = schedule(
+        None, "end after n evaluations without a better crowd; null: off"
+    )
 
 
 class LogKeys(Keys):
     """Where a run writes, and what it tells"""
 
     output_dir: Text = free("ci_llm_output", "folder of the run")
-    experiment_name: Text | None = free(None, "sub-folder of output_dir for this run; null: output_dir itself")
+    experiment_name: Text | None = free(
+        None, "sub-folder of output_dir for this run; null: output_dir itself"
+    )
     logging_steps: Count = free(10, "log every n optimizer steps")
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = free(
         ("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list"
@@ -187,23 +201,31 @@ class CheckpointKeys(Keys):
     save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
     save_interval_seconds: Seconds | None = free(300.0, "save every n seconds; null: off")
     save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
-    resume_from_checkpoint: Text | None = free("latest", "latest, the path of a checkpoint, or null for a fresh start")
+    resume_from_checkpoint: Text | None = free("latest", "latest, a path, or null for a fresh start")
     allow_inexact_resume: bool = free(False, "resume although the run would not be the same")
-    deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: where they exist")
+    deterministic: bool | Literal["auto"] = rounding(
+        "auto", "deterministic algorithms; auto: where they exist"
+    )
     async_save: bool = free(True, "write checkpoints behind the training")
     checkpoint_backend: Literal["vanilla", "distributed"] = free(
         "vanilla", "vanilla: one writer; distributed: every process writes its part"
     )
-    on_disk_full: Literal["drop", "pause"] = free("drop", "drop the new checkpoint and go on, or wait for space")
+    on_disk_full: Literal["drop", "pause"] = free("drop", "drop the new checkpoint and go on, or wait")
 
 
 class InterruptionKeys(Keys):
     """Interruption, walltime, SLURM"""
 
     grace_s: Seconds = free(30.0, "seconds between a signal and the kill, where the launcher does not say")
-    max_runtime: Seconds | None = free(None, "stop in time before n seconds, 1h30m or HH:MM:SS; null: no limit")
-    stop_before_walltime: bool | Literal["auto"] = free("auto", "stop in time before the job's limit; auto: under SLURM")
-    requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run the job again after an interruption; auto: if allowed")
+    max_runtime: Seconds | None = free(
+        None, "stop in time before n seconds, 1h30m or HH:MM:SS; null: no limit"
+    )
+    stop_before_walltime: bool | Literal["auto"] = free(
+        "auto", "stop before the job's limit; auto: under SLURM"
+    )
+    requeue: bool | Literal["auto"] = free(
+        "auto", "ask SLURM to run an interrupted job again; auto: if allowed"
+    )
     max_requeues: Size = free(100, "times a job is put back into the queue")
     interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
 
@@ -211,8 +233,10 @@ class InterruptionKeys(Keys):
 class RecoveryKeys(Keys):
     """Self-healing"""
 
-    nonfinite_lr_factor: Annotated[float, Gt(1)] = exact(1.5, "divides an agent's learning rate after a non-finite step")
-    max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row before an agent goes back to its snapshot")
+    nonfinite_lr_factor: Annotated[float, Gt(1)] = exact(
+        1.5, "divides an agent's learning rate after a bad step"
+    )
+    max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row before an agent is set back")
     good_after_steps: Count = exact(50, "finite steps after which a checkpoint counts as good")
     hang_timeout: Seconds | None = free(None, "seconds without progress that count as a hang; null: learned")
 
@@ -228,7 +252,7 @@ class DeclinedKeys(Keys):
 NO_EFFECT: dict[str, str] = {
     "parallel_mode": "all agents always train in one fused pass",
     "dirichlet_alpha_aggregator": "the mean of a symmetric Dirichlet is uniform, whatever its alpha",
-    "use_deepspeed": "declined: DeepSpeed owns backward, step and checkpoint, which are exact and crash-proof here",
+    "use_deepspeed": "declined: DeepSpeed owns backward, step and checkpoint",
     "deepspeed_config_file": "declined together with use_deepspeed",
 }
 
@@ -257,83 +281,3 @@ NOT_YET: frozenset[str] = frozenset(
         "use_gradient_checkpointing",
     }
 )
-
-#: Other names of the same keys, as users of other trainers type them.
-ALIASES: dict[str, str] = {
-    "K": "num_agents",
-    "n_agents": "num_agents",
-    "num_adapters": "num_agents",
-    "model": "model_name",
-    "base_model": "model_name",
-    "model_name_or_path": "model_name",
-    "dtype": "model_dtype",
-    "torch_dtype": "model_dtype",
-    "gradient_checkpointing": "use_gradient_checkpointing",
-    "activation_checkpointing": "use_gradient_checkpointing",
-    "torch_compile": "compile",
-    "r": "lora_rank",
-    "lora_r": "lora_rank",
-    "target_modules": "lora_target_modules",
-    "diversity_weight": "lambda_sw",
-    "lambda_diversity": "lambda_sw",
-    "num_projections": "swd_num_projections",
-    "dataset": "dataset_name",
-    "dataset_path": "dataset_name",
-    "dataset_config_name": "dataset_subset",
-    "sequence_length": "max_seq_length",
-    "seq_length": "max_seq_length",
-    "max_length": "max_seq_length",
-    "samples": "max_train_samples",
-    "debug_subset_size": "max_train_samples",
-    "dataloader_num_workers": "num_workers",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "training_steps": "max_train_steps",
-    "max_steps": "max_train_steps",
-    "num_steps": "max_train_steps",
-    "per_device_train_batch_size": "batch_size",
-    "train_batch_size": "batch_size",
-    "micro_batch_size": "batch_size",
-    "grad_accum_steps": "gradient_accumulation_steps",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "effective_batch_size": "global_batch_size",
-    "lr": "learning_rate",
-    "grad_max_norm": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "lr_scheduler": "lr_scheduler_type",
-    "scheduler": "lr_scheduler_type",
-    "warmup_ratio": "num_warmup_steps_ratio",
-    "warmup_steps": "num_warmup_steps",
-    "lr_warmup_steps": "num_warmup_steps",
-    "random_seed": "seed",
-    "eval_interval": "eval_steps",
-    "max_new_tokens": "max_new_tokens_eval",
-    "save_dir": "output_dir",
-    "checkpoint_dir": "output_dir",
-    "exp_name": "experiment_name",
-    "run_name": "experiment_name",
-    "logging_frequency": "logging_steps",
-    "log_every": "logging_steps",
-    "log_with": "report_to",
-    "gpu_monitor": "monitor_gpu",
-    "save_interval_steps": "save_steps",
-    "save_every": "save_steps",
-    "checkpoint_frequency": "save_steps",
-    "checkpoint_interval": "save_interval_seconds",
-    "max_to_keep": "save_total_limit",
-    "keep_last": "save_total_limit",
-    "auto_resume": "resume_from_checkpoint",
-    "resume": "resume_from_checkpoint",
-    "use_torch_distributed_ckpt": "checkpoint_backend",
-    "timeaware_checkpointing": "stop_before_walltime",
-    "time_limit": "max_runtime",
-}
-
-#: Words that mean a value of a key; `--resume-from-checkpoint` or `--auto_resume` alone reads as true, hence latest.
-WORDS: dict[str, dict[str, str]] = {
-    "resume_from_checkpoint": {"true": "latest", "auto": "latest", "false": "null"},
-    "checkpoint_backend": {"true": "distributed", "false": "vanilla"},
-    "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
-    "mixed_precision": {"float16": "fp16", "bfloat16": "bf16", "fp32": "no", "none": "no"},
-    "diversity": {"null": "none"},
-}
