@@ -1,6 +1,6 @@
 """YAML with line numbers: a text becomes entries `key, value as written, line`, and values become YAML again.
 
-Only composed, never constructed: PyYAML's guesses (`no` is False, `1e-4` a string, `11:55:00` 42900, `0123` 83)
+Only composed, never constructed: PyYAML's guesses (`no` is False, `1e-4` text, `11:55:00` 42900, `0123` 83)
 and its tags have no part in it.
 """
 
