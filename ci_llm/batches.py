@@ -155,10 +155,6 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def _quiet_worker(_worker_id: int) -> None:
-    deafen()
-
-
 def stream(
     dataset: Rows,
     plan: Plan,
@@ -185,7 +181,7 @@ def stream(
         sampler=range(start_step, stop_step),
         num_workers=num_workers,
         collate_fn=_as_is,
-        worker_init_fn=_quiet_worker,
+        worker_init_fn=deafen,
         generator=torch.Generator(),
     )
     return _packed(iter(loader), pin_memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Generator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -146,14 +147,14 @@ def test_the_global_generators_are_never_drawn_from(num_workers: int) -> None:
     assert np.array_equal(np.random.get_state()[1], numpy_before)
 
 
-def test_workers_are_deaf_to_a_termination_and_gone_at_the_end() -> None:
+def test_workers_are_deaf_to_what_is_meant_for_the_run_and_gone_at_the_end() -> None:
     before = set(psutil.Process().children())
     running = start(0, 12, num_workers=2)
     workers = set(psutil.Process().children()) - before
     assert len(workers) == 2
     taken = [next(running), next(running)]  # one from each worker: both have begun
-    for worker in workers:
-        worker.terminate()
+    for name in ("TERM", "INT", "USR1", "USR2"):  # from somebody else: a worker obeys its own parent
+        subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True, timeout=30)
     taken.extend(running)
     assert_same(taken, steps(0, 12))
     assert psutil.wait_procs(workers, timeout=30)[1] == []
