@@ -242,6 +242,8 @@ def _bound(mark: Any) -> str | None:
 
 def hint(field: FieldInfo, raw: Raw) -> str | None:
     """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, BF16, a typo."""
+    if isinstance(raw, Odd) and "nested" in raw.what:
+        return "keys are flat: one value per key"
     if isinstance(raw, Scalar) and not _can_read(field, raw):
         for text in _respellings(raw.text):
             if _can_read(field, Scalar(text)):

@@ -30,7 +30,7 @@ def read_yaml(text: str, name: str) -> list[Entry]:
         ConfigError: the text is no YAML, or no mapping.
     """
     root = _compose(text, name)
-    if root is None:
+    if root is None or root.tag == "tag:yaml.org,2002:null":
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
