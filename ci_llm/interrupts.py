@@ -32,6 +32,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 # torchrun hands the Ctrl-C of a terminal on to workers that the terminal has told already.
 _ECHO_S: Final = 1.0
+_POKE_S: Final = 0.05
 
 
 class Interrupts:
@@ -218,10 +219,14 @@ class Interrupts:
         """Raise KeyboardInterrupt in the main thread; end the process if that thread does not come back."""
         self.announce("SIGINT again: aborting now; committed checkpoints stay")
         self._abort = True
-        self._own_pokes += 1
-        signal.pthread_kill(_main_thread_id(), signal.SIGINT)
-        if not self._raised.wait(self._abort_grace_s):
-            os._exit(ABORTED_EXIT_CODE)
+        deadline = time.monotonic() + self._abort_grace_s
+        while time.monotonic() < deadline:
+            # Again and again: a signal that comes just before a system call blocks does not wake it.
+            self._own_pokes += 1
+            signal.pthread_kill(_main_thread_id(), signal.SIGINT)
+            if self._raised.wait(_POKE_S):
+                return
+        os._exit(ABORTED_EXIT_CODE)
 
 
 _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
@@ -34,6 +34,11 @@ _DIALECTS: Final = (
     _Dialect("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     _Dialect("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
+_DECLINED: Final = {
+    "ACCELERATE_USE_DEEPSPEED": "it owns backward, step and checkpoint, which are this program's business",
+    "ACCELERATE_USE_FSDP": "the trainable state is a few MB, and the frozen base is not sharded",
+    "ACCELERATE_USE_MEGATRON_LM": "it brings a training loop of its own",
+}
 _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing connections (32768 on)
 _NUM_PORTS: Final = 16000
 
@@ -66,6 +71,12 @@ class Launch:
     def is_main(self) -> bool:
         """Whether this process speaks for the run."""
         return self.process_index == 0
+
+    @property
+    def fair_num_threads(self) -> int:
+        """CPU threads for each process of this machine, if they share the cores that this one may use."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.num_local_processes)
 
     @property
     def dies_unheard(self) -> bool:
@@ -113,6 +124,46 @@ def read_launch(
         asked_for=None,
         variables={name: str(value) for name, value in place.items()},
     )
+
+
+def decline(environ: MutableMapping[str, str]) -> list[str]:
+    """Switch off what an Accelerate configuration asks for and this program does without; say why."""
+    asked = [name for name in _DECLINED if environ.get(name, "").lower() == "true"]
+    for name in asked:
+        environ[name] = "false"
+    return [f"{name} is not used: {_DECLINED[name]}" for name in asked]
+
+
+def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_precision: str) -> list[str]:
+    """A line, with the cure, for each thing about a launch that works but is perhaps not what was meant.
+
+    Args:
+        num_gpus: GPUs that this process may use; 0 for a run on the CPU.
+        mixed_precision: of the configuration.
+    """
+    lines = []
+    if launch.asked_for is not None:
+        number = launch.asked_for or "N"
+        lines.append(
+            f"asked for {launch.asked_for or 'several'} processes, running 1, for there are {num_gpus} GPUs;"
+            f" `accelerate launch --multi_gpu --num_processes={number}` runs them on the CPU"
+        )
+    if num_gpus > 1 and launch.num_processes == 1:
+        lines.append(
+            f"{num_gpus} GPUs, 1 process: `accelerate launch --num_processes={num_gpus}` uses them all"
+        )
+    throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
+    if throttled and launch.fair_num_threads > 1:
+        lines.append(
+            "one CPU thread per process, as launchers set it:"
+            f" `export OMP_NUM_THREADS={launch.fair_num_threads}` uses all cores"
+        )
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", mixed_precision):
+        lines.append(
+            f"the launcher's mixed precision {precision} has no effect: `mixed_precision={precision}` has"
+        )
+    return lines
 
 
 def _alone(dialect: _Dialect | None, environ: Mapping[str, str], parent_command: Sequence[str]) -> Launch:
