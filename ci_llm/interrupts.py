@@ -29,9 +29,6 @@ SAVE_SIGNALS: Final = ("SIGUSR1",)
 ABORTED_EXIT_CODE: Final = 128 + signal.SIGINT
 _QUIT: Final = b"\0"  # no signal has the number 0
 _PR_SET_PDEATHSIG: Final = 1
-
-# torchrun hands the Ctrl-C of a terminal on to workers that the terminal has told already.
-_ECHO_S: Final = 1.0
 _POKE_S: Final = 0.05
 
 
@@ -67,12 +64,10 @@ class Interrupts:
         self.announce = announce or _to_stderr
         self.plan = "saving"
         self._abort_grace_s = abort_grace_s
-        self._echo_s = _ECHO_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self._note: tuple[str, float] | None = None
         self._save_requested = False
         self._stopping = threading.Event()
-        self._first_ctrl_c: float | None = None
-        self._abort = False
+        self._ctrl_c_heard = self._abort = False
         self._own_pokes = 0
         self._raised = threading.Event()
         self._old_handlers: dict[int, _Handler] = {}
@@ -206,13 +201,13 @@ class Interrupts:
     def _hear_ctrl_c(self) -> None:
         if self._own_pokes:
             self._own_pokes -= 1
-        elif self._first_ctrl_c is None:
-            self._first_ctrl_c = time.monotonic()
+        elif not self._ctrl_c_heard:
+            self._ctrl_c_heard = True
             self.request_stop("signal:SIGINT")
             self.announce(f"SIGINT: {self.plan} (again to abort now)")
         elif self._abort:
             os._exit(ABORTED_EXIT_CODE)
-        elif time.monotonic() - self._first_ctrl_c >= self._echo_s:
+        else:
             self._abort_now()
 
     def _abort_now(self) -> None:

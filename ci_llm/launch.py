@@ -143,11 +143,7 @@ def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_
     """
     lines = []
     if launch.asked_for is not None:
-        number = launch.asked_for or "N"
-        lines.append(
-            f"asked for {launch.asked_for or 'several'} processes, running 1, for there are {num_gpus} GPUs;"
-            f" `accelerate launch --multi_gpu --num_processes={number}` runs them on the CPU"
-        )
+        lines.append(_asked_for_more(launch.asked_for, num_gpus))
     if num_gpus > 1 and launch.num_processes == 1:
         lines.append(
             f"{num_gpus} GPUs, 1 process: `accelerate launch --num_processes={num_gpus}` uses them all"
@@ -164,6 +160,14 @@ def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_
             f"the launcher's mixed precision {precision} has no effect: `mixed_precision={precision}` has"
         )
     return lines
+
+
+def _asked_for_more(number: int, num_gpus: int) -> str:
+    told = f"asked for {number or 'several'} processes, running 1, for this machine has"
+    if num_gpus:
+        return f"{told} {num_gpus} GPU(s), and each takes one process"
+    several = f"--multi_gpu --num_processes={number or 'N'}"
+    return f"{told} no GPU: `accelerate launch {several}` runs them on the CPU"
 
 
 def _alone(dialect: _Dialect | None, environ: Mapping[str, str], parent_command: Sequence[str]) -> Launch:

@@ -87,7 +87,7 @@ class Processes:
                 f"{self.launch.num_processes} processes were started, but Accelerate sees"
                 f" {self.accelerator.num_processes}: each would train alone, into the same folder",
                 where=f"launcher: {self.launch.launcher}",
-                cure="torchrun --nproc-per-node N, or accelerate launch --multi_gpu --num_processes=N",
+                cure="build nothing of Accelerate before Processes, and start by torchrun or accelerate launch",
             )
         self.notes += remarks(
             self.launch,
