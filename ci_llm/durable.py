@@ -189,3 +189,19 @@ def read_chunks(path: Path, *, from_disk: bool = False) -> Iterator[bytes]:
             yield chunk
     finally:
         os.close(handle)
+
+
+def read_exactly(path: Path, size: int) -> bytes:
+    """The bytes of a regular file that must hold `size` of them; one that grew is never read whole.
+
+    Raises:
+        ValueError: the file has another size.
+    """
+    data = bytearray()
+    for chunk in read_chunks(path):
+        data += chunk
+        if len(data) > size:
+            break
+    if len(data) != size:
+        raise ValueError(f"{path.name} does not have {size} bytes")
+    return bytes(data)

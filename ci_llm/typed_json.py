@@ -1,4 +1,4 @@
-"""JSON that keeps types: int keys, tuples, bytes and infinities come back as they were; plain values stay plain.
+"""JSON that keeps types: int keys, tuples, bytes and infinities come back as they were; plain stays plain.
 
 What JSON would change is written as an object with one key that starts with "$":
 
