@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ci_llm.agents import LoraSettings, StackedLoRALinear, adapter_config, attach
+from ci_llm.agents import LoraSettings, adapter_config, attach
 from ci_llm.attention import PACKED, Segments
 from ci_llm.batches import Batch, padded
 from ci_llm.errors import ModelError
@@ -56,7 +56,19 @@ class Crowd(nn.Module):
         self.pad_id = pad_id
         self.agents = attach(model, settings)
         self.model = model
-        self.route: Route = "packed"
+        self._native_attention = model.config._attn_implementation
+        self.route = "packed"
+
+    @property
+    def route(self) -> Route:
+        """How rows go through the base: end to end, or side by side in a padded rectangle."""
+        return self._route
+
+    @route.setter
+    def route(self, route: Route) -> None:
+        # For good and not for one forward pass: activation checkpointing runs the layers again in the backward pass.
+        self._route = route
+        self.model.config._attn_implementation = PACKED if route == "packed" else self._native_attention
 
     @property
     def num_agents(self) -> int:
@@ -81,36 +93,36 @@ class Crowd(nn.Module):
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order, whichever route the base can take."""
-        if self.route == "packed":
-            return self._packed(batch, self.num_agents)
-        return self._padded(batch, self.num_agents)
+        return self._packed(batch) if self.route == "packed" else self._padded(batch)
 
-    def _packed(self, batch: Batch, agents: int) -> Tensor:
-        with own_attention(self.model, PACKED):
-            return self.model.base_model(  # type: ignore[no-any-return]
-                input_ids=batch.input_ids.expand(agents, -1),
-                position_ids=batch.position_ids[None],
-                use_cache=False,
-                segments=Segments(batch.bounds),
-            ).last_hidden_state
+    def _packed(self, batch: Batch) -> Tensor:
+        return self.model.base_model(  # type: ignore[no-any-return]
+            input_ids=batch.input_ids.expand(self.num_agents, -1),
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            segments=Segments(batch.bounds),
+        ).last_hidden_state
 
-    def _padded(self, batch: Batch, agents: int) -> Tensor:
+    def _padded(self, batch: Batch) -> Tensor:
         inputs, (rows, columns) = padded(batch, self.pad_id)
         # No attention mask: pads stand to the right, where a causal model never looks, and a mask that leaves a pad
         # nothing to look at turns its state, and then everything, into NaN in some families.
-        repeated = {name: inputs[name].repeat(agents, 1) for name in ("input_ids", "position_ids")}
+        repeated = {name: inputs[name].repeat(self.num_agents, 1) for name in ("input_ids", "position_ids")}
         states = self.model.base_model(**repeated, use_cache=False).last_hidden_state
-        return states.unflatten(0, (agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
+        return states.unflatten(0, (self.num_agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
 
     @contextmanager
     def solo(self, agent: int) -> Iterator[PreTrainedModel]:
-        """The plain model with one agent's adapter in place, every row his."""
-        layers = [m for m in self.model.modules() if isinstance(m, StackedLoRALinear)]
+        """The plain model with its own attention and one agent's adapter in place; every row is that agent's."""
+        config, route_attention = self.model.config, self.model.config._attn_implementation
+        layers = self.agents.layers.values()
         for layer in layers:
             layer.solo = agent
+        config._attn_implementation = self._native_attention
         try:
             yield self.model
         finally:
+            config._attn_implementation = route_attention
             for layer in layers:
                 layer.solo = None
 
@@ -128,17 +140,17 @@ class Crowd(nn.Module):
             wanted = self._reference(batch)
             self._refuse_the_clairvoyant(batch)
             reason = None
-            for route, run in (("packed", self._packed), ("padded", self._padded)):
+            routes: tuple[Route, ...] = ("packed", "padded")
+            for self.route in routes:
                 try:
-                    found = self.head.logits(run(batch, self.num_agents))
+                    found = self.head.logits(self.states(batch))
                 except TypeError as error:
                     reason = str(error)
                     continue
                 gap = _distance(found, wanted)
                 if gap <= _tolerance(found.dtype, self.model.dtype):
-                    self.route = route  # type: ignore[assignment]
-                    return reason if route == "padded" else None
-                reason = f"packed rows change its logits by {gap:.1e}"
+                    return reason
+                reason = f"{self.route} rows change its logits by {gap:.1e}"
         name = type(self.model).__name__
         raise ModelError(
             f"{name} computes its logits in a way this program does not reproduce ({reason})",
@@ -203,18 +215,6 @@ class Crowd(nn.Module):
             files[f"agent{k}/adapter_model"] = self.agents.agent_tensors(k)
             files[f"agent{k}/adapter_config"] = config
         return files
-
-
-@contextmanager
-def own_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Another attention implementation for one pass; generation and the padded way keep the model's own."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = implementation
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def _probe(model: PreTrainedModel, device: torch.device) -> Batch:

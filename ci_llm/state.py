@@ -1,0 +1,57 @@
+"""Where a run stands: plain values, frozen, advanced step by step, the same on every process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The position of a run.
+
+    Attributes:
+        step: optimizer steps taken; the next one is number `step`.
+        samples_seen: rows consumed by all processes.
+        tokens_seen: packed tokens consumed by all processes.
+        effective_batch: rows of one optimizer step, fixed at step 1 for the whole run.
+        skipped: per agent, the steps in which it was left out because its gradient was not finite.
+        loss_scale: the factor on fp16 losses; None in every other precision.
+        clean_steps: steps since the last overflow or the last growth of the loss scale.
+    """
+
+    step: int = 0
+    samples_seen: int = 0
+    tokens_seen: int = 0
+    effective_batch: int = 0
+    skipped: tuple[int, ...] = ()
+    loss_scale: float | None = None
+    clean_steps: int = 0
+
+    def advance(self, samples: int, tokens: int, sick: list[int]) -> TrainState:
+        """The state after one optimizer step over `samples` rows."""
+        skipped = tuple(n + (k in sick) for k, n in enumerate(self.skipped))
+        moved = replace(
+            self,
+            step=self.step + 1,
+            samples_seen=self.samples_seen + samples,
+            tokens_seen=self.tokens_seen + tokens,
+            skipped=skipped,
+        )
+        return moved if self.loss_scale is None else moved._rescaled(self.loss_scale, overflow=bool(sick))
+
+    def _rescaled(self, scale: float, overflow: bool) -> TrainState:
+        """Halve on overflow, double after 2000 clean steps, as PyTorch's GradScaler does."""
+        if overflow:
+            return replace(self, loss_scale=scale / 2, clean_steps=0)
+        if self.clean_steps + 1 >= 2000:
+            return replace(self, loss_scale=scale * 2, clean_steps=0)
+        return replace(self, clean_steps=self.clean_steps + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"skipped": list(self.skipped)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
+        return cls(**{**values, "skipped": tuple(values["skipped"])})
