@@ -87,7 +87,7 @@ class Processes:
                 f"{self.launch.num_processes} processes were started, but Accelerate sees"
                 f" {self.accelerator.num_processes}: each would train alone, into the same folder",
                 where=f"launcher: {self.launch.launcher}",
-                cure="build nothing of Accelerate before Processes, and start by torchrun or accelerate launch",
+                cure="build nothing of Accelerate's before Processes; start by torchrun or accelerate launch",
             )
         self.notes += remarks(
             self.launch,
@@ -99,7 +99,7 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes; "cpu" and not Accelerate's "cpu:0", which no tensor's device equals."""
+        """Where this process computes; "cpu", not Accelerate's "cpu:0", which equals no tensor's device."""
         device = torch.device(self.accelerator.device)
         return torch.device("cpu") if device.type == "cpu" else device
 

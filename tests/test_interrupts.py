@@ -1,0 +1,289 @@
+"""Signals: heard at once, written down and nothing else, handlers given back; workers deaf, orphans told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from ci_llm.errors import ConfigError
+from ci_llm.interrupts import Interrupts
+from tests.children import DEADLINE_S, Child
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    with Interrupts(announce=lambda _line: None) as one:
+        yield one
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+# Notes
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
+def test_a_stop_signal_becomes_a_note_with_its_time(interrupts: Interrupts, name: str) -> None:
+    assert (interrupts.stop_reason, interrupts.stop_requested_at) == (None, None)
+    send(getattr(signal, name))
+    assert interrupts.stop_reason == f"signal:{name}"
+    assert interrupts.stop_requested_at is not None
+    assert interrupts.wait(DEADLINE_S)
+    assert not interrupts.save_requested
+
+
+def test_the_first_request_to_stop_counts(interrupts: Interrupts) -> None:
+    interrupts.request_stop("walltime")
+    first = interrupts.stop_requested_at
+    for _ in range(3):
+        send(signal.SIGTERM)
+    assert (interrupts.stop_reason, interrupts.stop_requested_at) == ("walltime", first)
+
+
+def test_a_save_request_is_taken_once_and_stops_nothing(interrupts: Interrupts) -> None:
+    assert not interrupts.take_save_request()
+    send(signal.SIGUSR1)
+    send(signal.SIGUSR1)
+    assert interrupts.save_requested
+    assert [interrupts.take_save_request() for _ in range(2)] == [True, False]
+    assert interrupts.stop_reason is None
+    assert not interrupts.wait(0)
+
+
+def test_which_signals_mean_what_is_a_choice() -> None:
+    with Interrupts(stop=["SIGUSR1"], save=["SIGHUP"], announce=lambda _line: None) as one:
+        send(signal.SIGHUP)
+        assert (one.take_save_request(), one.stop_reason) == (True, None)
+        send(signal.SIGUSR1)
+        assert one.stop_reason == "signal:SIGUSR1"
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGNONE", "TERM"])
+def test_a_signal_that_nobody_can_hear_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Interrupts(stop=[name])
+
+
+def test_a_signal_with_two_meanings_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SIGUSR1"):
+        Interrupts(stop=["SIGUSR1"])
+
+
+# Handlers
+
+
+def test_handlers_and_the_wakeup_fd_come_back() -> None:
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    old_fd = signal.set_wakeup_fd(write_fd)
+    try:
+        one = Interrupts(announce=lambda _line: None)
+        assert one.install() is one.install()
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+        one.restore()
+        one.restore()
+        assert {number: signal.getsignal(number) for number in before} == before
+        assert signal.set_wakeup_fd(write_fd) == write_fd
+    finally:
+        signal.set_wakeup_fd(old_fd)
+        os.close(read_fd)
+        os.close(write_fd)
+    assert "ci_llm signals" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_later_handler_of_somebody_else_stays() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with Interrupts(announce=lambda _line: None):
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    assert signal.signal(signal.SIGUSR2, before) == signal.SIG_IGN
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_is_installed_and_it_says_so() -> None:
+    before, lines = signal.getsignal(signal.SIGTERM), list[str]()
+    one = Interrupts(announce=lines.append)
+    thread = threading.Thread(target=one.install)
+    thread.start()
+    thread.join()
+    assert not one.installed
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len(lines) == 1
+    one.restore()
+
+
+def test_the_announcement_says_what_the_run_will_do() -> None:
+    heard = threading.Event()
+    lines: list[str] = []
+
+    def announce(line: str) -> None:
+        lines.append(line)
+        heard.set()
+
+    with Interrupts(announce=announce) as one:
+        one.plan = "saving step 37"
+        send(signal.SIGTERM)
+        assert heard.wait(DEADLINE_S)
+        send(signal.SIGTERM)
+    assert lines == ["SIGTERM: saving step 37"]
+
+
+# At once: the main thread is in one C call that no signal ends, and comes out when the test says so
+
+STUCK = """
+import ctypes, os, sys, threading
+from ci_llm.interrupts import Interrupts
+
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+inside = False
+
+def announce(line):
+    print("announced", inside, interrupts.stop_reason, line)
+
+def release():
+    for line in sys.stdin:
+        libc.pthread_mutex_unlock(mutex)
+
+with Interrupts(announce=announce, abort_grace_s=float(sys.argv[1])) as interrupts:
+    libc.pthread_mutex_init(mutex, None)
+    libc.pthread_mutex_lock(mutex)
+    threading.Thread(target=release, daemon=True).start()
+    inside = True
+    print("inside")
+    try:
+        libc.pthread_mutex_lock(mutex)
+        inside = False
+        print("outside", interrupts.stop_reason)
+        interrupts.wait = threading.Event().wait
+        interrupts.wait(float(sys.argv[2]))
+    except KeyboardInterrupt:
+        print("aborted")
+"""
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_one_long_call() -> None:
+    with Child.python(STUCK, "60", "0") as child:
+        child.read_until("inside")
+        child.signal(signal.SIGTERM)
+        assert child.read_until("announced") == "announced True signal:SIGTERM SIGTERM: saving"
+        child.say("come out")
+        assert child.read_until("outside") == "outside signal:SIGTERM"
+        assert child.wait() == 0
+
+
+def test_ctrl_c_twice_ends_a_process_that_does_not_come_back() -> None:
+    with Child.python(STUCK, "0.1", "0") as child:
+        child.read_until("inside")
+        child.signal(signal.SIGINT)
+        assert "again to abort" in child.read_until("announced True signal:SIGINT")
+        child.signal(signal.SIGINT)
+        child.read_until("aborting")
+        assert child.wait() == 130
+
+
+def test_ctrl_c_twice_raises_in_the_main_thread_where_it_can() -> None:
+    with Child.python(STUCK, "60", str(DEADLINE_S)) as child:
+        child.read_until("inside")
+        child.say("come out")
+        child.read_until("outside")
+        child.signal(signal.SIGINT)
+        child.read_until("again to abort")
+        child.signal(signal.SIGINT)
+        child.read_until("aborted")
+        assert child.wait() == 0
+
+
+def test_a_signal_is_heard_during_one_matmul_of_torch() -> None:
+    source = """
+import torch
+from ci_llm.interrupts import Interrupts
+with Interrupts(announce=lambda line: print("announced", inside)):
+    matrix, inside = torch.ones(4000, 4000, dtype=torch.float64), True
+    print("inside")
+    matrix @ matrix
+    inside = False
+"""
+    with Child.python(source) as child:
+        child.read_until("inside")
+        child.signal(signal.SIGTERM)
+        assert child.read_until("announced") == "announced True"
+
+
+# Children
+
+
+def test_a_forked_child_is_not_the_run() -> None:
+    """It dies of a SIGTERM, as a pool that terminates its workers expects, and its parent hears nothing."""
+    source = """
+import os, signal
+from ci_llm.interrupts import Interrupts
+with Interrupts() as interrupts:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    os.kill(child, signal.SIGTERM)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print("parent", interrupts.stop_reason, interrupts.installed)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("parent", interrupts.stop_reason)
+"""
+    with Child.python(source) as child:
+        assert child.read_until("child") == f"child {-signal.SIGTERM}"
+        assert child.read_until("parent") == "parent None True"
+        assert child.read_until("parent") == "parent signal:SIGTERM"
+
+
+WORKERS = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from ci_llm.interrupts import Interrupts, deafen
+
+with Interrupts() as interrupts:
+    loader = iter(DataLoader(range(10**9), batch_size=None, num_workers=2, worker_init_fn=deafen))
+    next(loader), next(loader)
+    print("workers", *(worker.pid for worker in loader._workers))
+    for line in sys.stdin:
+        print("next", next(loader), interrupts.stop_reason)
+        if line == "leave\\n":
+            sys.exit()
+"""
+
+
+def test_workers_are_deaf_and_go_with_their_parent() -> None:
+    with Child.python(WORKERS) as leaving, Child.python(WORKERS) as killed:
+        pids = {one: [int(pid) for pid in one.read_until("workers").split()[1:]] for one in (leaving, killed)}
+        for one, workers in pids.items():
+            for name in ("TERM", "INT", "USR1", "USR2"):
+                subprocess.run(["kill", f"-{name}", *map(str, workers)], check=True, timeout=DEADLINE_S)
+            one.say("more")
+            assert one.read_until("next") == "next 2 None"
+        leaving.say("leave")  # the iterator is alive: multiprocessing terminates and joins its processes
+        assert leaving.wait() == 0
+        killed.signal(signal.SIGKILL)
+        killed.wait()
+        workers = [pid for some in pids.values() for pid in some]
+        left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
+        assert psutil.wait_procs(left, timeout=DEADLINE_S)[1] == []
+
+
+def test_a_trainer_hears_of_the_death_of_its_launcher() -> None:
+    trainer = """
+import sys
+from ci_llm.interrupts import Interrupts, die_with_parent
+with Interrupts(announce=lambda line: None) as interrupts:
+    print("armed", die_with_parent())
+    print("heard", interrupts.wait(60), interrupts.stop_reason)
+"""
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-u', '-c', sys.argv[1]])"
+    with Child.python(launcher, trainer) as child:
+        assert child.read_until("armed") == f"armed {sys.platform == 'linux'}"
+        child.signal(signal.SIGKILL)
+        assert child.read_until("heard") == "heard True signal:SIGTERM"
