@@ -77,7 +77,7 @@ def recognised(data: Any, where: str, description: Sequence[str] = ()) -> Rows:
             cure="load it without streaming=True",
         )
     if not len(data):
-        raise DataError("The data set is empty.", where=where, cure="give one with rows, or another split")
+        raise _empty(where)
     form = find_form(data.column_names)
     if form is None:
         raise DataError(
@@ -237,16 +237,22 @@ def _from_files(files: list[Path], where: str) -> Dataset:
             cure=f"give {KINDS} files, all of one kind",
         )
     if not any(file.stat().st_size for file in files):
-        raise DataError("The data set is empty.", where=where, cure="give a file with rows")
+        raise _empty(where)
     try:
         with _bars_on_a_terminal_only():
             return datasets.load_dataset(builder, data_files=[str(file) for file in files], split="train")
-    except (DatasetsError, OSError, ValueError, StopIteration) as error:
+    except (DatasetsError, OSError, ValueError) as error:
+        if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
+            raise _empty(where) from error
         raise DataError(
             f"The data set cannot be read as {builder}: {_reason(error)}.",
             where=where,
             cure="repair the file; each row must have the same columns with values of the same type",
         ) from error
+
+
+def _empty(where: str) -> DataError:
+    return DataError("The data set is empty.", where=where, cure="give one with rows, or another split")
 
 
 def _builder(file: Path) -> str | None:
@@ -259,7 +265,7 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return lines[0].rstrip(".!") if lines else type(error).__name__
 
 
 @contextmanager
