@@ -8,6 +8,7 @@ out: it must never end a run. One that cannot start is bad input.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -111,7 +112,10 @@ def _settings(name: str, folder: Path, resumed_from: int, remembered: str | None
         case "mlflow":
             return {"run_id": remembered} if remembered else {"run_name": folder.name}
         case _:
-            return {"name": remembered or folder.name, "resume": "allow"}
+            known = (
+                remembered or f"{folder.name}-{secrets.token_hex(3)}"
+            )  # Trackio knows a run by its name alone
+            return {"name": known, "resume": "allow"}
 
 
 def _start(accelerator: Any, kind: Any, name: str, settings: dict[str, Any]) -> Any:
