@@ -20,7 +20,7 @@ from ci_llm.interrupts import deafen
 from ci_llm.order import Plan, share
 
 
-class Row(Protocol):
+class Packable(Protocol):
     """A tokenised row: `input_ids` [n], and `supervised` [n], True where a token is a target."""
 
     @property
@@ -29,10 +29,10 @@ class Row(Protocol):
     def supervised(self) -> np.ndarray[Any, Any]: ...
 
 
-class Rows(Protocol):
+class PackableRows(Protocol):
     """A data set of tokenised rows, the same row for the same number in every process."""
 
-    def __getitem__(self, number: int, /) -> Row: ...
+    def __getitem__(self, number: int, /) -> Packable: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Batch:
         return ((name, value) for name, value in values if isinstance(value, Tensor))
 
 
-def pack(examples: Sequence[Row], sample_ids: Sequence[int]) -> Batch:
+def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
     """Lay the rows end to end.
 
     Raises:
@@ -140,13 +140,13 @@ class _Steps:
     give 64 MB, and one file descriptor each.
     """
 
-    dataset: Rows
+    dataset: PackableRows
     plan: Plan
     process_index: int
     num_processes: int
     micro_batch_size: int
 
-    def __getitem__(self, step: int) -> tuple[int, list[tuple[list[Row], list[int]]]]:
+    def __getitem__(self, step: int) -> tuple[int, list[tuple[list[Packable], list[int]]]]:
         shares = share(self.plan.rows(step), self.process_index, self.num_processes, self.micro_batch_size)
         return step, [([self.dataset[row] for row in rows], rows) for rows in shares]
 
@@ -156,7 +156,7 @@ def _as_is(item: Any) -> Any:
 
 
 def stream(
-    dataset: Rows,
+    dataset: PackableRows,
     plan: Plan,
     start_step: int,
     stop_step: int,
@@ -188,7 +188,7 @@ def stream(
 
 
 def _packed(
-    steps: Iterator[tuple[int, list[tuple[list[Row], list[int]]]]], pin_memory: bool
+    steps: Iterator[tuple[int, list[tuple[list[Packable], list[int]]]]], pin_memory: bool
 ) -> Generator[tuple[int, list[Batch]], None, None]:
     for step, micro_batches in steps:
         batches = [pack(examples, rows) for examples, rows in micro_batches]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -149,7 +150,7 @@ def _split(splits: Splits, name: str, key: str, config: Config) -> Dataset:
 def _open(config: Config) -> Splits:
     """All splits by name; a source that names none has one, called `dataset_split`."""
     name = config.dataset_name
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name != "embedded" and _is_hub_id(name, path):
         return _from_hub(name, config.dataset_subset, path)
     if config.dataset_subset is not None:
@@ -161,14 +162,16 @@ def _open(config: Config) -> Splits:
     if name == "embedded":
         names = ("train", "validation", "test")
         return {split: Dataset.from_list(embedded.rows(split)) for split in names}
-    if path.is_dir():
+    if os.path.isdir(path):
         return _from_folder(path, config.dataset_split)
     return {config.dataset_split: _from_files(_matching(path), str(path))}
 
 
 def _is_hub_id(name: str, path: Path) -> bool:
     """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
-    looks_local = path.exists() or glob.has_magic(name) or path.is_absolute() or _builder(path) is not None
+    looks_local = (
+        os.path.exists(path) or glob.has_magic(name) or path.is_absolute() or _builder(path) is not None
+    )
     return not looks_local and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
 
 
@@ -179,7 +182,7 @@ def _from_hub(name: str, subset: str | None, path: Path) -> Splits:
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
-            where=f"dataset_name: {name} (nothing of this name at {path.resolve()} either)",
+            where=f"dataset_name: {name} (nothing of this name at {path.absolute()} either)",
             cure="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
         ) from error
 
@@ -216,7 +219,7 @@ def _saved(path: Path, unnamed: str) -> Splits:
 
 def _matching(path: Path) -> list[Path]:
     names = glob.glob(str(path), recursive=True) if glob.has_magic(str(path)) else [str(path)]
-    files = sorted(file for file in map(Path, names) if file.is_file())
+    files = sorted(file for file in map(Path, names) if os.path.isfile(file))
     if not files:
         raise DataError(
             "The data set does not exist.",
@@ -261,11 +264,11 @@ def _builder(file: Path) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the deepest cause: what wraps it says only that something failed."""
+    """What the deepest cause says, in one line: what wraps it says only that something failed."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".!") if lines else type(error).__name__
+    said = " ".join(str(error).split()).rstrip(".!") or type(error).__name__
+    return said if len(said) <= 300 else f"{said[:300]} ..."
 
 
 @contextmanager

@@ -54,8 +54,21 @@ class RefusedRowError(Exception):
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template in force: the tokenizer's own, else the built-in one."""
-    return str(tokenizer.get_chat_template()) if tokenizer.chat_template else BUILT_IN_TEMPLATE
+    """The template in force: the tokenizer's own, else the built-in one.
+
+    Raises:
+        ModelError: it has several, and none of them is the default.
+    """
+    if not tokenizer.chat_template:
+        return BUILT_IN_TEMPLATE
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:
+        raise ModelError(
+            "The tokenizer has several chat templates and no default.",
+            where=tokenizer.name_or_path,
+            cure="name one of them default in its folder",
+        ) from error
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -154,7 +167,7 @@ class Encoder:
         begin = _common(whole, other)
         end = len(whole) - _common(whole[begin:][::-1], other[begin:][::-1])
         closing = self._end_of_turn.match(whole, end) if self._end_of_turn else None
-        return len(prompt), closing.end() if closing else end
+        return len(prompt) or begin, closing.end() if closing else end
 
     def _tokens(self, text: str, learned: Sequence[Span]) -> Example:
         encoded = self._tokenizer(

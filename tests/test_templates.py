@@ -1,0 +1,207 @@
+"""Which tokens of a row are learned: answers and their ends, under any chat template, or a reason why not."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ci_llm.errors import ModelError
+from ci_llm.rows import Chat, Completion, Message
+from ci_llm.templates import (
+    BUILT_IN_TEMPLATE,
+    Encoder,
+    Example,
+    RefusedRowError,
+    chat_template,
+    tokenizer_fingerprint,
+)
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
+CHATML_MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% else %}"
+) + f"{TURN}{{% endif %}}{{% endfor %}}{PROMPT}"
+#: As Qwen3: an answer after the last question shows its (empty) thoughts, earlier ones do not.
+THOUGHTS_AT_THE_END = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n{{ m.content }}<|im_end|>\n"
+    "{% else %}" + TURN + "{% endif %}{% endfor %}" + PROMPT
+)
+#: As Llama 2: no header before an answer, EOS after it.
+INSTRUCTIONS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+#: Plain words for the speakers and nothing at the end of a turn.
+WORDS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    """One token per byte, and the special tokens of the templates here."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        **({"bos_token": "<s>", "eos_token": "</s>"} | special),
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learned(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The runs of learned tokens, as text."""
+    runs = groupby(zip(example.supervised, example.input_ids, strict=True), key=lambda pair: bool(pair[0]))
+    return [tokenizer.decode([token for _, token in run]) for is_learned, run in runs if is_learned]
+
+
+def talk(*turns: str, trained_from: int = 0) -> Chat:
+    roles = ["user", "assistant"] * len(turns)
+    return Chat(tuple(map(Message, roles, turns)), trained_from)
+
+
+LONG = talk("q1", "a1", "q2", " a2é\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, ["a1</s>", " a2é\n</s>"]),
+        (CHATML, ["a1<|im_end|>", " a2é\n<|im_end|>"]),
+        (CHATML_MARKED, ["a1<|im_end|>", " a2é\n<|im_end|>"]),
+        (THOUGHTS_AT_THE_END, ["a1<|im_end|>", "<think>\n\n</think>\n\n a2é\n<|im_end|>"]),
+        (INSTRUCTIONS, [" a1 </s>", " a2é </s>"]),
+        (WORDS, [" a1", "  a2é\n"]),
+    ],
+    ids=["built in", "chatml", "marked", "thoughts", "instructions", "words"],
+)
+def test_every_answer_and_its_end_is_learned(template: str | None, expected: list[str]) -> None:
+    tokenizer = byte_tokenizer(template)
+    example = Encoder(tokenizer).encode(LONG)
+    assert learned(example, tokenizer) == expected
+    turns = [{"role": message.role, "content": message.content} for message in LONG.messages]
+    whole = tokenizer.apply_chat_template(turns, chat_template=chat_template(tokenizer), tokenize=False)
+    assert tokenizer.decode(example.input_ids) == whole
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, None])
+def test_what_is_given_is_not_learned(template: str | None) -> None:
+    tokenizer = byte_tokenizer(template)
+    end = "<|im_end|>" if template else "</s>"
+    example = Encoder(tokenizer).encode(talk("q1", "a1", "q2", "a2", trained_from=2))
+    assert learned(example, tokenizer) == ["a2" + end]
+
+
+def test_thoughts_of_the_answer_itself_are_learned() -> None:
+    """R1-like: the prompt opens the thoughts, the answer continues them."""
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    tokenizer = byte_tokenizer(CHATML.replace(PROMPT, prompt))
+    example = Encoder(tokenizer).encode(talk("q", "<think>\nhm</think>a"))
+    assert learned(example, tokenizer) == ["hm</think>a<|im_end|>"]
+    with pytest.raises(RefusedRowError, match="not what precedes the answer"):
+        Encoder(tokenizer).encode(talk("q", "a"))
+
+
+def test_an_answer_may_come_first_or_repeat_the_question() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    first = Chat((Message("assistant", "hi"), Message("user", "hi"), Message("assistant", "hi")))
+    assert learned(Encoder(tokenizer).encode(first), tokenizer) == ["hi<|im_end|>", "hi<|im_end|>"]
+
+
+def test_a_template_that_fails_gives_its_reason() -> None:
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
+    )
+    chat = Chat((Message("system", "s"), Message("user", "q"), Message("assistant", "a")))
+    with pytest.raises(RefusedRowError, match="it fails: no system turn"):
+        Encoder(byte_tokenizer(strict)).encode(chat)
+    with pytest.raises(RefusedRowError, match="it fails: "):
+        Encoder(byte_tokenizer("{% for m in messages %}")).encode(LONG)
+    with pytest.raises(RefusedRowError, match="it fails: can only concatenate str"):
+        Encoder(byte_tokenizer("{{ messages[0].content + 1 }}")).encode(LONG)
+
+
+def test_a_template_that_hides_answers_is_refused() -> None:
+    questions = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(RefusedRowError, match="leaves out what the assistant says"):
+        Encoder(byte_tokenizer(questions)).encode(talk("q", "a"))
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "expected"),
+    [
+        (Completion("2+2=", "4"), "<s>2+2=4</s>", ["4</s>"]),
+        (Completion("<s>2+2=", "4</s>"), "<s>2+2=4</s>", ["4</s>"]),
+        (Completion("", "4"), "<s>4</s>", ["4</s>"]),
+        (Completion(None, "once"), "<s>once</s>", ["once</s>"]),
+        (Completion(None, "<s>once"), "<s>once</s>", ["once</s>"]),
+    ],
+)
+def test_text_that_no_template_touches(row: Completion, text: str, expected: list[str]) -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    example = Encoder(tokenizer).encode(row)
+    assert tokenizer.decode(example.input_ids) == text
+    assert learned(example, tokenizer) == expected
+
+
+def test_without_bos_the_first_token_is_not_learned() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = None
+    example = Encoder(tokenizer).encode(Completion(None, "once"))
+    assert learned(example, tokenizer) == ["nce</s>"]
+    assert learned(Encoder(tokenizer).encode(talk("q", "a")), tokenizer) == ["a</s>"]
+
+
+def test_the_built_in_template_serves_generation_too() -> None:
+    tokenizer = byte_tokenizer()
+    assert chat_template(tokenizer) == BUILT_IN_TEMPLATE
+    tokenizer.chat_template = BUILT_IN_TEMPLATE
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<s>q\n"
+
+
+def test_the_template_in_force_is_said() -> None:
+    assert Encoder(byte_tokenizer()).said(LONG) == "chat template: built in, as the tokenizer has none"
+    assert Encoder(byte_tokenizer(CHATML)).said(LONG) == "chat template: the tokenizer's own"
+    assert Encoder(byte_tokenizer(CHATML)).said(Completion(None, "x")).startswith("no chat template")
+
+
+def test_the_fingerprint_knows_the_tokenizer_and_not_how_it_was_last_called() -> None:
+    tokenizer = byte_tokenizer()
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["a", "bb"], truncation=True, max_length=1)
+    assert tokenizer_fingerprint(tokenizer) == before
+    assert tokenizer_fingerprint(byte_tokenizer()) == before
+    assert tokenizer_fingerprint(byte_tokenizer(eos_token="<|im_end|>")) != before
+
+
+def test_a_tokenizer_without_offsets_is_refused() -> None:
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+    slow = Slow(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    with pytest.raises(ModelError, match="which characters a token stands for"):
+        Encoder(slow)
+
+
+def test_several_templates_need_a_default() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"tool_use": CHATML}
+    with pytest.raises(ModelError, match="no default"):
+        chat_template(tokenizer)
+    tokenizer.chat_template = {"tool_use": CHATML, "default": WORDS}
+    assert chat_template(tokenizer) == WORDS
