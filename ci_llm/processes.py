@@ -95,7 +95,7 @@ class Processes:
             num_gpus=0 if on_cpu else torch.cuda.device_count(),
             mixed_precision=config.mixed_precision,
         )
-        self._token_file: Path | None = None
+        self._tokens: list[Path] = []
 
     @property
     def device(self) -> torch.device:
@@ -206,29 +206,29 @@ class Processes:
 
     def _leave_token(self, folder: Path, token: str) -> str | None:
         """Returns what speaks against the folder: an error here alone would leave the others waiting."""
+        path = _token_path(folder, token)
         mine = {"pid": os.getpid(), "parent": os.getppid(), "pid_space": pid_space()}
         try:
             make_folders(folder)
-            write_json(_token_path(folder, token), mine)
+            write_json(path, mine)
         except OSError as error:
             return f"the folder cannot be written: {error.strerror}"
-        self._token_file = _token_path(folder, token)
-        rivals = [path for path in folder.glob(_token_path(folder, "*").name) if path != self._token_file]
-        if any(_is_rival(path, mine) for path in rivals):
-            self._token_file.unlink()
-            self._token_file = None
+        self._tokens.append(path)
+        # Of two that come at the same time each has left its token before it looks: at least one sees the other.
+        rivals = [path for path in folder.glob(_token_path(folder, "*").name) if _is_rival(path, mine)]
+        if rivals:
+            self._tokens.pop().unlink()
             return "another process of the same launcher trains here already, in a world of its own"
         return None
 
     def shutdown(self) -> bool:
-        """Leave the world; never waits for a peer longer than a bound. No collective is possible afterwards.
+        """Leave the world, without waiting for a peer longer than a bound; trackers have been closed before.
 
         Returns:
             False if the process group did not let go within the bound: then end the process by `os._exit`.
         """
-        if self._token_file is not None:
-            self._token_file.unlink(missing_ok=True)
-            self._token_file = None
+        while self._tokens:
+            self._tokens.pop().unlink(missing_ok=True)
         leaving = threading.Thread(target=_leave_group, name="ci_llm leave", daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_BOUND_S)

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal, TypeVar
 
 import psutil
 
@@ -92,6 +92,9 @@ class Status:
     def exit_code(self) -> int:
         """What `ci-llm status` exits with: 0 completed, 75 interrupted, 3 running, 1 failed or vanished."""
         return _EXIT_CODES.get(self.status, 1)
+
+
+Record = TypeVar("Record", Status, Failure)
 
 
 class RunStatus:
@@ -182,7 +185,10 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     Raises:
         BadInput: there is no run, or its status.json is not of this program.
     """
-    status = _read(Path(output_dir, "status.json"))
+    path = Path(output_dir, "status.json")
+    if not path.exists():
+        raise BadInput("no run has left a status here", where=str(path), cure="give the output_dir of a run")
+    status = _read(Status, path)
     if status.status == "running" and _is_gone(status, time.time() if now is None else now):
         status = replace(status, status="vanished", reason="no heartbeat")
     if status.status in ("running", "completed"):
@@ -198,16 +204,16 @@ def _preceded(cause: Failure, interruption: Status) -> bool:
     return cause.reason != PEER_LOST and cause.time < interruption.heartbeat
 
 
-def _read(path: Path) -> Status:
+def _read(kind: type[Record], path: Path) -> Record:
+    """The record in a file. A newer version may have written more into it than `kind` knows."""
     try:
-        return Status(**_known_fields(Status, read_json(path)))
-    except FileNotFoundError as error:
-        raise BadInput(
-            "no run has left a status here", where=str(path), cure="give the output_dir of a run"
-        ) from error
+        value = read_json(path)
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+        return kind(**{field.name: value[field.name] for field in fields(kind) if field.name in value})
     except (TypeError, ValueError) as error:
         raise BadInput(
-            f"this is not the status of a run: {error}", where=str(path), cure="move it away"
+            f"no {kind.__name__.lower()} of a run: {error}", where=str(path), cure="move it away"
         ) from error
 
 
@@ -231,10 +237,13 @@ def write_failure(output_dir: Path | str, attempt: int, process_index: int, fail
 
 
 def read_failures(output_dir: Path | str, attempt: int) -> list[Failure]:
-    """The failures that the processes of an attempt have written, by process index."""
+    """The failures that the processes of an attempt have written, by process index.
+
+    Raises:
+        BadInput: a file there is not of this program.
+    """
     found = Path(output_dir, "attempts", str(attempt)).glob("process_*.json")
-    failures = [Failure(**_known_fields(Failure, read_json(path))) for path in found]
-    return sorted(failures, key=lambda failure: failure.process_index)
+    return sorted((_read(Failure, path) for path in found), key=lambda failure: failure.process_index)
 
 
 def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
@@ -258,10 +267,3 @@ def pid_space() -> str:
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         names.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(names)
-
-
-def _known_fields(kind: type, value: object) -> dict[str, Any]:
-    """The entries that `kind` knows: a file of a newer version may hold more."""
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return {field.name: value[field.name] for field in fields(kind) if field.name in value}
