@@ -26,6 +26,10 @@ class Base:
     name: str
     fingerprint: str
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
 
 def load_base(model_name: str, model_dtype: str | None = None, device: torch.device | str = "cpu") -> Base:
     """Load a causal language model by hub id or folder; `embedded` is the one shipped with this package.

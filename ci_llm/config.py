@@ -160,6 +160,12 @@ def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Confi
     return _build(given, problems)
 
 
+def parse_config(text: str, where: str) -> Config:
+    """The configuration that YAML `text` alone gives, such as `Config.dump()` wrote it. Raises ConfigError."""
+    problems: list[_Problem] = []
+    return _build(_by_key(read_yaml(text, where), problems, last_wins=False), problems)
+
+
 def _read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ci_llm.ballot import Ballot, Verdict
+from ci_llm.base import Base
 from ci_llm.batches import Batch, pack, stream
+from ci_llm.checkpoint import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.crowd import Crowd
 from ci_llm.evaluate import Scores, score
 from ci_llm.interrupts import Interrupts
 from ci_llm.objective import Objective
 from ci_llm.order import Plan, share
-from ci_llm.processes import Ballot, Processes, Verdict
+from ci_llm.processes import Processes
 from ci_llm.rng import seed_everything
 from ci_llm.run_log import RunLog
 from ci_llm.state import TrainState
@@ -35,21 +38,23 @@ class Run:
     """Everything a run needs, made once by `build.py`; `state` is the only thing that moves."""
 
     config: Config
+    base: Base
+    tokenizer_files: dict[str, bytes]
     crowd: Crowd
     objective: Objective
     optimizer: torch.optim.Optimizer
-    learning_rate: Callable[[int], float]
     rows: TokenizedRows
     eval_rows: TokenizedRows
-    plan: Plan
-    total_steps: int
     processes: Processes
     interrupts: Interrupts
+    manager: CheckpointManager
     log: RunLog
     status: RunStatus
-    save_due: Callable[[int], bool]
-    save: Callable[[TrainState], None]
     state: TrainState
+    plan: Plan
+    total_steps: int
+    learning_rate: Callable[[int], float]
+    remembered_trackers: dict[str, str] = field(default_factory=dict)
     meter: Meter = field(default_factory=lambda: Meter())
 
 
@@ -61,11 +66,14 @@ class Sums:
     sums: Tensor  # [K + 2]: cross-entropy per agent, diversity, packed tokens
 
 
-def train(run: Run) -> str:
+def train(run: Run, save: Callable[[Run], None]) -> str | None:
     """Train from where `run.state` stands to the last step.
 
+    Args:
+        save: begins a checkpoint of the run; a collective.
+
     Returns:
-        "completed", or the reason for which it was asked to stop; either way the last step is saved.
+        None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
     stop = None
     for step, micro_batches in steps(run):
@@ -78,10 +86,10 @@ def train(run: Run) -> str:
         report(run, verdict, norms)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
-            run.save(run.state)
+            save(run)
         if stop or (_evaluation_due(run) and (stop := evaluate_and_log(run)) is not None):
             break
-    return stop or "completed"
+    return stop
 
 
 def steps(run: Run) -> Iterator[tuple[int, list[Batch]]]:
@@ -167,9 +175,7 @@ def evaluate_and_log(run: Run) -> str | None:
 
 def evaluate(run: Run) -> Scores | None:
     """Scores over all processes, each of which takes its share of the rows; None if a stop was asked for."""
-    limit = len(run.eval_rows) if run.config.eval_samples is None else run.config.eval_samples
-    rows = list(range(min(limit, len(run.eval_rows))))
-    shares = share(rows, run.processes.index, run.processes.count, 4 * run.config.batch_size)
+    shares = share(range(len(run.eval_rows)), run.processes.index, run.processes.count, 4 * run.config.batch_size)
     batches = (pack([run.eval_rows[i] for i in part], part) for part in shares)
     with run.processes.autocast():
         own = score(
@@ -200,7 +206,7 @@ def _ballot(run: Run, step: int, sums: Sums) -> Ballot:
         labelled_tokens=sums.targets,
         sums=sums.sums,
         stop=run.interrupts.stop_reason,
-        save=wanted or (run.processes.is_main and run.save_due(step + 1)),
+        save=wanted or (run.processes.is_main and run.manager.should_save(step + 1)),
     )
 
 

@@ -1,0 +1,45 @@
+# The verbs of this project. `make train` and `make test` work on a bare machine with Python 3.10 or newer.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+
+.PHONY: install install-dev train test check lint bench clean
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The main job: K agents on the embedded base, offline, about a minute of training on two cores.
+train: install
+	$(BIN)/python train.py
+
+# Everything.
+test: install-dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Lint, types and the fast tests.
+check: lint
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" -q
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install-dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,109 @@
+"""The doors: every command reads its line, hands over, and turns errors into one short explanation and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ci_llm._version import __version__
+from ci_llm.errors import CiLlmError, ConfigError
+
+USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train in one fused pass on one frozen base.
+
+  python train.py [--config FILE] [key=value ...]     train, or go on where an earlier call stopped
+  ci-llm train ...                                    the same
+  ci-llm status RUN                                   how a run stands: exit code 0 completed, 75 interrupted,
+                                                      3 running, 1 failed or vanished
+
+  example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
+
+--help after a command says more."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`ci-llm COMMAND ...`; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "status": status}
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    if words[0] not in commands:
+        return explain(ConfigError(f"there is no command {words[0]!r}", cure=f"one of: {', '.join(commands)}"))
+    return guarded(lambda: commands[words[0]](words[1:]), debug="--debug" in words)
+
+
+def guarded(command: Callable[[], int], *, debug: bool) -> int:
+    """Run a command; an error with a cure becomes a short explanation on stderr and its exit code."""
+    try:
+        return command()
+    except CiLlmError as error:
+        if debug:
+            traceback.print_exc()
+        return explain(error)
+
+
+def explain(error: CiLlmError) -> int:
+    """One explanation per run: the other processes of a world are silent about what all of them found."""
+    index = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if index == "0" or error.exit_code != 2:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def train(words: list[str]) -> int:
+    """`ci-llm train`, and `python train.py`."""
+    if "-h" in words or "--help" in words:
+        return _help_train()
+    from ci_llm.config import load_config
+    from ci_llm.interrupts import Interrupts, die_with_parent
+    from ci_llm.launch import read_launch
+
+    with Interrupts() as interrupts:
+        default = Path("configs.yaml")
+        config = load_config(default if default.is_file() else None, words)
+        launch = read_launch()
+        if launch.dies_unheard:
+            die_with_parent()
+        if launch.is_main:
+            print(f"ci_llm {__version__}   run {config.run_folder}   loading...", flush=True)
+        _quiet_libraries()
+        from ci_llm.job import run_job
+
+        return run_job(config, interrupts, launch)
+
+
+def _help_train() -> int:
+    from ci_llm.config import describe_keys
+
+    print("python train.py [--config FILE] [key=value | --key value | --key=value ...]")
+    print("The command line wins over the file (configs.yaml by default), the file over these defaults.")
+    print("example: python train.py dataset_name=my.jsonl model_name=Qwen/Qwen2.5-0.5B experiment_name=mine\n")
+    print(describe_keys())
+    return 0
+
+
+def _quiet_libraries() -> None:
+    """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def status(words: list[str]) -> int:
+    """`ci-llm status RUN`."""
+    from ci_llm.status import read_status
+
+    folders = [word for word in words if not word.startswith("--")]
+    if len(folders) != 1:
+        raise ConfigError("which run?", where="command line", cure="ci-llm status RUN, e.g. ci-llm status ci_llm_output")
+    found = read_status(folders[0])
+    reason = f" ({found.reason})" if found.reason else ""
+    print(f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}")
+    if found.next_command:
+        print(f"go on with: {found.next_command}")
+    return found.exit_code
