@@ -112,10 +112,8 @@ def _settings(name: str, folder: Path, resumed_from: int, remembered: str | None
         case "mlflow":
             return {"run_id": remembered} if remembered else {"run_name": folder.name}
         case _:
-            known = (
-                remembered or f"{folder.name}-{secrets.token_hex(3)}"
-            )  # Trackio knows a run by its name alone
-            return {"name": known, "resume": "allow"}
+            # Trackio knows a run by its name alone, and a fresh run must not join an old one.
+            return {"name": remembered or f"{folder.name}-{secrets.token_hex(3)}", "resume": "allow"}
 
 
 def _start(accelerator: Any, kind: Any, name: str, settings: dict[str, Any]) -> Any:
