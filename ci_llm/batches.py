@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,7 +123,7 @@ def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, 
     lengths = bounds.diff()
     rows = torch.repeat_interleave(torch.arange(batch.num_rows, device=device), lengths)
     index = (rows, batch.position_ids)
-    shape = (batch.num_rows, max(b - a for a, b in zip(batch.bounds, batch.bounds[1:], strict=False)))
+    shape = (batch.num_rows, max(end - start for start, end in pairwise(batch.bounds)))
     columns = torch.arange(shape[1], device=device)
     inputs = {
         "input_ids": torch.full(shape, pad_id, device=device).index_put_(index, batch.input_ids),

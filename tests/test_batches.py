@@ -102,6 +102,14 @@ def test_moving_a_batch_moves_every_tensor() -> None:
     assert moved.sample_ids == (0,)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+def test_pinned_batches_are_the_same_batches() -> None:
+    pinned = list(stream(Rows(), Plan(50, 8, 3), 0, 3, process_index=0, num_processes=1, micro_batch_size=3,
+                         num_workers=0, pin_memory=True))  # fmt: skip
+    assert_same(pinned, steps(0, 3))
+    assert all(tensor.is_pinned() for _, batches in pinned for b in batches for _, tensor in b._tensors())
+
+
 def test_the_stream_follows_the_plan() -> None:
     plan = Plan(50, 8, seed=3)
     for step, batches in steps(0, 15):
