@@ -142,12 +142,12 @@ def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Confi
 
     Args:
         path: the YAML file, unless `arguments` name another by `--config FILE`; None: no file.
-        arguments: `--any-key V`, `--any_key=V`, `any_key=V`, `--flag`.
+        arguments: `--any-key V`, `--any_key=V`, `any_key=V`, `--flag`; `--debug` is skipped.
 
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its cure.
     """
-    typed, strays = read_arguments(arguments, _stands)
+    typed, strays = read_arguments([word for word in arguments if word != "--debug"], _stands)
     problems = [_stray(word) for word in strays]
     for entry in (entry for entry in typed if entry.name == "config"):
         if isinstance(entry.raw, Scalar):
@@ -161,7 +161,7 @@ def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Confi
 
 
 def parse_config(text: str, where: str) -> Config:
-    """The configuration that YAML `text` alone gives, such as `Config.dump()` wrote it. Raises ConfigError."""
+    """The configuration that YAML `text` alone gives, such as `Config.dump()` wrote. Raises ConfigError."""
     problems: list[_Problem] = []
     return _build(_by_key(read_yaml(text, where), problems, last_wins=False), problems)
 
@@ -272,7 +272,7 @@ def _double(key: str, first: Entry, second: Entry) -> _Problem:
 
 
 def _unknown(entry: Entry) -> _Problem:
-    near = _nearest(entry.name.replace("-", "_"))
+    near = "--debug on the command line" if entry.name == "debug" else _nearest(entry.name.replace("-", "_"))
     cure = f"did you mean {near}?" if near else "all keys: python train.py --help"
     return _Problem(entry.where, f"{entry.name} is no key", cure)
 

@@ -192,7 +192,6 @@ class LogKeys(Keys):
     monitor_gpu: bool = free(False, "write gpu_stats.json while training")
     log_memory_usage: bool = free(False, "log memory in use with every logged step")
     profile_steps: Count | None = free(None, "profile the first n steps into the run's folder; null: off")
-    debug: bool = free(False, "show tracebacks and debug lines")
 
 
 class CheckpointKeys(Keys):
@@ -259,7 +258,6 @@ NO_EFFECT: dict[str, str] = {
 #: Valid and documented, but read by nobody yet. Whoever makes a key work deletes it here.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "async_save",
         "checkpoint_backend",
         "compile",
         "early_stopping_patience",
@@ -274,7 +272,6 @@ NOT_YET: frozenset[str] = frozenset(
         "max_runtime",
         "monitor_gpu",
         "nonfinite_lr_factor",
-        "on_disk_full",
         "profile_steps",
         "requeue",
         "stop_before_walltime",
