@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -74,7 +75,7 @@ class Processes:
         _check_gpus(self.launch, on_cpu)
         self.notes = decline(os.environ)
         _enter_world(self.launch, on_cpu)
-        with _meeting(self.launch):
+        with _meeting(self.launch) if self.launch.num_processes > 1 else nullcontext():
             self.accelerator = Accelerator(
                 cpu=on_cpu,
                 mixed_precision=config.mixed_precision,
@@ -214,7 +215,7 @@ class Processes:
         except OSError as error:
             return f"the folder cannot be written: {error.strerror}"
         self._tokens.append(path)
-        # Of two that come at the same time each has left its token before it looks: at least one sees the other.
+        # Of two that come at once, each has left its token before it looks: at least one sees the other.
         rivals = [path for path in folder.glob(_token_path(folder, "*").name) if _is_rival(path, mine)]
         if rivals:
             self._tokens.pop().unlink()
@@ -294,13 +295,14 @@ def _group_settings(launch: Launch, on_cpu: bool) -> InitProcessGroupKwargs:
 
 @contextmanager
 def _meeting(launch: Launch) -> Iterator[None]:
+    address, port = (launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
+        socket.getaddrinfo(address, port)  # torch would look for an unknown name for half an hour
         yield
-    except RuntimeError as error:
-        place = ":".join(launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    except (RuntimeError, OSError) as error:
         raise LaunchError(
             f"the {launch.num_processes} processes cannot meet: {str(error).splitlines()[0]}",
-            where=place,
+            where=f"{address}:{port}",
             cure="export a free MASTER_PORT, and a MASTER_ADDR that every machine can reach",
         ) from error
 

@@ -201,9 +201,17 @@ class TestAlone:
 
     def test_an_accelerator_from_before_that_knows_of_one_process(self) -> None:
         Accelerator(cpu=True)
-        launch = Launch("mpirun", 2, 0, 0, 2, None, {})
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15000"}
+        launch = Launch("mpirun", 2, 0, 0, 2, None, here)
         with pytest.raises(LaunchError, match="2 processes were started, but Accelerate sees 1"):
             Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
+
+    def test_an_address_that_nobody_knows(self) -> None:
+        place = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "15000"}
+        launch = Launch("srun", 2, 0, 0, 1, None, place)
+        with pytest.raises(LaunchError, match="cannot meet") as caught:
+            Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
+        assert caught.value.where == "no-such-host.invalid:15000"
 
     def test_a_port_in_use(self) -> None:
         with socket.socket() as taken:
