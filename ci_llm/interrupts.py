@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -269,19 +270,21 @@ def deafen(_worker_id: int = 0) -> None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     notify_of_parent_death("SIGHUP")
-    threading.Thread(target=_obey, args=(parent,), name="ci_llm parent", daemon=True).start()
+    owner = multiprocessing.parent_process()  # not `parent` where a fork server stands between
+    masters = {parent, owner.pid} if owner else {parent}
+    threading.Thread(target=_obey, args=(parent, masters), name="ci_llm parent", daemon=True).start()
     if os.getppid() != parent:
         os._exit(0)
 
 
-def _obey(parent: int) -> None:
-    """End this process when its parent terminates it or dies; wait for both for ever.
+def _obey(parent: int, masters: set[int | None]) -> None:
+    """End this process when one of its masters terminates it or its parent dies; wait for both for ever.
 
     The death notice of Linux comes when the *thread* that forked us ends, hence the look at the parent.
     """
     while True:
         heard = signal.sigwaitinfo({signal.SIGTERM, signal.SIGHUP})
-        ordered = heard.si_signo == signal.SIGTERM and heard.si_pid == parent
+        ordered = heard.si_signo == signal.SIGTERM and heard.si_pid in masters
         if ordered or os.getppid() != parent:
             os._exit(0)
 
@@ -290,7 +293,8 @@ def die_with_parent(signal_name: str = "SIGTERM") -> bool:
     """Receive `signal_name` when the process that started this one ends; for a trainer under a lone launcher.
 
     `accelerate launch` with one process dies of a SIGTERM without handing it on, and the trainer would run on
-    as an orphan that nobody tells. Returns False where the system knows no such notice.
+    as an orphan that nobody tells. (It starts the trainer from its main thread, so that thread's end is its
+    own.) Returns False where the system knows no such notice.
     """
     parent = os.getppid()
     if not notify_of_parent_death(signal_name):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 
 from ci_llm.errors import ConfigError
-from ci_llm.interrupts import Interrupts
+from ci_llm.interrupts import Interrupts, deafen
 from tests.children import DEADLINE_S, Child
 
 
@@ -224,7 +226,7 @@ def test_a_forked_child_is_not_the_run() -> None:
     source = """
 import os, signal
 from ci_llm.interrupts import Interrupts
-with Interrupts() as interrupts:
+with Interrupts(announce=lambda line: None) as interrupts:
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -246,7 +248,7 @@ import torch
 from torch.utils.data import DataLoader
 from ci_llm.interrupts import Interrupts, deafen
 
-with Interrupts() as interrupts:
+with Interrupts(announce=lambda line: None) as interrupts:
     loader = iter(DataLoader(range(10**9), batch_size=None, num_workers=2, worker_init_fn=deafen))
     next(loader), next(loader)
     print("workers", *(worker.pid for worker in loader._workers))
@@ -272,6 +274,28 @@ def test_workers_are_deaf_and_go_with_their_parent() -> None:
         workers = [pid for some in pids.values() for pid in some]
         left = [psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)]
         assert psutil.wait_procs(left, timeout=DEADLINE_S)[1] == []
+
+
+def _work(ready: Connection) -> None:
+    deafen()
+    ready.send(True)
+    ready.recv()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_worker_obeys_the_process_that_owns_it(method: str) -> None:
+    """Even where it was forked by a server."""
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    worker = context.Process(target=_work, args=(there,), daemon=True)  # type: ignore[attr-defined]
+    worker.start()
+    try:
+        assert here.poll(DEADLINE_S)
+        worker.terminate()
+        worker.join(DEADLINE_S)
+        assert worker.exitcode == 0
+    finally:
+        worker.kill()
 
 
 def test_a_trainer_hears_of_the_death_of_its_launcher() -> None:
