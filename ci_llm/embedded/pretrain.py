@@ -89,7 +89,7 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, steps: int = STEPS) -> LlamaFor
     for step, (batch, weight) in enumerate(batches, start=1):
         loss = weighted_loss(model, batch, weight)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
