@@ -140,31 +140,35 @@ def test_the_announcement_says_what_the_run_will_do() -> None:
 # At once: the main thread is in one C call that no signal ends, and comes out when the test says so
 
 STUCK = """
-import ctypes, os, sys, threading
+import ctypes, sys, threading
 from ci_llm.interrupts import Interrupts
 
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-inside = False
+lock, unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
+entered, inside = threading.Lock(), True
 
 def announce(line):
     print("announced", inside, interrupts.stop_reason, line)
 
-def release():
+def tell():
+    entered.acquire()
+    sys.setswitchinterval(0.005)
+    print("inside")
     for line in sys.stdin:
-        libc.pthread_mutex_unlock(mutex)
+        unlock(mutex)
 
 with Interrupts(announce=announce, abort_grace_s=float(sys.argv[1])) as interrupts:
     libc.pthread_mutex_init(mutex, None)
-    libc.pthread_mutex_lock(mutex)
-    threading.Thread(target=release, daemon=True).start()
-    inside = True
-    print("inside")
+    lock(mutex)
+    entered.acquire()
+    threading.Thread(target=tell, daemon=True).start()
+    sys.setswitchinterval(1000)  # nobody else runs before this thread is in the call below
+    entered.release()
+    lock(mutex)
+    inside = False
     try:
-        libc.pthread_mutex_lock(mutex)
-        inside = False
         print("outside", interrupts.stop_reason)
-        interrupts.wait = threading.Event().wait
-        interrupts.wait(float(sys.argv[2]))
+        threading.Event().wait(float(sys.argv[2]))
     except KeyboardInterrupt:
         print("aborted")
 """
