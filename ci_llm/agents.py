@@ -69,7 +69,12 @@ class _FusedLinear(torch.autograd.Function):
         y = torch.mm(flat, weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
         y = y.view(agents, rows, -1).baddbmm_(h, b.transpose(1, 2), alpha=scaling)
         ctx.save_for_backward(z, weight, a, b, h)
-        ctx.scaling, ctx.masks, ctx.dropped, ctx.dtype = scaling, masks, dropped is not None, parameters[0].dtype
+        ctx.scaling, ctx.masks, ctx.dropped, ctx.dtype = (
+            scaling,
+            masks,
+            dropped is not None,
+            parameters[0].dtype,
+        )
         return y
 
     @staticmethod
@@ -165,7 +170,9 @@ class StackedLoRALinear(nn.Module):
             stacked = (stacked[0][k : k + 1], stacked[1][k : k + 1])
             masks = None if masks is None else (masks[0][k : k + 1], masks[1][k : k + 1])
             parameters = (parameters[k], parameters[agents + k])
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        dtype = (
+            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        )
         rows = x.to(dtype).reshape(stacked[0].shape[0], -1, self.in_features)
         dropout = self.settings.dropout if self.training else 0.0
         dropped = nn.functional.dropout(rows, dropout) if dropout else None
@@ -207,7 +214,7 @@ class AgentStorage:
         # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
         dtype = torch.float64 if first.weight.dtype == torch.float64 else torch.float32
         size = sum(settings.rank * (m.in_features + m.out_features) for m in self.layers.values())
-        device = first.weight.device
+        device = torch.device(str(first.weight.device))
         self.weights = torch.zeros(settings.num_agents, size, dtype=dtype, device=device)
         self.gradients = torch.zeros_like(self.weights)
         self._mask: Tensor | None = None
@@ -362,7 +369,9 @@ def _targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]
     odd = [n for n in found if n not in linear or linear[n] is head]
     if odd or not found:
         offered = sorted({n.rpartition(".")[2] for n, m in linear.items() if m is not head})
-        problem = f"matches {odd[0]}, which cannot carry an adapter" if odd else "matches nothing in this model"
+        problem = (
+            f"matches {odd[0]}, which cannot carry an adapter" if odd else "matches nothing in this model"
+        )
         raise ModelError(
             f"lora_target_modules {problem}",
             where=f"lora_target_modules: {wanted if isinstance(wanted, str) else list(wanted)}",

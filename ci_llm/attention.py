@@ -7,6 +7,7 @@ Legend: R rows of the batch (the K agents), H heads, G key/value heads, N packed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class Segments:
     """Where the packed rows begin and end, and the masks that their lengths need (made once per pass)."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
-        self.lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        self.lengths = [end - start for start, end in pairwise(bounds)]
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
@@ -66,7 +67,9 @@ def packed_attention(
             then takes the padded way.
     """
     if segments is None or s_aux is not None:
-        raise TypeError("packed attention needs `segments` from the model's forward, and knows no attention sinks")
+        raise TypeError(
+            "packed attention needs `segments` from the model's forward, and knows no attention sinks"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
     for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
@@ -100,7 +103,9 @@ def _explicit(
         scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
     else:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
+    weights = F.dropout(
+        torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout
+    )
     return torch.bmm(weights.to(v.dtype), v).view(rows, heads, length, width)
 
 

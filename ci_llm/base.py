@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ci_llm.embedded import BASE_FOLDER
@@ -41,8 +47,12 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
         ModelError: not found, not readable, or not a causal language model.
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    dtype = DTYPES[model_dtype] if model_dtype else ("auto" if torch.device(device).type == "cuda" else torch.float32)
+    transformers_logging.disable_progress_bar()
+    dtype = (
+        DTYPES[model_dtype]
+        if model_dtype
+        else ("auto" if torch.device(device).type == "cuda" else torch.float32)
+    )
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -68,7 +78,9 @@ def fingerprint_of(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
+        digest.update(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode()
+        )
     return digest.hexdigest()[:32]
 
 
@@ -83,7 +95,11 @@ def _not_causal(model_name: str, kind: str) -> ModelError:
 def _explained(model_name: str, error: Exception) -> ModelError:
     text = str(error).strip()
     if "Unrecognized configuration class" in text:
-        kind = text.split("class ")[1].split(" ")[0].strip("<>'").rpartition(".")[2] if "class " in text else "unknown"
+        kind = (
+            text.split("class ")[1].split(" ")[0].strip("<>'").rpartition(".")[2]
+            if "class " in text
+            else "unknown"
+        )
         return _not_causal(model_name, kind)
     folder = Path(model_name).exists()
     return ModelError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import datasets
 import torch
+from torch.utils import deterministic
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from ci_llm.agents import LoraSettings
@@ -65,7 +66,11 @@ def build(
         tokenizer_files=_tokenizer_files(base.tokenizer),
         crowd=crowd,
         objective=Objective(
-            config.diversity, config.lambda_sw, config.swd_num_projections, config.swd_representation, config.seed
+            config.diversity,
+            config.lambda_sw,
+            config.swd_num_projections,
+            config.swd_representation,
+            config.seed,
         ),
         optimizer=optimizer,
         rows=rows,
@@ -109,8 +114,12 @@ def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
     crowd = Crowd(base.model, settings, base.name, pad_id=base.tokenizer.pad_token_id or 0)
     if reason := crowd.choose_route():
         log.say(f"model     rows are padded, not packed: {reason}")
+    if config.use_gradient_checkpointing:
+        crowd.model.activation_checkpointing_enable({"use_reentrant": False})
     count = crowd.agents.weights.shape[1]
-    log.say(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
+    log.say(
+        f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each"
+    )
     return crowd
 
 
@@ -133,7 +142,9 @@ def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     if warmup is None:
         warmup = round(config.num_warmup_steps_ratio * total_steps)
     dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    extra = {"num_decay_steps": max(1, total_steps // 10)} if "stable_decay" in config.lr_scheduler_type else {}
+    extra: dict[str, float] = (
+        {"num_decay_steps": max(1, total_steps // 10)} if "stable_decay" in config.lr_scheduler_type else {}
+    )
     if config.lr_scheduler_type.endswith("with_min_lr"):
         extra = {"min_lr_rate": 0.1}
     scheduler = get_scheduler(
@@ -153,7 +164,7 @@ def _set_determinism(config: Config) -> None:
     # Must be in the environment before the first cuBLAS handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # hides bugs of others at a price in time
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # hides bugs of others, costs time
 
 
 def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

@@ -14,7 +14,9 @@ def score_table(record: Mapping[str, Any]) -> str:
     for k, (match, loss) in enumerate(zip(exact["agents"], nll["agents"], strict=True)):
         lines.append(f"{f'agent{k}':<14}{match:>12.3f}{loss:>10.4f}")
     count = len(exact["agents"])
-    lines.append(f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}")
+    lines.append(
+        f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}"
+    )
     lines.append(f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}")
     for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
         gain = exact[key]

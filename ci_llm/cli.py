@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if words[0] not in commands:
-        return explain(ConfigError(f"there is no command {words[0]!r}", cure=f"one of: {', '.join(commands)}"))
+        return explain(
+            ConfigError(f"there is no command {words[0]!r}", cure=f"one of: {', '.join(commands)}")
+        )
     return guarded(lambda: commands[words[0]](words[1:]), debug="--debug" in words)
 
 
@@ -83,7 +85,9 @@ def _help_train() -> int:
 
     print("python train.py [--config FILE] [key=value | --key value | --key=value ...]")
     print("The command line wins over the file (configs.yaml by default), the file over these defaults.")
-    print("example: python train.py dataset_name=my.jsonl model_name=Qwen/Qwen2.5-0.5B experiment_name=mine\n")
+    print(
+        "example: python train.py dataset_name=my.jsonl model_name=Qwen/Qwen2.5-0.5B experiment_name=mine\n"
+    )
     print(describe_keys())
     return 0
 
@@ -100,10 +104,14 @@ def status(words: list[str]) -> int:
 
     folders = [word for word in words if not word.startswith("--")]
     if len(folders) != 1:
-        raise ConfigError("which run?", where="command line", cure="ci-llm status RUN, e.g. ci-llm status ci_llm_output")
+        raise ConfigError(
+            "which run?", where="command line", cure="ci-llm status RUN, e.g. ci-llm status ci_llm_output"
+        )
     found = read_status(folders[0])
     reason = f" ({found.reason})" if found.reason else ""
-    print(f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}")
+    print(
+        f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}"
+    )
     if found.next_command:
         print(f"go on with: {found.next_command}")
     return found.exit_code

@@ -161,9 +161,14 @@ def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Confi
 
 
 def parse_config(text: str, where: str) -> Config:
-    """The configuration that YAML `text` alone gives, such as `Config.dump()` wrote. Raises ConfigError."""
+    """The configuration that `Config.dump()` wrote, perhaps by another version: keys of that version are left out.
+
+    Raises:
+        ConfigError: a value that this version does not take.
+    """
+    known = [entry for entry in read_yaml(text, where) if entry.name in Config.model_fields]
     problems: list[_Problem] = []
-    return _build(_by_key(read_yaml(text, where), problems, last_wins=False), problems)
+    return _build(_by_key(known, problems, last_wins=False), problems)
 
 
 def _read_file(path: Path) -> str:

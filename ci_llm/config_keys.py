@@ -73,7 +73,7 @@ class Keys(BaseModel):
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
-    model_name: Text = exact("embedded", "base model: embedded, a hub id, or a folder")
+    model_name: Text = free("embedded", "base model: embedded, a hub id, or a folder")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
         None, "precision of the frozen base; null: fp32 on CPU, the checkpoint's own on CUDA"
     )
@@ -123,7 +123,7 @@ class ObjectiveKeys(Keys):
 class DataKeys(Keys):
     """The data"""
 
-    dataset_name: Text = exact("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
+    dataset_name: Text = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
     dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main")
     dataset_split: Text = exact("train", "split to train on")
     eval_split: Text | None = free(None, "split to evaluate on; null: test or validation where it exists")
@@ -265,16 +265,13 @@ NOT_YET: frozenset[str] = frozenset(
         "grace_s",
         "hang_timeout",
         "init_from",
-        "log_memory_usage",
         "max_consecutive_nonfinite",
         "max_new_tokens_eval",
         "max_requeues",
         "max_runtime",
-        "monitor_gpu",
         "nonfinite_lr_factor",
         "profile_steps",
         "requeue",
         "stop_before_walltime",
-        "use_gradient_checkpointing",
     }
 )

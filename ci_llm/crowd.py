@@ -5,6 +5,7 @@ Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -49,7 +50,9 @@ class Crowd(nn.Module):
     `accelerator.prepare` work as for any module.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0
+    ) -> None:
         super().__init__()
         self.settings = settings
         self.base_name = base_name
@@ -247,4 +250,4 @@ def _tolerance(*dtypes: torch.dtype) -> float:
 
     Not under 1e-5: some families take their softmax in fp32 whatever the model's dtype is.
     """
-    return max(1e-5, *(torch.finfo(dtype).eps ** 0.5 for dtype in dtypes))
+    return max(1e-5, math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes)))

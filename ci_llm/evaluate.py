@@ -61,7 +61,10 @@ class Scores:
         other = agents.mean(0) if over == "mean" else agents[int(agents.mean(1).argmax())]
         difference = right[-1] - other
         spread = difference.std() if len(difference) > 1 else difference.new_tensor(math.nan)
-        return {"value": float(difference.mean()), "interval95": float(1.96 * spread / math.sqrt(len(difference)))}
+        return {
+            "value": float(difference.mean()),
+            "interval95": float(1.96 * spread / math.sqrt(len(difference))),
+        }
 
 
 @torch.no_grad()

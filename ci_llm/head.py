@@ -34,7 +34,12 @@ class Head:
         """Read the head and its family's scaling (Granite, Cohere) and soft cap (Gemma) off a model."""
         layer, config = model.get_output_embeddings(), model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        return cls(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+        return cls(
+            layer.weight,
+            getattr(layer, "bias", None),
+            scale,
+            getattr(config, "final_logit_softcapping", None),
+        )
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., D] -> [..., V] in fp32 (fp64 where the states are)."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,15 +18,19 @@ from ci_llm.card import model_card, next_steps, score_table
 from ci_llm.checkpoint import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.durable import write_json
-from ci_llm.errors import CiLlmError
+from ci_llm.errors import ConfigError
 from ci_llm.evaluate import evaluation_record
+from ci_llm.hardware import HardwareMonitor
 from ci_llm.interrupts import Interrupts
 from ci_llm.launch import Launch
-from ci_llm.loop import Run, evaluate, train
+from ci_llm.loop import Run, evaluate, steps, train
 from ci_llm.processes import PeerLost, Processes
 from ci_llm.resume import contents, describe, find_source, restore
 from ci_llm.run_log import RunLog
 from ci_llm.status import PEER_LOST, Failure, RunStatus, write_failure
+from ci_llm.trackers import require_installed
+
+PROBE_BYTES = 1 << 20
 
 
 def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
@@ -33,8 +40,9 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
         CiLlmError: with a cure; if the run had begun, its failure is on record in the run's folder.
     """
     folder = config.run_folder
-    trackers = config.report_to
-    processes = Processes(config, log_with=trackers, project_dir=folder, launch=launch)
+    check_folder(folder)
+    require_installed(config.report_to)
+    processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
     log = RunLog(folder, is_main=processes.is_main)
     manager = CheckpointManager(
         folder,
@@ -58,16 +66,37 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
         processes.shutdown()
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written, by a file without a name that leaves no trace.
+
+    Raises:
+        ConfigError: read-only, full, or not a folder.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written here: {error.strerror}",
+            where=f"output_dir: {folder}",
+            cure="give an output_dir on a disk that has space and may be written",
+        ) from error
+
+
 def _conduct(run: Run) -> int:
     go_on(run)
     if run.state.step >= run.total_steps and _is_concluded(run):
         run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _say_next(run)
         return 0
+    batches = steps(run)  # forks its workers now, before the run has threads
     attempt = _begin(run)
     try:
-        if (stop := _asked_to_stop(run)) is None and (stop := train(run, save)) is None:
-            stop = conclude(run)
+        with _hardware_monitored(run):
+            if (stop := _asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
+                stop = conclude(run)
         run.manager.wait_until_finished()
     except BaseException as error:
         _record_failure(run, attempt, error)
@@ -103,13 +132,13 @@ def go_on(run: Run) -> None:
 def _begin(run: Run) -> int:
     """Claim the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
     step, manager, processes = run.state.step, run.manager, run.processes
+    processes.same_folder(run.config.run_folder)
     attempt = 0
     if processes.is_main:
         attempt = manager.store.claim()
         for path in manager.supersede(step):
             run.log.say(f"newer than the resumed step, moved to {path}")
     attempt = processes.broadcast_object(attempt)
-    processes.same_folder(run.config.run_folder)
     run.log.open(attempt, still_mine=manager.store.still_mine)
     run.log.cut_back(step if step else -1)
     run.log.start_trackers(
@@ -134,6 +163,19 @@ def _begin(run: Run) -> int:
         f" {run.config.batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
     return attempt
+
+
+@contextmanager
+def _hardware_monitored(run: Run) -> Iterator[None]:
+    monitor = HardwareMonitor(
+        run.config.run_folder, still_mine=run.manager.store.still_mine, warn=run.log.say
+    )
+    if run.config.monitor_gpu and run.processes.is_main:
+        monitor.start()
+    try:
+        yield
+    finally:
+        monitor.stop()
 
 
 def save(run: Run) -> None:
@@ -164,7 +206,9 @@ def conclude(run: Run) -> str | None:
 
 def _is_concluded(run: Run) -> bool:
     folder = run.config.run_folder
-    return (folder / "evaluation.json").is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()
+    return (folder / "evaluation.json").is_file() and (
+        folder / "final_checkpoint" / "manifest.json"
+    ).is_file()
 
 
 def _say_next(run: Run) -> None:

@@ -1,8 +1,9 @@
 """The training loop: the page to read first.
 
-One optimizer step goes one way: rows -> the frozen base, once for all agents -> summed losses -> backward, without any
-communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent -> the optimizer moves
--> the state advances. Reducing inside backward would leave the peers of a process that ran out of memory waiting there.
+One optimizer step goes one way: rows -> the frozen base, once for all agents -> summed losses -> backward, without
+any communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent -> the
+optimizer moves -> the state advances. Reducing inside backward would leave the peers of a process that ran out of
+memory waiting there.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -31,6 +33,8 @@ from ci_llm.run_log import RunLog
 from ci_llm.state import TrainState
 from ci_llm.status import RunStatus
 from ci_llm.tokens import TokenizedRows
+
+Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
 
 
 @dataclass
@@ -66,17 +70,18 @@ class Sums:
     sums: Tensor  # [K + 2]: cross-entropy per agent, diversity, packed tokens
 
 
-def train(run: Run, save: Callable[[Run], None]) -> str | None:
+def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None:
     """Train from where `run.state` stands to the last step.
 
     Args:
+        batches: `steps(run)`.
         save: begins a checkpoint of the run; a collective.
 
     Returns:
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
     stop = None
-    for step, micro_batches in steps(run):
+    for step, micro_batches in batches:
         run.interrupts.plan = f"saving step {step + 1}"
         sums = compute_gradients(run, step, micro_batches)
         verdict = run.processes.agree(_ballot(run, step, sums))
@@ -92,7 +97,7 @@ def train(run: Run, save: Callable[[Run], None]) -> str | None:
     return stop
 
 
-def steps(run: Run) -> Iterator[tuple[int, list[Batch]]]:
+def steps(run: Run) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
     return stream(
         run.rows,
@@ -142,13 +147,14 @@ def apply_gradients(run: Run, step: int, verdict: Verdict) -> tuple[list[float],
 
 
 def report(run: Run, verdict: Verdict, norms: list[float]) -> None:
-    """One metrics line per `logging_steps`, and at the last step."""
+    """Show how far the run is; one metrics line per `logging_steps`, and at the last step."""
     *totals, tokens = verdict.sums
-    run.meter.count(int(tokens))
+    *losses, diversity = (total / max(verdict.labelled_tokens, 1) for total in totals)
     step = run.state.step
+    run.meter.count(int(tokens))
+    run.log.progress(step, run.total_steps, losses)
     if step % run.config.logging_steps and step != run.total_steps:
         return
-    *losses, diversity = (total / max(verdict.labelled_tokens, 1) for total in totals)
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
         "train/task_loss": sum(losses) / len(losses),
@@ -160,8 +166,17 @@ def report(run: Run, verdict: Verdict, norms: list[float]) -> None:
         metrics[f"train/agent{k}/grad_norm"] = norm
         if run.state.skipped[k]:
             metrics[f"train/agent{k}/skipped_steps"] = run.state.skipped[k]
+    if run.config.log_memory_usage:
+        metrics |= memory_in_use(run.crowd.device)
     run.log.metrics(step, metrics | run.meter.read())
-    run.log.progress(step, run.total_steps, losses)
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Bytes of this process: resident, and on a GPU the peak that its tensors reached."""
+    figures = {"memory/resident_bytes": psutil.Process().memory_info().rss}
+    if device.type == "cuda":
+        figures["memory/cuda_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return figures
 
 
 def evaluate_and_log(run: Run) -> str | None:
@@ -175,14 +190,17 @@ def evaluate_and_log(run: Run) -> str | None:
 
 def evaluate(run: Run) -> Scores | None:
     """Scores over all processes, each of which takes its share of the rows; None if a stop was asked for."""
-    shares = share(range(len(run.eval_rows)), run.processes.index, run.processes.count, 4 * run.config.batch_size)
+    shares = share(
+        range(len(run.eval_rows)), run.processes.index, run.processes.count, 4 * run.config.batch_size
+    )
     batches = (pack([run.eval_rows[i] for i in part], part) for part in shares)
     with run.processes.autocast():
         own = score(
             run.crowd, batches, run.config.aggregator, stop=lambda: run.interrupts.stop_reason is not None
         )
     parts = run.processes.gather_object(own)
-    return None if any(part is None for part in parts) else Scores.joined(parts)
+    whole = [part for part in parts if part is not None]
+    return Scores.joined(whole) if len(whole) == len(parts) else None
 
 
 def evaluation_metrics(scores: Scores) -> dict[str, float]:

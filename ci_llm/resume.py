@@ -46,7 +46,8 @@ def find_source(manager: CheckpointManager, wanted: str | None) -> Source | None
         DamagedCheckpoint: the path is damaged; only `latest` falls back to an older one.
     """
     if wanted is None:
-        return _refuse_to_forget(manager)
+        _refuse_to_forget(manager)
+        return None
     if wanted == "latest":
         step = manager.latest_step()
         return None if step is None else _open(manager.store.path(step))
@@ -141,17 +142,26 @@ def restore(run: Run, source: Source) -> list[str]:
         BadInput: a changed configuration would train on other samples or with other maths.
     """
     saved, where = source.checkpoint.state, str(source.folder)
-    _check_identity(run, saved["ci_llm_meta_config"], source)
+    _check_crowd(run, saved["ci_llm_meta_config"], where)
     changes = _check_config(run.config, saved["config.yaml"], where)
+    _check_data(run, source)
     for k in range(run.crowd.num_agents):
         run.crowd.agents.load_agent(k, saved[f"agent{k}/adapter_model"], where)
         row = run.crowd.agents.rows[k]
-        run.optimizer.state[row] = {n: _like(n, t, row) for n, t in saved["optimizer"].get(f"agent{k}", {}).items()}
+        run.optimizer.state[row] = {
+            n: _like(n, t, row) for n, t in saved["optimizer"].get(f"agent{k}", {}).items()
+        }
     run.state = TrainState.from_dict(saved["train_state"])
     run.remembered_trackers = dict(saved.get("trackers", {}))
-    lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
+    lines = [
+        f"changed since then: {c.key} {c.old} -> {c.new}"
+        for c in changes
+        if c.kind != "free" or not c.keeps_bits
+    ]
     if any(c.kind == "schedule" for c in changes):
-        lines.append("the schedule follows the new length from here: not the run that would have been that long")
+        lines.append(
+            "the schedule follows the new length from here: not the run that would have been that long"
+        )
     return lines + _restore_surroundings(run, source)
 
 
@@ -160,8 +170,8 @@ def _like(name: str, tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return tensor.to(row.device) if name == "step" else tensor.to(row)
 
 
-def _check_identity(run: Run, meta: Mapping[str, Any], source: Source) -> None:
-    own, where = run.crowd.meta(run.base.fingerprint), str(source.folder)
+def _check_crowd(run: Run, meta: Mapping[str, Any], where: str) -> None:
+    own = run.crowd.meta(run.base.fingerprint)
     lora = ("rank", "alpha", "target_modules", "use_rslora")
     pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
     pairs |= {f"lora_{key}": (meta["lora"][key], own["lora"][key]) for key in lora}
@@ -173,11 +183,14 @@ def _check_identity(run: Run, meta: Mapping[str, Any], source: Source) -> None:
             where=where,
             cure="put the old values back, or give another output_dir or experiment_name for a new run",
         )
-    prints = source.checkpoint.manifest.info["fingerprints"]
+
+
+def _check_data(run: Run, source: Source) -> None:
+    prints: Any = source.checkpoint.manifest.info["fingerprints"]
     if prints["data"] != run.rows.fingerprint and not run.config.allow_inexact_resume:
         raise ForeignCheckpoint(
             "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
-            where=where,
+            where=str(source.folder),
             cure="put the old data back, or allow_inexact_resume=true to go on with the new rows from this step",
         )
 
@@ -194,18 +207,22 @@ def _check_config(config: Config, saved: bytes, where: str) -> list[Change]:
         raise BadInput(
             f"the configuration changed, and the run would not be the same: {listed}",
             where=where,
-            cure="put the old values back; allow_inexact_resume=true goes on all the same; a new experiment_name starts anew",
+            cure="put them back, or allow_inexact_resume=true to go on all the same, or a new experiment_name",
         )
     return changes
 
 
 def _restore_surroundings(run: Run, source: Source) -> list[str]:
     """Threads and generators as they were; the grade, and every field that lowers it."""
-    before: Mapping[str, Any] = source.checkpoint.manifest.info["surroundings"]
+    before: Any = source.checkpoint.manifest.info["surroundings"]
     if run.crowd.device.type == "cpu" and before["processes"] == run.processes.count:
         torch.set_num_threads(before["threads"])
     now = surroundings(run)
-    odd = [f"{key} {before[key]} -> {now[key]}" for key in now if key != "versions" and before.get(key) != now[key]]
+    odd = [
+        f"{key} {before[key]} -> {now[key]}"
+        for key in now
+        if key != "versions" and before.get(key) != now[key]
+    ]
     odd += [
         f"{name} {version} -> {now['versions'][name]}"
         for name, version in before["versions"].items()

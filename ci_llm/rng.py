@@ -65,7 +65,7 @@ def restore(state: dict[str, Any]) -> None:
     cuda = state.get("cuda", {})
     if torch.cuda.is_available() and len(cuda) != torch.cuda.device_count():
         raise ForeignCheckpoint(
-            f"the checkpoint holds generators of {len(cuda)} CUDA devices, this process sees {torch.cuda.device_count()}",
+            f"the checkpoint holds {len(cuda)} CUDA generators, this process sees {torch.cuda.device_count()} devices",
             cure="set allow_inexact_resume=true to go on with keyed random numbers alone",
         )
     python, numpy = state["python"], state["numpy"]

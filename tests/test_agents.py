@@ -25,7 +25,9 @@ COARSE = {"gemma2": 1e-6, "bloom": 1e-6, "mixtral": 1e-5, "gpt_oss": 1e-5}
 
 
 def crowd_of(model: Any, **settings: Any) -> Crowd:
-    crowd = Crowd(model, LoraSettings(**{"num_agents": K, "rank": 4, "alpha": 8, **settings}), base_name="toy")
+    crowd = Crowd(
+        model, LoraSettings(**{"num_agents": K, "rank": 4, "alpha": 8, **settings}), base_name="toy"
+    )
     crowd.choose_route()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -72,14 +74,30 @@ def gradient_error(crowd: Crowd, twin: Any, agent: int) -> float:
     return (off / norm) ** 0.5
 
 
-PACKED = ["llama", "qwen2", "qwen3", "gpt_neox", "phi", "gpt2", "mistral", "gemma2", "gemma3", "granite", "cohere"]
+PACKED = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+    "phi",
+    "gpt2",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "cohere",
+]
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 @pytest.mark.parametrize(
     ("family", "dtype", "route"),
     [(f, torch.float64, "packed") for f in PACKED]
-    + [("bloom", torch.float64, "padded"), ("mixtral", torch.float32, "packed"), ("gpt_oss", torch.float32, "padded")]
+    + [
+        ("bloom", torch.float64, "padded"),
+        ("mixtral", torch.float32, "packed"),
+        ("gpt_oss", torch.float32, "padded"),
+    ]
     + [(f, torch.float32, "packed") for f in ("llama", "qwen2", "gpt_neox")],
 )
 def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: str) -> None:
@@ -106,7 +124,9 @@ def compare_with_peft(crowd: Crowd, model: Any, packed: Batch, tolerance: float)
         twin = peft_twin(model, crowd, agent)
         loss = peft_loss(twin, packed)
         loss.backward()
-        assert -output.log_probs[agent].mean().item() == pytest.approx(loss.item(), rel=tolerance, abs=tolerance)
+        assert -output.log_probs[agent].mean().item() == pytest.approx(
+            loss.item(), rel=tolerance, abs=tolerance
+        )
         assert gradient_error(crowd, twin, agent) < tolerance
 
 
@@ -129,7 +149,9 @@ def test_three_optimizer_steps_equal_peft() -> None:
     for agent, twin in enumerate(twins):
         wanted = dict(twin.named_parameters())
         for name, tensor in crowd.agents.agent_tensors(agent).items():
-            torch.testing.assert_close(tensor, wanted[name.replace(".weight", ".default.weight")].data, rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                tensor, wanted[name.replace(".weight", ".default.weight")].data, rtol=0, atol=1e-12
+            )
 
 
 def test_peft_opens_what_is_exported_with_the_same_logits(tmp_path: Path) -> None:
@@ -196,7 +218,9 @@ def test_an_agent_starts_the_same_whatever_k_is() -> None:
     many = Crowd(base(), LoraSettings(num_agents=5, rank=4), "toy").agents.weights
     assert torch.equal(few, many[:2])
     assert not torch.equal(many[0], many[1])
-    same = Crowd(base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy").agents.weights
+    same = Crowd(
+        base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy"
+    ).agents.weights
     assert torch.equal(same[0], same[1])
 
 

@@ -30,7 +30,9 @@ def head(**family: float) -> Head:
 
 
 @pytest.mark.parametrize("family", [{}, {"scale": 0.25}, {"softcap": 2.0}, {"scale": 3.0, "softcap": 1.5}])
-def test_target_log_probs_equal_plain_cross_entropy(family: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_log_probs_equal_plain_cross_entropy(
+    family: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ci_llm.head.LOGITS_PER_CHUNK", 11 * 16)  # 16 rows a chunk, so several of them
     states, targets, own = random(3, 15, 6).requires_grad_(), torch.arange(15) % 11, head(**family)
     found = target_log_probs(states, targets, own)
@@ -52,7 +54,8 @@ def test_target_log_probs_pass_gradcheck() -> None:
 def test_sliced_wasserstein_equals_pot(rows: int) -> None:
     points, directions = random(3, rows, 6), unit_directions(6, 40, torch.Generator().manual_seed(3))
     pairs = [
-        ot.sliced_wasserstein_distance(points[i].numpy(), points[j].numpy(), projections=directions.numpy()) ** 2
+        ot.sliced_wasserstein_distance(points[i].numpy(), points[j].numpy(), projections=directions.numpy())
+        ** 2
         for i, j in ((0, 1), (0, 2), (1, 2))
     ]
     found = sliced_wasserstein(points, directions, EVERYONE)

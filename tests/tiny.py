@@ -82,7 +82,9 @@ def base(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 
     """A random base whose every parameter, norms and biases included, is away from its usual start."""
     torch.manual_seed(seed)
     eager = family == "gemma2"  # the fused kernels leave its soft cap out
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager" if eager else None)
+    model = AutoModelForCausalLM.from_config(
+        FAMILIES[family](), attn_implementation="eager" if eager else None
+    )
     model = model.to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
