@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci_llm.config import Config, load_config
-from ci_llm.config_aliases import ALIASES
+from ci_llm.config.aliases import ALIASES
 from ci_llm.errors import ConfigError
 
 PRESETS = Path(__file__).parent.parent / "configs"

@@ -34,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if words[0] not in commands:
-        return explain(
-            ConfigError(f"there is no command {words[0]!r}", cure=f"one of: {', '.join(commands)}")
-        )
+        return explain(ConfigError(f"there is no command {words[0]!r}", cure=f"one of: {', '.join(commands)}"))
     return guarded(lambda: commands[words[0]](words[1:]), debug="--debug" in words)
 
 
@@ -75,7 +73,7 @@ def train(words: list[str]) -> int:
         if launch.is_main:
             print(f"ci_llm {__version__}   run {config.run_folder}   loading...", flush=True)
         _quiet_libraries()
-        from ci_llm.job import run_job
+        from ci_llm.run.job import run_job
 
         return run_job(config, interrupts, launch)
 
@@ -85,9 +83,7 @@ def _help_train() -> int:
 
     print("python train.py [--config FILE] [key=value | --key value | --key=value ...]")
     print("The command line wins over the file (configs.yaml by default), the file over these defaults.")
-    print(
-        "example: python train.py dataset_name=my.jsonl model_name=Qwen/Qwen2.5-0.5B experiment_name=mine\n"
-    )
+    print("example: python train.py dataset_name=my.jsonl model_name=Qwen/Qwen2.5-0.5B experiment_name=mine\n")
     print(describe_keys())
     return 0
 
@@ -109,9 +105,7 @@ def status(words: list[str]) -> int:
         )
     found = read_status(folders[0])
     reason = f" ({found.reason})" if found.reason else ""
-    print(
-        f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}"
-    )
+    print(f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}")
     if found.next_command:
         print(f"go on with: {found.next_command}")
     return found.exit_code

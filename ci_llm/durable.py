@@ -78,9 +78,7 @@ class Filesystem:
 DISK = Filesystem()
 
 
-def write_bytes(
-    path: Path | str, data: Bytes, *, staging: Path | None = None, disk: Filesystem = DISK
-) -> None:
+def write_bytes(path: Path | str, data: Bytes, *, staging: Path | None = None, disk: Filesystem = DISK) -> None:
     """Replace the file `path` by `data`, durably and in one instant. Its folder must exist.
 
     Args:
@@ -99,9 +97,7 @@ def write_bytes(
     disk.sync_folder(path.parent)
 
 
-def write_json(
-    path: Path | str, value: object, *, staging: Path | None = None, disk: Filesystem = DISK
-) -> None:
+def write_json(path: Path | str, value: object, *, staging: Path | None = None, disk: Filesystem = DISK) -> None:
     """`write_bytes` of typed JSON: plain where `value` is plain, int keys and tuples kept by tags."""
     write_bytes(path, dump_json(value, indent=2), staging=staging, disk=disk)
 

@@ -248,9 +248,7 @@ def _forget_in_child() -> None:
     _unblock_after_fork()
 
 
-os.register_at_fork(
-    before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_forget_in_child
-)
+os.register_at_fork(before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_forget_in_child)
 
 
 def deafen(_worker_id: int = 0) -> None:
@@ -321,9 +319,7 @@ def _numbers(names: Iterable[str]) -> frozenset[int]:
 def _number(name: str) -> int:
     number = signal.Signals.__members__.get(name)
     if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-        raise ConfigError(
-            f"{name!r} is not a signal that a program can hear", cure=f"for instance {STOP_SIGNALS[0]}"
-        )
+        raise ConfigError(f"{name!r} is not a signal that a program can hear", cure=f"for instance {STOP_SIGNALS[0]}")
     return number
 
 

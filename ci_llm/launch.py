@@ -84,9 +84,7 @@ class Launch:
         return self.launcher == "accelerate"
 
 
-def read_launch(
-    environ: Mapping[str, str] = os.environ, parent_command: Sequence[str] | None = None
-) -> Launch:
+def read_launch(environ: Mapping[str, str] = os.environ, parent_command: Sequence[str] | None = None) -> Launch:
     """The place of this process.
 
     Args:
@@ -145,9 +143,7 @@ def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_
     if launch.asked_for is not None:
         lines.append(_asked_for_more(launch.asked_for, num_gpus))
     if num_gpus > 1 and launch.num_processes == 1:
-        lines.append(
-            f"{num_gpus} GPUs, 1 process: `accelerate launch --num_processes={num_gpus}` uses them all"
-        )
+        lines.append(f"{num_gpus} GPUs, 1 process: `accelerate launch --num_processes={num_gpus}` uses them all")
     throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
     if throttled and launch.fair_num_threads > 1:
         lines.append(
@@ -156,9 +152,7 @@ def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_
         )
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", mixed_precision):
-        lines.append(
-            f"the launcher's mixed precision {precision} has no effect: `mixed_precision={precision}` has"
-        )
+        lines.append(f"the launcher's mixed precision {precision} has no effect: `mixed_precision={precision}` has")
     return lines
 
 

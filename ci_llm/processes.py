@@ -264,9 +264,7 @@ def _check_precision(config: Config, on_cpu: bool) -> None:
                 cure=f"{key}=bf16 on this machine, or a machine with a GPU",
             )
         if value == "bf16" and not on_cpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise ModelError(
-                f"{torch.cuda.get_device_name()} has no bf16", where=f"{key}: bf16", cure=f"{key}=fp16"
-            )
+            raise ModelError(f"{torch.cuda.get_device_name()} has no bf16", where=f"{key}: bf16", cure=f"{key}=fp16")
 
 
 def _check_gpus(launch: Launch, on_cpu: bool) -> None:

@@ -125,9 +125,7 @@ class RunStatus:
         self._still_mine, self._warn, self._interval_s = still_mine, warn, interval_s
         self.step = 0
         now = time.time()
-        self._first = Status(
-            "running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now
-        )
+        self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -212,9 +210,7 @@ def _read(kind: type[Record], path: Path) -> Record:
             raise ValueError("not an object")
         return kind(**{field.name: value[field.name] for field in fields(kind) if field.name in value})
     except (TypeError, ValueError) as error:
-        raise BadInput(
-            f"no {kind.__name__.lower()} of a run: {error}", where=str(path), cure="move it away"
-        ) from error
+        raise BadInput(f"no {kind.__name__.lower()} of a run: {error}", where=str(path), cure="move it away") from error
 
 
 def _is_gone(status: Status, now: float) -> bool:

@@ -73,13 +73,9 @@ def encode(value: object, leaf: Leaf = refuse, where: str = "") -> Json:
 
 def _encode_mapping(value: Mapping[object, object], leaf: Leaf, where: str) -> Json:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {
-            str(key): encode(item, leaf, f"{where}.{key}" if where else str(key))
-            for key, item in value.items()
-        }
+        return {str(key): encode(item, leaf, f"{where}.{key}" if where else str(key)) for key, item in value.items()}
     pairs: list[Json] = [
-        [encode(key, refuse, f"{where} key"), encode(item, leaf, f"{where}[{key!r}]")]
-        for key, item in value.items()
+        [encode(key, refuse, f"{where} key"), encode(item, leaf, f"{where}[{key!r}]")] for key, item in value.items()
     ]
     return {"$dict": pairs}
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ci_llm.agents import LoraSettings, _FusedLinear, _LowRank
-from ci_llm.batches import Batch
-from ci_llm.crowd import Crowd
+from ci_llm.crowd.agents import LoraSettings, _FusedLinear, _LowRank
+from ci_llm.crowd.model import Crowd
+from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from tests.tiny import base, batch
 
@@ -25,9 +25,7 @@ COARSE = {"gemma2": 1e-6, "bloom": 1e-6, "mixtral": 1e-5, "gpt_oss": 1e-5}
 
 
 def crowd_of(model: Any, **settings: Any) -> Crowd:
-    crowd = Crowd(
-        model, LoraSettings(**{"num_agents": K, "rank": 4, "alpha": 8, **settings}), base_name="toy"
-    )
+    crowd = Crowd(model, LoraSettings(**{"num_agents": K, "rank": 4, "alpha": 8, **settings}), base_name="toy")
     crowd.choose_route()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -124,9 +122,7 @@ def compare_with_peft(crowd: Crowd, model: Any, packed: Batch, tolerance: float)
         twin = peft_twin(model, crowd, agent)
         loss = peft_loss(twin, packed)
         loss.backward()
-        assert -output.log_probs[agent].mean().item() == pytest.approx(
-            loss.item(), rel=tolerance, abs=tolerance
-        )
+        assert -output.log_probs[agent].mean().item() == pytest.approx(loss.item(), rel=tolerance, abs=tolerance)
         assert gradient_error(crowd, twin, agent) < tolerance
 
 
@@ -218,9 +214,7 @@ def test_an_agent_starts_the_same_whatever_k_is() -> None:
     many = Crowd(base(), LoraSettings(num_agents=5, rank=4), "toy").agents.weights
     assert torch.equal(few, many[:2])
     assert not torch.equal(many[0], many[1])
-    same = Crowd(
-        base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy"
-    ).agents.weights
+    same = Crowd(base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy").agents.weights
     assert torch.equal(same[0], same[1])
 
 

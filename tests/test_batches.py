@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.batches import Batch, pack, padded, stream
-from ci_llm.order import Plan
+from ci_llm.data.batches import Batch, pack, padded, stream
+from ci_llm.data.order import Plan
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,9 @@ def test_the_samples_of_a_step_do_not_depend_on_processes_or_micro_batches(num_p
     plan = Plan(50, 8, seed=3)
     taken: dict[int, list[int]] = {}
     for index in range(num_processes):
-        for step, batches in steps(
-            0, 7, process_index=index, num_processes=num_processes, micro_batch_size=2
-        ):
+        for step, batches in steps(0, 7, process_index=index, num_processes=num_processes, micro_batch_size=2):
             taken.setdefault(step, []).extend(number for batch in batches for number in batch.sample_ids)
-    assert {step: sorted(rows) for step, rows in taken.items()} == {
-        step: sorted(plan.rows(step)) for step in range(7)
-    }
+    assert {step: sorted(rows) for step, rows in taken.items()} == {step: sorted(plan.rows(step)) for step in range(7)}
 
 
 def test_a_process_without_rows_still_hears_of_the_step() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ci_llm.config import Config, describe_keys, groups, load_config
-from ci_llm.config_aliases import ALIASES, WORDS
-from ci_llm.config_keys import NO_EFFECT, NOT_YET
+from ci_llm.config.aliases import ALIASES, WORDS
+from ci_llm.config.keys import NO_EFFECT, NOT_YET
 from ci_llm.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -402,9 +402,7 @@ def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> No
 
 def test_notices() -> None:
     assert Config().notices() == []
-    said = load_config(
-        None, ["parallel_mode=true", "use_deepspeed=true", "dirichlet_alpha_aggregator=2"]
-    ).notices()
+    said = load_config(None, ["parallel_mode=true", "use_deepspeed=true", "dirichlet_alpha_aggregator=2"]).notices()
     assert [line.split(" has no effect: ")[0] for line in said] == [
         "dirichlet_alpha_aggregator",
         "parallel_mode",

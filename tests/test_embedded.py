@@ -119,9 +119,7 @@ def test_tokenizer_gives_back_what_it_got_and_adds_nothing(tokenizer: Any) -> No
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text
         assert ids == [
-            token
-            for part in (row["question"] + "\n", row["answer"])
-            for token in tokenizer(part)["input_ids"]
+            token for part in (row["question"] + "\n", row["answer"]) for token in tokenizer(part)["input_ids"]
         ]
         assert not set(ids) & set(tokenizer.all_special_ids)
 
@@ -158,9 +156,7 @@ def test_pretraining_weighs_results_and_answers(tokenizer: Any) -> None:
     def heavy(text: str) -> str:
         document = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         weights = token_weights(tokenizer, document)
-        return tokenizer.decode(
-            [token for token, weight in zip(document, weights, strict=True) if weight == 1]
-        )
+        return tokenizer.decode([token for token, weight in zip(document, weights, strict=True) if weight == 1])
 
     assert heavy("3+4=7 9-2=7") == "7 7<eos>"
     assert heavy("Ann has 3 pens. Ann loses 1.\n3-1=2\n#### 2") == "3-1=2\n#### 2<eos>"
@@ -185,10 +181,6 @@ def test_pretraining_makes_the_shipped_tokenizer() -> None:
 
 
 def test_embedded_loads_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, ci_llm.embedded as e; e.rows('test'); print({'torch', 'transformers'} & {*sys.modules})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    code = "import sys, ci_llm.embedded as e; e.rows('test'); print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

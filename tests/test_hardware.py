@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from ci_llm import hardware
-from ci_llm.hardware import FILE_NAME, SAMPLES_KEPT, Gpus, HardwareMonitor, read_host
+from ci_llm.logs.hardware import FILE_NAME, SAMPLES_KEPT, Gpus, HardwareMonitor, read_host
 
 
 def read(folder: Path) -> dict[str, Any]:

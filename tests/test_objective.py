@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.agents import LoraSettings
-from ci_llm.aggregate import aggregate, mean_of_probabilities
-from ci_llm.batches import Batch
-from ci_llm.crowd import Crowd, CrowdOutput
-from ci_llm.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
-from ci_llm.head import Head, target_log_probs
-from ci_llm.objective import Objective
+from ci_llm.crowd.agents import LoraSettings
+from ci_llm.crowd.aggregate import aggregate, mean_of_probabilities
+from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
+from ci_llm.crowd.head import Head, target_log_probs
+from ci_llm.crowd.model import Crowd, CrowdOutput
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch
 from tests.tiny import base, batch
 
 EVERYONE = torch.ones(3, dtype=torch.bool)
@@ -30,10 +30,8 @@ def head(**family: float) -> Head:
 
 
 @pytest.mark.parametrize("family", [{}, {"scale": 0.25}, {"softcap": 2.0}, {"scale": 3.0, "softcap": 1.5}])
-def test_target_log_probs_equal_plain_cross_entropy(
-    family: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ci_llm.head.LOGITS_PER_CHUNK", 11 * 16)  # 16 rows a chunk, so several of them
+def test_target_log_probs_equal_plain_cross_entropy(family: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.crowd.head.LOGITS_PER_CHUNK", 11 * 16)  # 16 rows a chunk, so several of them
     states, targets, own = random(3, 15, 6).requires_grad_(), torch.arange(15) % 11, head(**family)
     found = target_log_probs(states, targets, own)
     wanted = own.logits(states).log_softmax(-1).gather(-1, targets.expand(3, -1)[..., None]).squeeze(-1)
@@ -54,8 +52,7 @@ def test_target_log_probs_pass_gradcheck() -> None:
 def test_sliced_wasserstein_equals_pot(rows: int) -> None:
     points, directions = random(3, rows, 6), unit_directions(6, 40, torch.Generator().manual_seed(3))
     pairs = [
-        ot.sliced_wasserstein_distance(points[i].numpy(), points[j].numpy(), projections=directions.numpy())
-        ** 2
+        ot.sliced_wasserstein_distance(points[i].numpy(), points[j].numpy(), projections=directions.numpy()) ** 2
         for i, j in ((0, 1), (0, 2), (1, 2))
     ]
     found = sliced_wasserstein(points, directions, EVERYONE)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci_llm.order import Plan, permute, share
+from ci_llm.data.order import Plan, permute, share
 
 steady = settings(deadline=None, derandomize=True)
 SEEDS = st.integers(min_value=-(2**63), max_value=2**64)

@@ -66,9 +66,7 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         "stop": None,
         "save": False,
     }
-    assert zero["sick"] == str(
-        Verdict(0, (False, True, False), (0.5, float("nan")), True, "signal:SIGTERM", True)
-    )
+    assert zero["sick"] == str(Verdict(0, (False, True, False), (0.5, float("nan")), True, "signal:SIGTERM", True))
     for key in ("quiet", "sick", "reduced", "gathered", "broadcast", "own folder"):
         assert zero[key] == one[key], key
     assert len(set(zero["reduced"])) == 1
@@ -151,9 +149,7 @@ def test_worlds_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("_own_world")
 class TestAlone:
-    def test_nothing_is_said_and_everything_holds(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_is_said_and_everything_holds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object, **__: object) -> None:
             raise AssertionError("a single process has nobody to talk to")
 

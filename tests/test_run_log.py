@@ -16,8 +16,8 @@ from typing import Any, TextIO
 import pytest
 
 from ci_llm.errors import ConfigError
-from ci_llm.progress import ProgressLine
-from ci_llm.run_log import LOG_NAME, METRICS_NAME, RunLog
+from ci_llm.logs.progress import ProgressLine
+from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, RunLog
 
 ROOT = Path(__file__).parent.parent
 
@@ -137,7 +137,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     code = (
-        "import sys; from ci_llm.run_log import RunLog; log = RunLog(sys.argv[1]); log.open(1)\n"
+        "import sys; from ci_llm.logs.run_log import RunLog; log = RunLog(sys.argv[1]); log.open(1)\n"
         "for word in ('into the void', 'still here'): log.say(word)\n"
         "log.progress(1, 2, [1.0]); print('a stray print'); log.close()"
     )
@@ -195,9 +195,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable
     os.close(master)
 
 
-def test_a_bar_on_a_terminal_and_lines_above_it(
-    tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]
-) -> None:
+def test_a_bar_on_a_terminal_and_lines_above_it(tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]) -> None:
     file, written = terminal
     log = make_log(tmp_path, file, clock=Clock())
     log.progress(1, 4, [1.0, 2.0])
@@ -212,9 +210,7 @@ def test_a_bar_on_a_terminal_and_lines_above_it(
     assert "[1] step 1/4" in log_text(tmp_path)
 
 
-def test_a_killed_process_leaves_the_cursor_visible(
-    tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]
-) -> None:
+def test_a_killed_process_leaves_the_cursor_visible(tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]) -> None:
     file, written = terminal
     make_log(tmp_path, file).progress(1, 4, [1.0])
     text = written()
@@ -226,9 +222,7 @@ def test_a_killed_process_leaves_the_cursor_visible(
 
 def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
-    log.metrics(
-        3, {"loss": float("nan"), "up": float("inf"), "down": float("-inf"), "n": 2, "name": "é", "x": None}
-    )
+    log.metrics(3, {"loss": float("nan"), "up": float("inf"), "down": float("-inf"), "n": 2, "name": "é", "x": None})
     (record,) = lines(tmp_path)
     time = record.pop("time")
     assert time > 1e9
@@ -297,9 +291,7 @@ def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 2.0), (50, 2.0), (60, 2.0), (70, 2.0)]
     assert len(events.Tensors("config/text_summary")) == 1
-    assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), (
-        "a second run beside the first"
-    )
+    assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), "a second run beside the first"
 
 
 def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path: Path) -> None:
@@ -360,7 +352,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_import_is_light() -> None:
-    code = "import ci_llm.run_log, ci_llm.hardware, sys; print([*{'torch', 'accelerate'} & set(sys.modules)])"
+    code = "import ci_llm.logs.run_log, ci_llm.logs.hardware, sys; print([*{'torch', 'accelerate'} & set(sys.modules)])"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -15,9 +15,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from ci_llm.config import Config
+from ci_llm.data.rows import Chat, Completion, Message, find_form
+from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
-from ci_llm.rows import Chat, Completion, Message, find_form
-from ci_llm.sources import EVAL_SPLITS, load_rows, recognised
 
 ROWS = [
     {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=<<3+4=7>>7\n#### 7"},
@@ -226,10 +226,7 @@ def test_the_embedded_rows_need_no_network() -> None:
     judged = load_rows(config, "eval")
     assert len(judged) == config.eval_samples
     assert "split test" in judged.where
-    assert (
-        "split validation"
-        in load_rows(Config(dataset_name="embedded", eval_split="validation"), "eval").where
-    )
+    assert "split validation" in load_rows(Config(dataset_name="embedded", eval_split="validation"), "eval").where
 
 
 def _numbered(count: int, path: Path) -> str:
@@ -276,9 +273,7 @@ def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EVAL_SPLITS)
 def test_the_split_to_evaluate_on_is_found(name: str, tmp_path: Path) -> None:
-    DatasetDict({"train": Dataset.from_list(ROWS), name: Dataset.from_list(ROWS[:1])}).save_to_disk(
-        tmp_path / "d"
-    )
+    DatasetDict({"train": Dataset.from_list(ROWS), name: Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "d")
     config = Config(dataset_name=str(tmp_path / "d"))
     assert list(load_rows(config, "train")) == EXPECTED
     assert list(load_rows(config, "eval")) == EXPECTED[:1]

@@ -8,9 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ci_llm.errors import ModelError
-from ci_llm.rows import Chat, Completion, Message
-from ci_llm.templates import (
+from ci_llm.data.rows import Chat, Completion, Message
+from ci_llm.data.templates import (
     BUILT_IN_TEMPLATE,
     Encoder,
     Example,
@@ -18,6 +17,7 @@ from ci_llm.templates import (
     chat_template,
     tokenizer_fingerprint,
 )
+from ci_llm.errors import ModelError
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -121,9 +121,7 @@ def test_an_answer_may_come_first_or_repeat_the_question() -> None:
 
 
 def test_a_template_that_fails_gives_its_reason() -> None:
-    strict = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
-    )
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
     chat = Chat((Message("system", "s"), Message("user", "q"), Message("assistant", "a")))
     with pytest.raises(RefusedRowError, match="it fails: no system turn"):
         Encoder(byte_tokenizer(strict)).encode(chat)

@@ -16,11 +16,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm import embedded
 from ci_llm.config import Config
+from ci_llm.data.rows import Rows
+from ci_llm.data.sources import load_rows, recognised
+from ci_llm.data.templates import Encoder
+from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 from ci_llm.errors import DataError
-from ci_llm.rows import Rows
-from ci_llm.sources import load_rows, recognised
-from ci_llm.templates import Encoder
-from ci_llm.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 ROWS = [
@@ -85,9 +85,7 @@ def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase,
 
 
 def test_plain_text_has_no_questions(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(
-        rows([{"text": "once upon a time"}]), tokenizer, max_seq_length=50, cache_folder=tmp_path
-    )
+    found = tokenize(rows([{"text": "once upon a time"}]), tokenizer, max_seq_length=50, cache_folder=tmp_path)
     assert found.questions is None
     assert found.answers is None
     assert found[0].supervised.tolist() == [False] + [True] * (len(found[0].input_ids) - 1)
@@ -104,9 +102,7 @@ def test_the_second_time_nothing_is_tokenised(
     assert [file.suffix for file in (tmp_path / "new" / "folder").iterdir()] == [".arrow"]
 
 
-def test_what_changes_the_tokens_changes_the_place(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_what_changes_the_tokens_changes_the_place(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     other = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     other.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     special = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER, eos_token="<pad>")
@@ -176,9 +172,7 @@ def test_a_failing_template_names_the_row(tmp_path: Path) -> None:
         "{{ m.content }}{% endfor %}"
     )
     turnstile = Turnstile()
-    with pytest.raises(
-        DataError, match="The chat template cannot be used for this row: it fails: not Dan"
-    ) as caught:
+    with pytest.raises(DataError, match="The chat template cannot be used for this row: it fails: not Dan") as caught:
         tokenize(rows(), strict, max_seq_length=40, cache_folder=tmp_path, main_first=turnstile)
     assert caught.value.where == "here, row 3 (counted from 0)"
     assert turnstile.left_in_peace

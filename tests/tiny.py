@@ -29,7 +29,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ci_llm.batches import Batch, pack
+from ci_llm.data.batches import Batch, pack
 
 VOCABULARY = 97
 _COMMON: dict[str, Any] = {
@@ -82,9 +82,7 @@ def base(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 
     """A random base whose every parameter, norms and biases included, is away from its usual start."""
     torch.manual_seed(seed)
     eager = family == "gemma2"  # the fused kernels leave its soft cap out
-    model = AutoModelForCausalLM.from_config(
-        FAMILIES[family](), attn_implementation="eager" if eager else None
-    )
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager" if eager else None)
     model = model.to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -46,9 +46,7 @@ WEIGHT_ELSEWHERE = 0.25
 def main() -> None:
     """Trains tokenizer and base, saves both, prints what the base can do."""
     parser = argparse.ArgumentParser(prog="python -m ci_llm.embedded.pretrain", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=BASE_FOLDER, help="folder to write (default: the package's own)"
-    )
+    parser.add_argument("--out", type=Path, default=BASE_FOLDER, help="folder to write (default: the package's own)")
     out: Path = parser.parse_args().out
     tokenizer = train_tokenizer()
     model = pretrain(tokenizer)
@@ -163,9 +161,7 @@ def probe(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[s
 
 
 @torch.inference_mode()
-def solved(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
-) -> Iterator[bool]:
+def solved(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> Iterator[bool]:
     """For each (prompt, answer): is every answer token the likeliest one? Then greedy decoding writes it."""
     for prompt, answer in pairs:
         asked = [tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]

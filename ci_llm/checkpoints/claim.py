@@ -1,0 +1,290 @@
+"""One writer per folder: an attempt claims the folder, keeps its claim alive, and loses it in one instant.
+
+    .attempt-<n>/holder.json     who writes: host, process, SLURM job
+    .attempt-<n>/<token>/        where that attempt works; its time is the heartbeat
+
+All that an attempt commits leaves its work folder by a rename, and all that it prunes enters it by one.
+Taking over renames `.attempt-<n>` away, and from that moment neither path exists: an attempt that slept
+through it can neither overwrite nor remove anything, whatever it last believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from ci_llm.durable import (
+    DISK,
+    PARTIAL,
+    Filesystem,
+    make_folders,
+    read_json,
+    remove_tree,
+    sync_tree,
+    write_json,
+    write_new,
+)
+from ci_llm.errors import CheckpointError, WriterBusy
+from ci_llm.typed_json import dump_json
+
+HOLDER = "holder.json"
+HEARTBEATS_PER_TIMEOUT = 6
+RACES_LOST = 20
+CLOCK_SLACK_S = 5.0  # the start time of a process is computed from a boot time that is corrected now and then
+
+_ATTEMPT = re.compile(r"\.attempt-(\d+)$")
+_NUMBERED = re.compile(r"\.(?:attempt|taken-over)-(\d+)(?:-|$)")
+_LEFTOVER = re.compile(r"\.(?:taken-over|claim)-")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a folder. `machine` is the host and its process namespace, in which `pid` has a meaning."""
+
+    machine: str
+    pid: int
+    started: float
+    slurm_job: str | None = None
+    slurm_restarts: str = "0"
+    released: bool = False
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        return cls(
+            machine=f"{socket.gethostname()} {_process_namespace()}".strip(),
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            slurm_job=os.environ.get("SLURM_JOB_ID"),
+            slurm_restarts=os.environ.get("SLURM_RESTART_COUNT", "0"),
+        )
+
+    def why_gone(self, me: Holder, silent_s: float, timeout_s: float) -> str | None:
+        """The reason to take over from this holder; None while it must be taken for alive.
+
+        Args:
+            silent_s: seconds since its last heartbeat.
+        """
+        same_machine = self.machine == me.machine
+        if self.released:
+            return "it has ended"
+        if same_machine and not self._runs():
+            return f"process {self.pid} is gone"
+        restarted = self.slurm_restarts != me.slurm_restarts
+        if self.slurm_job and self.slurm_job == me.slurm_job and (restarted or not same_machine):
+            return f"SLURM job {self.slurm_job} was started again"
+        if silent_s > timeout_s:
+            return f"no heartbeat for {silent_s:.0f} s"
+        return None
+
+    def _runs(self) -> bool:
+        """Whether the process is there, is no zombie, and is not a later one of the same number."""
+        try:
+            process = psutil.Process(self.pid)
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            return alive and abs(process.create_time() - self.started) < CLOCK_SLACK_S
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:
+            return True
+
+    def __str__(self) -> str:
+        job = f", SLURM job {self.slurm_job}" if self.slurm_job else ""
+        return f"process {self.pid} on {self.machine.split()[0]}{job}"
+
+
+def _process_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux: there is one namespace
+        return ""
+
+
+class Claim:
+    """The right of one attempt to change a folder; made by `claim_folder`.
+
+    Attributes:
+        attempt: its number, one more than that of the attempt before.
+        work: the folder in which it works and from which it commits.
+    """
+
+    def __init__(self, folder: Path, token: str, holder: Holder, timeout_s: float, disk: Filesystem) -> None:
+        self.attempt = _number(folder)
+        self.folder, self.work = folder, folder / token
+        ended = threading.Event()
+        interval_s = timeout_s / HEARTBEATS_PER_TIMEOUT
+        heart = (self.work, interval_s, ended, disk)
+        threading.Thread(target=_beat, args=heart, name="ci_llm heartbeat", daemon=True).start()
+        # Also runs when the claim is garbage or the interpreter ends: a folder is not held by the forgotten.
+        self.release = weakref.finalize(self, _let_go, self.work, holder, ended, os.getpid(), disk)
+
+    def still_mine(self) -> bool:
+        """Whether no other attempt has taken over; looked up by path, for that is what others take."""
+        return self.work.is_dir()
+
+    def require(self) -> None:
+        """Raises WriterBusy if another attempt has taken over."""
+        if not self.still_mine():
+            raise WriterBusy(
+                f"attempt {self.attempt} was taken over by another attempt and must not write any more",
+                where=str(self.folder.parent),
+                cure="end this process; the other one goes on",
+            )
+
+
+def _beat(work: Path, interval_s: float, ended: threading.Event, disk: Filesystem) -> None:
+    while not ended.wait(interval_s):
+        try:
+            disk.touch(work)
+        except FileNotFoundError:
+            return  # taken over
+        except OSError:
+            continue  # a disk that hiccups may be there for the next beat; the timeout judges
+
+
+def _let_go(work: Path, holder: Holder, ended: threading.Event, pid: int, disk: Filesystem) -> None:
+    """Say that the attempt has ended, and clear its work away."""
+    if os.getpid() != pid:
+        return  # a forked child, whose claim it never was
+    ended.set()
+    with contextlib.suppress(OSError):  # taken over, or the disk is gone: the process will be gone as well
+        write_json(work.parent / HOLDER, asdict(replace(holder, released=True)), staging=work, disk=disk)
+        remove_tree(work, disk=disk)
+
+
+def claim_folder(
+    directory: Path, *, holder: Holder, timeout_s: float, disk: Filesystem = DISK
+) -> tuple[Claim, str | None]:
+    """Become the one writer of `directory`; take over from a holder that is gone.
+
+    Returns:
+        the claim, and what was taken over from whom and why, if anything was.
+
+    Raises:
+        WriterBusy: a holder is alive; it is named.
+    """
+    make_folders(directory, disk=disk)
+    token = secrets.token_hex(8)
+    try:
+        for _ in range(RACES_LOST):
+            # Each way to lose a race is a path that another attempt has renamed a moment ago: look again.
+            with contextlib.suppress(FileNotFoundError, FileExistsError, _LostRaceError):
+                story = _evict_the_gone(directory, token, holder, timeout_s, disk)
+                folder = _take(directory, token, holder, disk)
+                return Claim(folder, token, holder, timeout_s, disk), story
+        raise WriterBusy("other processes claim this folder again and again", where=str(directory))
+    finally:
+        with contextlib.suppress(OSError):  # there is none after a success; the next start sweeps what stays
+            remove_tree(directory / f".claim-{token}", disk=disk)
+
+
+class _LostRaceError(Exception):
+    """Another attempt was faster."""
+
+
+def _evict_the_gone(directory: Path, token: str, me: Holder, timeout_s: float, disk: Filesystem) -> str | None:
+    """Rename the folders of dead attempts away; returns the story of the last one that had not ended."""
+    story = None
+    for folder in sorted(_attempts(directory), key=_number):
+        holder, silent_s = _look(folder, _disk_time(directory, token, disk))
+        why = holder.why_gone(me, silent_s, timeout_s)
+        if why is None:
+            raise WriterBusy(
+                f"{holder} writes to this folder (heartbeat {max(silent_s, 0.0):.0f} s ago)",
+                where=str(directory),
+                cure="wait until it has ended, stop it, or use another output_dir",
+            )
+        disk.rename(folder, directory / f".taken-over-{_number(folder)}-{token}")
+        story = story if holder.released else f"attempt {_number(folder)} ({holder}) is taken over: {why}"
+    return story
+
+
+def _look(folder: Path, now: float) -> tuple[Holder, float]:
+    """The holder of an attempt's folder and the seconds since its heartbeat."""
+    try:
+        values = read_json(folder / HOLDER)
+        holder = Holder(**values) if isinstance(values, dict) else _UNKNOWN
+    except (ValueError, TypeError):
+        holder = _UNKNOWN
+    beats = [entry.stat().st_mtime for entry in folder.iterdir() if entry.is_dir()]
+    return holder, now - max(beats, default=folder.stat().st_mtime)
+
+
+_UNKNOWN = Holder("unknown", 0, 0.0)
+
+
+def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:
+    """The present by the clock that stamps the heartbeats, which on a network disk is not ours."""
+    draft = directory / f".claim-{token}"
+    if not draft.exists():
+        disk.mkdir(draft)
+    disk.touch(draft)
+    return draft.stat().st_mtime
+
+
+def _take(directory: Path, token: str, holder: Holder, disk: Filesystem) -> Path:
+    """Give a prepared folder the next number by a rename, which only one attempt can win."""
+    draft = _prepare(directory, token, holder, disk)
+    used = [path for path in directory.iterdir() if _NUMBERED.match(path.name)]
+    if any(_ATTEMPT.match(path.name) for path in used):
+        raise _LostRaceError  # it came after we had looked who is there
+    folder = directory / f".attempt-{1 + max(map(_number, used), default=0)}"
+    try:
+        disk.rename(draft, folder)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise _LostRaceError from error
+        raise
+    try:
+        disk.sync_folder(directory)
+        if any(other != folder for other in _attempts(directory)):
+            raise _LostRaceError  # one of us two slept between look and rename: whoever sees both gives way
+    except (OSError, _LostRaceError):
+        disk.rename(folder, draft)  # a claim that failed must not lock anybody out
+        raise
+    return folder
+
+
+def _prepare(directory: Path, token: str, holder: Holder, disk: Filesystem) -> Path:
+    draft, told = directory / f".claim-{token}", dump_json(asdict(holder), indent=2)
+    if not (draft / token).exists():
+        _disk_time(directory, token, disk)
+        disk.mkdir(draft / token)
+        write_new(draft / HOLDER, [told], disk=disk)
+        sync_tree(draft, disk=disk)
+    if (draft / HOLDER).read_bytes() != told:  # nobody could tell whether such a holder lives
+        raise OSError(errno.EIO, "the disk does not hold what was written")
+    return draft
+
+
+def _attempts(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.iterdir() if _ATTEMPT.match(path.name))
+
+
+def _number(folder: Path) -> int:
+    match = _NUMBERED.match(folder.name)
+    if match is None:
+        raise CheckpointError(f"{folder.name} is not the folder of an attempt", where=str(folder))
+    return int(match[1])
+
+
+def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
+    """What dead attempts left: folders taken over, claims that lost, files that were never finished.
+
+    Args:
+        older_than: time of the disk's clock; an unfinished file that is younger may be at work.
+    """
+    for path in sorted(directory.iterdir()):
+        unfinished = path.name.startswith(".") and path.name.endswith(PARTIAL)
+        if _LEFTOVER.match(path.name) or (unfinished and path.lstat().st_mtime < older_than):
+            yield path

@@ -1,0 +1,80 @@
+"""One checkpoint goes one way: written aside, synced, renamed into its place, read back; or it never was.
+
+Every file is synced, the manifest is the last of them, then the folders, then the rename, then the folder it
+was renamed into; then the device is read. Whatever fails on the way, what was there before is there again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest, verify_folder
+from ci_llm.durable import Filesystem, commit_folder, remove_tree, sync_tree, write_new
+
+BLOCK_BYTES = 4096
+MARGIN_BYTES = 1 << 20
+
+
+def require_space(directory: Path, manifest: Manifest, disk: Filesystem) -> None:
+    """Raises OSError (ENOSPC) if the disk of `directory` cannot take the checkpoint and a margin."""
+    sizes = [record.size for record in manifest.files.values()] + [len(manifest.dump())]
+    needed = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes) + MARGIN_BYTES
+    if (free := disk.free_bytes(directory)) < needed:
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
+
+
+def commit(target: Path, files: Mapping[str, FileImage], manifest: Manifest, work: Path, disk: Filesystem) -> Path:
+    """Make `target` a committed folder of `files`, or leave everything as it was and raise.
+
+    Args:
+        work: folder of the attempt, on the same filesystem.
+
+    Returns:
+        where the old `target` lies now, if there was one.
+
+    Raises:
+        OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
+    """
+    draft, old = draft_in(work), draft_in(work)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove_if_there, draft, disk)
+        _write_folder(draft, files, manifest, disk)
+        if target.exists() or target.is_symlink():
+            disk.rename(target, old)
+            undo.callback(disk.rename, old, target)
+        undo.callback(_take_back, target, draft, disk)
+        commit_folder(draft, target, disk=disk)
+        verify_folder(target, from_disk=True)
+        undo.pop_all()
+    return old
+
+
+def draft_in(work: Path) -> Path:
+    """A name in `work` that nothing has yet."""
+    return work / f"draft-{secrets.token_hex(4)}"
+
+
+def _write_folder(draft: Path, files: Mapping[str, FileImage], manifest: Manifest, disk: Filesystem) -> None:
+    # Never with parents: a draft whose attempt was taken over must fail here and not come to be anew.
+    disk.mkdir(draft)
+    for folder in sorted({parent for name in files for parent in PurePosixPath(name).parents}):
+        if folder.name:
+            disk.mkdir(draft / folder)
+    for name, image in files.items():
+        write_new(draft / name, image.parts, disk=disk)
+    write_new(draft / MANIFEST, [manifest.dump()], disk=disk)
+    sync_tree(draft, disk=disk)
+
+
+def _take_back(target: Path, draft: Path, disk: Filesystem) -> None:
+    if not draft.exists():  # it did move
+        disk.rename(target, draft)
+
+
+def _remove_if_there(path: Path, disk: Filesystem) -> None:
+    if path.exists():
+        remove_tree(path, disk=disk)

@@ -1,0 +1,346 @@
+"""The manager of checkpoints for anyone's training loop: when to save, what to copy, how to come back.
+
+    manager = CheckpointManager("runs/mine", save_interval_steps=4)
+    start = 0
+    if (latest := manager.latest_step()) is not None:
+        manager.restore(latest, into=objects)
+        start = latest + 1
+    for step in range(start, num_steps):
+        train_step(objects)
+        manager.save(step, objects)
+        if manager.reached_preemption(step):
+            manager.wait_until_finished()
+            sys.exit()
+
+It speaks Orbax's CheckpointManager (https://orbax.readthedocs.io), whose documented loop runs as it stands.
+It knows names and tensors, nothing of agents, and serves any loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from ci_llm.checkpoints.collective import Processes, TorchProcesses, together
+from ci_llm.checkpoints.manifest import Manifest, read_folder
+from ci_llm.checkpoints.snapshot import Snapshot, State, load_into, read_snapshot, take_snapshot
+from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
+from ci_llm.interrupts import Interrupts
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """When a checkpoint is due: a pure function, the clock is passed in.
+
+    Args:
+        every_steps: at each multiple of it; None never.
+        every_seconds: when so much time has passed since the last save was tried; None never.
+    """
+
+    every_steps: int | None = 1
+    every_seconds: float | None = None
+
+    def due(self, step: int, *, newest: int | None, elapsed_s: float, must: bool = False) -> bool:
+        """Whether to save `step`.
+
+        Args:
+            newest: newest committed step; nothing that is not newer is ever saved.
+            elapsed_s: seconds since the last save was tried.
+            must: the end, an interruption or a request: save whatever the intervals say.
+        """
+        if newest is not None and step <= newest:
+            return False
+        by_steps = self.every_steps is not None and step % self.every_steps == 0
+        by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
+        return must or by_steps or by_time
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and verified."""
+
+    state: dict[str, Any]
+    manifest: Manifest
+
+
+def load_checkpoint(folder: Path | str) -> Checkpoint:
+    """Read one committed folder, wherever it lies.
+
+    Raises:
+        DamagedCheckpoint: it is missing, or not as it was written.
+    """
+    manifest, files = read_folder(Path(folder))
+    return Checkpoint(read_snapshot(manifest.forms, files), manifest)
+
+
+class _Votes(NamedTuple):
+    """What the processes say about one step; a count of processes each."""
+
+    stop: int
+    save_requested: int
+    due: int
+    newer: int
+
+
+class CheckpointManager:
+    """The checkpoints of one training loop.
+
+    Reading needs nothing; the first `save` claims the folder for this process. On several processes `save`,
+    `reached_preemption` and `finish` are collectives: every process calls them with the same step, and
+    process 0 writes its own `state`. Errors of a save in the background surface at the next call.
+
+    Args:
+        directory: the folder of the run.
+        save_interval_steps: `save` saves at each multiple of it; None never by steps.
+        save_interval_seconds: and when so much time has passed since the last; None never by time.
+        max_to_keep: numbered checkpoints to keep; None keeps all.
+        async_save: copy the state, return, write it behind. One save is in flight; the next one waits.
+        accelerator: an `Accelerator`, for the device of its collectives.
+        processes: what to speak to other processes with; `torch.distributed` by default, if initialised.
+        interrupts: notes of signals that the caller installs. By default the manager installs its own at the
+            first `reached_preemption`, in the main thread, and gives the old handlers back on close.
+        on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space.
+        writer_timeout: seconds without heartbeat after which another writer counts as dead.
+        say: called with one line for people.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        save_interval_steps: int | None = 1,
+        save_interval_seconds: float | None = None,
+        max_to_keep: int | None = None,
+        async_save: bool = True,
+        accelerator: Any = None,
+        processes: Processes | None = None,
+        interrupts: Interrupts | None = None,
+        on_disk_full: Literal["drop", "pause"] = "drop",
+        writer_timeout: float = WRITER_TIMEOUT_S,
+        say: Callable[[str], None] = _LOGGER.warning,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = SavePolicy(save_interval_steps, save_interval_seconds)
+        self.last_result: SaveResult | None = None
+        self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
+        self.store = CheckpointStore(
+            directory,
+            save_total_limit=max_to_keep,
+            on_disk_full=on_disk_full,
+            writer_timeout=writer_timeout,
+            say=say,
+            stop_waiting=lambda: self._interrupts.stop_reason is not None,
+            sleep=self._interrupts.wait,
+        )
+        device = accelerator.device if accelerator is not None else None
+        self._processes: Processes = processes or TorchProcesses(device)
+        self._say, self._clock = say, clock
+        self._behind = ThreadPoolExecutor(1, "ci_llm checkpoint") if async_save else None
+        self._in_flight: Future[SaveResult] | None = None
+        self._tried_at = clock()
+        self._known_newest: list[int | None] = []
+        self._votes: tuple[int, _Votes] | None = None
+
+    # Saving
+
+    def should_save(self, step: int) -> bool:
+        """Whether this process, asked alone, would save `step`: by the policy, a stop or a request."""
+        votes = self._own_votes(step)
+        return bool(votes.newer and (votes.due or votes.stop or votes.save_requested))
+
+    def save(self, step: int, state: State, *, force: bool = False, info: Mapping[str, object] | None = None) -> bool:
+        """Save `state` as `step` if that is due. Returns whether it is saved; with `async_save`, begun.
+
+        A step that is not newer than the newest is never saved. A disk that fails drops the new checkpoint,
+        says so, and training goes on.
+
+        Args:
+            state: dict; its keys name files (see snapshot.py). Tensors, plain values, nested containers,
+                objects with `state_dict`, and bytes for files to be kept verbatim.
+            force: due whatever the policy says; the same on every process.
+            info: plain values for the manifest: epoch, position, fingerprints.
+
+        Raises:
+            CheckpointError: the state holds a value that cannot be saved; the save before failed behind.
+            WriterBusy: another process writes to this folder, or has taken it over.
+        """
+        votes = self._agree(step)
+        if not votes.newer:
+            self._say_if_saved(step)
+            return False
+        if not (force or votes.due or votes.stop or votes.save_requested):
+            return False
+        self._interrupts.take_save_request()
+        self._tried_at = self._clock()
+        [saved] = together(self._processes, lambda: [self._write(step, state, info or {})])
+        return saved > 0
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the run shall stop at `step`: a signal has reached any of its processes. A collective.
+
+        Says at one step what `save` acted on at the same step, so that a loop never stops unsaved.
+        """
+        if self._own_interrupts and not self._interrupts.installed:
+            self._interrupts.install()
+        return self._agree(step).stop > 0
+
+    def finish(self, extra: Mapping[str, bytes] | None = None) -> bool:
+        """Make `final_checkpoint` of the newest committed step and `extra` files. A collective."""
+        [made] = together(self._processes, lambda: [self._finish(extra or {})])
+        return made > 0
+
+    def wait_until_finished(self) -> None:
+        """Return when nothing is in flight. Raises what a save behind has raised."""
+        future, self._in_flight = self._in_flight, None
+        if future is not None:
+            future.result()
+
+    # Coming back
+
+    def latest_step(self) -> int | None:
+        """The newest step that verifies, read byte by byte; a damaged one is named and quarantined."""
+        self.wait_until_finished()
+        newest = self.store.latest(heal=self._is_main)
+        self._known_newest = [newest]
+        return newest
+
+    def restore(self, step: int, *, into: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
+        """Read one step and verify what is read.
+
+        Args:
+            into: objects as they were given to `save`; tensors are filled in place, objects get
+                `load_state_dict`, plain values are replaced. All must fit, or nothing is touched.
+
+        Returns:
+            `into`, or the state as nested dicts with tensors on the CPU.
+
+        Raises:
+            DamagedCheckpoint: it is not as it was written.
+            ForeignCheckpoint: it does not fit `into`.
+            CheckpointError: there is no such step.
+        """
+        self.wait_until_finished()
+        manifest, files = self.store.read(step)
+        state = read_snapshot(manifest.forms, files)
+        self._tried_at = self._clock()
+        if into is None:
+            return state
+        load_into(into, state)
+        return into
+
+    def all_steps(self) -> list[int]:
+        """Every committed step, ascending; not verified."""
+        self.wait_until_finished()
+        return self.store.all_steps()
+
+    def verify(self, step: int) -> Manifest:
+        """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
+        self.wait_until_finished()
+        return self.store.verify(step)
+
+    def supersede(self, after_step: int) -> list[Path]:
+        """Going back: move every newer checkpoint to `superseded/`. For process 0."""
+        self.wait_until_finished()
+        self._known_newest = []
+        return self.store.supersede(after_step)
+
+    def delete(self, step: int) -> None:
+        """Remove a committed step. For process 0. Raises CheckpointError if there is none."""
+        self.wait_until_finished()
+        self._known_newest = []
+        self.store.delete(step)
+
+    # Ending
+
+    def close(self) -> None:
+        """Finish what is in flight, give the folder free and the signal handlers back."""
+        try:
+            self.wait_until_finished()
+        finally:
+            if self._behind is not None:
+                self._behind.shutdown()
+            self.store.close()
+            if self._own_interrupts:
+                self._interrupts.restore()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Between processes
+
+    @property
+    def _is_main(self) -> bool:
+        return self._processes.index == 0
+
+    def _agree(self, step: int) -> _Votes:
+        """The votes of all processes on `step`, the same for whoever asks about that step again."""
+        if self._votes is None or self._votes[0] != step:
+            self._votes = step, _Votes(*together(self._processes, lambda: self._own_votes(step)))
+        return self._votes[1]
+
+    def _own_votes(self, step: int) -> _Votes:
+        stop = self._interrupts.stop_reason is not None
+        requested = self._interrupts.save_requested
+        if not self._is_main:
+            return _Votes(stop, requested, 0, 0)
+        if self._in_flight is not None and self._in_flight.done():
+            self.wait_until_finished()
+        newest = self._newest()
+        due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
+        return _Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
+
+    # On process 0
+
+    def _newest(self) -> int | None:
+        if not self._known_newest:
+            self.store.claim()
+            self._known_newest = [self.store.latest()]
+        return self._known_newest[0]
+
+    def _say_if_saved(self, step: int) -> None:
+        if self._is_main and step == self._newest():
+            self._say(f"step {step} is saved already")
+
+    def _write(self, step: int, state: State, info: Mapping[str, object]) -> bool:
+        if not self._is_main:
+            return False
+        self.wait_until_finished()
+        snapshot = take_snapshot(state)
+        if self._behind is None:
+            saved = self._commit(step, snapshot, info).saved
+        else:
+            self._in_flight = self._behind.submit(self._commit, step, snapshot.copied(), deepcopy(dict(info)))
+            saved = True
+        if saved:
+            self._known_newest = [step]
+        return saved
+
+    def _commit(self, step: int, snapshot: Snapshot, info: Mapping[str, object]) -> SaveResult:
+        result = self.store.save(step, snapshot.files, forms=snapshot.forms, info=info)
+        self._tell(result)
+        return result
+
+    def _finish(self, extra: Mapping[str, bytes]) -> bool:
+        self.wait_until_finished()
+        return self._is_main and self._tell(self.store.finish(extra))
+
+    def _tell(self, result: SaveResult) -> bool:
+        self.last_result = result
+        if result.note:
+            self._say(result.note)
+        return result.saved

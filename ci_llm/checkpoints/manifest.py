@@ -1,0 +1,306 @@
+"""What a committed folder says about itself, and whether it is true: sizes and digests of files and tensors.
+
+`manifest.json` lists every other file of its folder; a file that it does not list, a link, a name that climbs
+out of the folder and anything that could hold a pickle is refused. It carries a digest of itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
+
+import xxhash
+
+from ci_llm.durable import Bytes, read_chunks, read_exactly
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.typed_json import Json, decode, encode, parse_json
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 256 << 20
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".joblib"})
+OWN_KEYS = ("format_version", "step", "attempt", "wall_time", "forms", "files", "digest")
+# Errors that tell about this process and not about the checkpoint: they must not condemn it.
+NOT_DAMAGE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+JsonObject: TypeAlias = "dict[str, Json]"
+
+
+def digest(parts: Iterable[Bytes]) -> str:
+    """xxh3-128 of `parts` laid end to end, in hex: it finds damage, it is no defence against forgery."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """One file as it will be written, still in memory.
+
+    Args:
+        parts: its bytes, laid end to end.
+        tensors: the part that belongs to each tensor, by name.
+    """
+
+    parts: tuple[Bytes, ...]
+    tensors: Mapping[str, Bytes] = field(default_factory=dict)
+
+    def record(self) -> FileRecord:
+        """Size and digests of the very bytes that will be written."""
+        size = sum(memoryview(part).nbytes for part in self.parts)
+        return FileRecord(size, digest(self.parts), {name: digest([part]) for name, part in self.tensors.items()})
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says about one file: bytes, digest of the file, digest of each of its tensors."""
+
+    size: int
+    digest: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of `manifest.json`.
+
+    Args:
+        step: optimizer step that the checkpoint holds.
+        attempt: number of the launch that wrote it.
+        wall_time: when, in seconds since 1970.
+        forms: how each key of the state was written (see snapshot.py).
+        files: every file of the folder but the manifest, by its path in the folder.
+        info: what the caller wants to know before the files are read: epoch, position, fingerprints.
+    """
+
+    step: int
+    attempt: int
+    wall_time: float
+    forms: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+    info: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(record.size for record in self.files.values())
+
+    def dump(self) -> bytes:
+        """The bytes of `manifest.json`. Raises ValueError for a name that no checkpoint may hold."""
+        for name in self.files:
+            check_name(name)
+        if clash := sorted(set(self.info) & set(OWN_KEYS)):
+            raise ValueError(f"info must not use the manifest's own keys {clash}")
+        body: JsonObject = {"format_version": FORMAT_VERSION, "step": self.step, "attempt": self.attempt}
+        body |= {"wall_time": self.wall_time, **{key: encode(value) for key, value in self.info.items()}}
+        body |= {"forms": dict(self.forms), "files": {name: _dump(file) for name, file in self.files.items()}}
+        return _canonical({**body, "digest": _self_digest(body)})
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """Check the manifest's own digest and its form, byte for byte.
+
+        Raises:
+            ValueError: it is not what `dump` wrote.
+            CheckpointError: it is whole, but its format is newer than this version.
+        """
+        body = parse_json(data)
+        if not isinstance(body, dict) or _canonical(body) != data:
+            raise ValueError("the manifest is not as it was written")
+        if body.pop("digest", None) != _self_digest(body):
+            raise ValueError("the manifest does not have its own digest")
+        _check_version(body.get("format_version"))
+        return cls._of(body)
+
+    @classmethod
+    def _of(cls, body: JsonObject) -> Manifest:
+        match body:
+            case {
+                "step": int(step),
+                "attempt": int(attempt),
+                "wall_time": float(wall_time),
+                "forms": dict(forms),
+                "files": dict(files),
+            }:
+                records = {check_name(name): _parse(file) for name, file in files.items()}
+                info = {key: decode(value) for key, value in body.items() if key not in OWN_KEYS}
+                return cls(step, attempt, wall_time, {k: str(v) for k, v in forms.items()}, records, info)
+        raise ValueError("the manifest lacks a field")
+
+
+def _dump(record: FileRecord) -> Json:
+    return {"size": record.size, "digest": record.digest, "tensors": dict(record.tensors)}
+
+
+def _parse(value: Json) -> FileRecord:
+    match value:
+        case {"size": int(size), "digest": str(whole), "tensors": dict(tensors)}:
+            return FileRecord(size, whole, {name: str(one) for name, one in tensors.items()})
+    raise ValueError("the manifest describes a file without size or digest")
+
+
+def _canonical(body: JsonObject) -> bytes:
+    return (json.dumps(body, indent=1) + "\n").encode()
+
+
+def _self_digest(body: JsonObject) -> str:
+    return hashlib.blake2b(_canonical(body), digest_size=32).hexdigest()
+
+
+def _check_version(version: Json) -> None:
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"this checkpoint has format version {version}; this program reads version {FORMAT_VERSION}",
+            cure="use the version of ci-llm that wrote it, or a newer one",
+        )
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it is a relative path that stays in its folder and cannot be a pickle.
+
+    Raises:
+        ValueError: it is not.
+    """
+    path = PurePosixPath(name)
+    climbs = path.is_absolute() or any(part in ("", ".", "..") for part in name.split("/"))
+    if not name or climbs or "\\" in name or not name.isprintable() or name == MANIFEST:
+        raise ValueError(f"a checkpoint must not hold a file named {name!r}")
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise ValueError(f"a checkpoint holds no pickle: {name!r} is refused")
+    return name
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`, itself checked, the files not.
+
+    Raises:
+        DamagedCheckpoint: it is missing or not as it was written.
+    """
+    with _condemning(folder):
+        if not os.path.isdir(folder) or os.path.islink(folder):
+            raise ValueError("there is no such folder")
+        size = os.lstat(folder / MANIFEST).st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"the manifest has {size} bytes")
+        return Manifest.parse(read_exactly(folder / MANIFEST, size))
+
+
+def verify_folder(folder: Path, *, from_disk: bool = False) -> Manifest:
+    """Read every byte of a committed folder and compare it with the manifest.
+
+    Args:
+        from_disk: drop cached pages first, so that what the device holds is read.
+
+    Raises:
+        DamagedCheckpoint: something is missing, added or different; each such thing is named.
+    """
+    manifest = read_manifest(folder)
+    with _condemning(folder):
+        _check_listing(folder, manifest)
+        damage = [
+            line
+            for name, record in manifest.files.items()
+            if digest(read_chunks(folder / name, from_disk=from_disk)) != record.digest
+            for line in _describe_damage(folder / name, name, record)
+        ]
+        if damage:
+            raise ValueError("; ".join(damage))
+    return manifest
+
+
+def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest and the bytes of every file; what is returned is what was verified.
+
+    Raises:
+        DamagedCheckpoint: something is missing, added or different.
+    """
+    manifest = read_manifest(folder)
+    with _condemning(folder):
+        _check_listing(folder, manifest)
+        files = {name: read_exactly(folder / name, record.size) for name, record in manifest.files.items()}
+        for name, record in manifest.files.items():
+            if digest([files[name]]) != record.digest:
+                raise ValueError("; ".join(_describe_damage(folder / name, name, record)))
+    return manifest, files
+
+
+def _check_listing(folder: Path, manifest: Manifest) -> None:
+    sizes = dict(list_files(folder))
+    sizes.pop(MANIFEST, None)
+    if strange := sorted(set(sizes) - set(manifest.files)):
+        raise ValueError(f"files that the manifest does not know: {', '.join(strange)}")
+    if missing := sorted(set(manifest.files) - set(sizes)):
+        raise ValueError(f"missing: {', '.join(missing)}")
+    if wrong := [name for name, record in manifest.files.items() if sizes[name] != record.size]:
+        raise ValueError(f"another size than the manifest says: {', '.join(wrong)}")
+
+
+def list_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Path and size of every regular file below `folder`.
+
+    Raises:
+        ValueError: there is a link or another special file.
+    """
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                yield from list_files(folder / entry.name, f"{prefix}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield prefix + entry.name, entry.stat(follow_symlinks=False).st_size
+            else:
+                raise ValueError(f"{prefix}{entry.name} is a link or a special file")
+
+
+def tensor_spans(data: bytes) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends, in bytes of the file.
+
+    Raises:
+        ValueError: the header is too long, or not a header.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):
+        raise ValueError(f"a safetensors header of {length} bytes is refused")
+    header = parse_json(data[8 : 8 + length])
+    if not isinstance(header, dict):
+        raise ValueError("the safetensors header is no object")
+    spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: _span(entry, 8 + length) for name, entry in spans.items()}
+
+
+def _span(entry: Json, start: int) -> tuple[int, int]:
+    match entry:
+        case {"data_offsets": [int(begin), int(end)]}:
+            return start + begin, start + end
+    raise ValueError("a tensor of the safetensors header has no offsets")
+
+
+def _describe_damage(path: Path, name: str, record: FileRecord) -> list[str]:
+    """The tensors whose bytes differ, or the whole file where they cannot be told apart."""
+    data = path.read_bytes()
+    try:
+        spans = tensor_spans(data) if record.tensors else {}
+    except ValueError:
+        spans = {}
+    lost = (0, 0)
+    view = memoryview(data)
+    hurt = [t for t, told in record.tensors.items() if digest([view[slice(*spans.get(t, lost))]]) != told]
+    return [f"tensor {tensor} of {name} has another digest" for tensor in hurt] or [f"{name} has another digest"]
+
+
+@contextmanager
+def _condemning(folder: Path) -> Iterator[None]:
+    """Turn what reading a folder raises into an error with the folder's name."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+            raise CheckpointError(f"{folder.name} cannot be read: {error}", where=str(folder)) from error
+        raise DamagedCheckpoint(f"{folder.name} is damaged: {error}", where=str(folder)) from error

@@ -1,0 +1,255 @@
+"""The keys of a run, group by group: name, type, default, one line with its unit, and what its change means.
+
+Every key is declared by one of four words, which say what a change between two attempts of a run means:
+
+exact       other samples, other maths or another order: refused on a resume unless `allow_inexact_resume`
+schedule    a longer or shorter run: allowed, and said
+rounding    the same sums in another order: allowed, but no longer the same bits
+free        logging, saving, places: allowed, nothing to say
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+ChangeKind = Literal["free", "schedule", "sample-exact"]
+
+
+class DurationMark:
+    """Marks a number of seconds that may also be written 90, 1h30m or HH:MM:SS."""
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
+Count = Annotated[int, Ge(1)]
+Size = Annotated[int, Ge(0)]
+Amount = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+Dropout = Annotated[float, Ge(0), Lt(1)]
+Seconds = Annotated[float, Gt(0), DurationMark()]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+def _key(default: Any, doc: str, kind: ChangeKind, keeps_bits: bool) -> Any:
+    return Field(default, description=doc, json_schema_extra={"kind": kind, "keeps_bits": keeps_bits})
+
+
+def exact(default: Any, doc: str) -> Any:
+    """A key whose change would train on other samples, with other maths or in another order."""
+    return _key(default, doc, "sample-exact", False)
+
+
+def schedule(default: Any, doc: str) -> Any:
+    """A key that says how long the run is."""
+    return _key(default, doc, "schedule", False)
+
+
+def rounding(default: Any, doc: str) -> Any:
+    """A key whose change keeps samples and maths, but may round differently."""
+    return _key(default, doc, "free", False)
+
+
+def free(default: Any, doc: str) -> Any:
+    """A key about logging, saving or places."""
+    return _key(default, doc, "free", True)
+
+
+class Keys(BaseModel):
+    """Strict, frozen values; an unknown key, NaN and infinity are errors."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class BaseModelKeys(Keys):
+    """The frozen base model"""
+
+    model_name: Text = free("embedded", "base model: embedded, a hub id, or a folder")
+    model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
+        None, "precision of the frozen base; null: fp32 on CPU, the checkpoint's own on CUDA"
+    )
+    mixed_precision: Literal["no", "bf16", "fp16"] = exact("no", "autocast precision of the forward pass")
+    use_gradient_checkpointing: bool = rounding(False, "recompute layers in the backward pass: less memory, slower")
+    compile: bool = rounding(False, "compile the base with torch.compile")
+
+
+class AgentKeys(Keys):
+    """The agents: K LoRA adapters on the one base"""
+
+    num_agents: Count = exact(4, "agents K that train together")
+    lora_rank: Count = exact(8, "rank of each adapter")
+    lora_alpha: Count = exact(16, "scales each adapter: alpha / rank, or alpha / sqrt(rank) with use_rslora")
+    lora_dropout: Dropout = exact(0.0, "probability of dropping an input of an adapter; 0: off, and faster")
+    lora_target_modules: Literal["all-linear"] | Names = exact(
+        "all-linear", "Linear layers that get an adapter: all-linear, or a list of names as in PEFT"
+    )
+    use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)")
+    initialize_adapters_rand: bool = exact(True, "true: every agent its own random start; false: all the same start")
+    dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter in a step")
+    init_from: Text | None = exact(None, "folder of PEFT adapters to start from; null: fresh adapters")
+
+
+class ObjectiveKeys(Keys):
+    """What the agents learn, and how they answer together"""
+
+    diversity: Literal["none", "joint", "swd", "swd_raw"] = exact(
+        "none", "term that keeps agents apart: Jensen gap (joint), sliced Wasserstein distance (swd, swd_raw)"
+    )
+    lambda_sw: Amount = exact(0.1, "weight of the diversity term")
+    swd_num_projections: Count = exact(64, "random directions of the sliced Wasserstein distance")
+    swd_representation: Literal["last_token", "mean", "first_token"] = exact(
+        "last_token", "hidden state of a row that swd compares"
+    )
+    aggregator: Literal["probability", "logit"] = free(
+        "probability", "how the crowd answers: mean of probabilities or of logits"
+    )
+    dirichlet_alpha_aggregator: Positive = free(1.0, "concentration of the original's symmetric Dirichlet")
+    parallel_mode: bool = free(False, "the original's parallel agents")
+
+
+class DataKeys(Keys):
+    """The data"""
+
+    dataset_name: Text = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
+    dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main")
+    dataset_split: Text = exact("train", "split to train on")
+    eval_split: Text | None = free(None, "split to evaluate on; null: test or validation where it exists")
+    max_seq_length: Annotated[int, Ge(2)] = exact(512, "tokens per row; longer rows are left out or cut, and counted")
+    max_train_samples: Count | None = exact(None, "train on the first n rows only; null: all")
+    num_workers: Size = free(4, "loader processes per training process; 0: load in the training process")
+
+
+class TrainingKeys(Keys):
+    """How long, how much at once, how fast"""
+
+    epochs: Count = schedule(3, "passes over the rows; max_train_steps overrules it")
+    max_train_steps: Count | None = schedule(None, "optimizer steps of the whole run; null: epochs decides")
+    batch_size: Count = rounding(4, "rows per process and micro-step")
+    gradient_accumulation_steps: Count = rounding(1, "micro-steps per optimizer step")
+    global_batch_size: Count | None = exact(
+        None, "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps"
+    )
+    learning_rate: Positive = exact(2e-4, "peak learning rate of AdamW")
+    weight_decay: Amount = exact(0.01, "decoupled weight decay of AdamW")
+    max_grad_norm: Positive | None = exact(1.0, "gradient norm each agent is clipped to; null: no clipping")
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+        "reduce_lr_on_plateau",
+        "greedy",
+    ] = exact("cosine", "learning-rate schedule, by its name in Transformers")
+    num_warmup_steps_ratio: Share = exact(0.05, "share of the run in which the learning rate rises")
+    num_warmup_steps: Size | None = exact(None, "optimizer steps in which it rises; overrules the ratio")
+    fused_optimizer: bool = rounding(True, "AdamW in one kernel")
+    seed: Annotated[int, Ge(0), Lt(2**32)] = exact(42, "seed of everything random")
+
+
+class EvaluationKeys(Keys):
+    """Evaluation"""
+
+    eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: only at the end")
+    eval_samples: Count | None = free(400, "rows of the final evaluation; null: all")
+    max_new_tokens_eval: Count = free(256, "tokens generated per answer in an evaluation")
+    early_stopping_patience: Count | None = schedule(None, "end after n evaluations without a better crowd; null: off")
+
+
+class LogKeys(Keys):
+    """Where a run writes, and what it tells"""
+
+    output_dir: Text = free("ci_llm_output", "folder of the run")
+    experiment_name: Text | None = free(None, "sub-folder of output_dir for this run; null: output_dir itself")
+    logging_steps: Count = free(10, "log every n optimizer steps")
+    report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = free(
+        ("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list"
+    )
+    monitor_gpu: bool = free(False, "write gpu_stats.json while training")
+    log_memory_usage: bool = free(False, "log memory in use with every logged step")
+    profile_steps: Count | None = free(None, "profile the first n steps into the run's folder; null: off")
+
+
+class CheckpointKeys(Keys):
+    """Checkpoints"""
+
+    save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
+    save_interval_seconds: Seconds | None = free(300.0, "save every n seconds; null: off")
+    save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
+    resume_from_checkpoint: Text | None = free("latest", "latest, a path, or null for a fresh start")
+    allow_inexact_resume: bool = free(False, "resume although the run would not be the same")
+    deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: where they exist")
+    async_save: bool = free(True, "write checkpoints behind the training")
+    checkpoint_backend: Literal["vanilla", "distributed"] = free(
+        "vanilla", "vanilla: one writer; distributed: every process writes its part"
+    )
+    on_disk_full: Literal["drop", "pause"] = free("drop", "drop the new checkpoint and go on, or wait")
+
+
+class InterruptionKeys(Keys):
+    """Interruption, walltime, SLURM"""
+
+    grace_s: Seconds = free(30.0, "seconds between a signal and the kill, where the launcher does not say")
+    max_runtime: Seconds | None = free(None, "stop in time before n seconds, 1h30m or HH:MM:SS; null: no limit")
+    stop_before_walltime: bool | Literal["auto"] = free("auto", "stop before the job's limit; auto: under SLURM")
+    requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")
+    max_requeues: Size = free(100, "times a job is put back into the queue")
+    interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
+
+
+class RecoveryKeys(Keys):
+    """Self-healing"""
+
+    nonfinite_lr_factor: Annotated[float, Gt(1)] = exact(1.5, "divides an agent's learning rate after a bad step")
+    max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row before an agent is set back")
+    good_after_steps: Count = exact(50, "finite steps after which a checkpoint counts as good")
+    hang_timeout: Seconds | None = free(None, "seconds without progress that count as a hang; null: learned")
+
+
+class DeclinedKeys(Keys):
+    """Known from elsewhere, without effect here"""
+
+    use_deepspeed: bool = free(False, "declined: DeepSpeed owns backward, step and checkpoint")
+    deepspeed_config_file: Text | None = free(None, "declined with use_deepspeed")
+
+
+#: Known and valid, without effect for good: the reason is said once when the value is not the default.
+NO_EFFECT: dict[str, str] = {
+    "parallel_mode": "all agents always train in one fused pass",
+    "dirichlet_alpha_aggregator": "the mean of a symmetric Dirichlet is uniform, whatever its alpha",
+    "use_deepspeed": "declined: DeepSpeed owns backward, step and checkpoint",
+    "deepspeed_config_file": "declined together with use_deepspeed",
+}
+
+#: Valid and documented, but read by nobody yet. Whoever makes a key work deletes it here.
+NOT_YET: frozenset[str] = frozenset(
+    {
+        "checkpoint_backend",
+        "compile",
+        "early_stopping_patience",
+        "good_after_steps",
+        "grace_s",
+        "hang_timeout",
+        "init_from",
+        "max_consecutive_nonfinite",
+        "max_new_tokens_eval",
+        "max_requeues",
+        "max_runtime",
+        "nonfinite_lr_factor",
+        "profile_steps",
+        "requeue",
+        "stop_before_walltime",
+    }
+)

@@ -1,0 +1,109 @@
+"""Attention over packed rows: each row sees itself and nothing else, whatever lies beside it.
+
+Registered with Transformers' attention interface under the name `PACKED`, so that model code stays untouched.
+Legend: R rows of the batch (the K agents), H heads, G key/value heads, N packed tokens, T tokens of one row, D head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+PACKED = "ci_llm_packed"
+EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the explicit form up to about here
+
+
+class Segments:
+    """Where the packed rows begin and end, and the masks that their lengths need (made once per pass)."""
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self.lengths = [end - start for start, end in pairwise(bounds)]
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+
+    def mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
+        """Additive causal mask [T, T]; with a window, a position sees itself and `window - 1` before it."""
+        key = (length, window, like.dtype, like.device)
+        if key not in self._masks:
+            mask = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device)
+            seen = torch.ones_like(mask, dtype=torch.bool).tril()
+            if window is not None:
+                seen = seen.triu(1 - window)
+            self._masks[key] = mask.masked_fill(seen, 0.0)
+        return self._masks[key]
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segments: Segments | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each row of a packed batch.
+
+    Args:
+        query: [R, H, N, D]; key and value: [R, G, N, D], G dividing H.
+        segments: the rows; reaches us as a keyword argument of the model's forward.
+
+    Returns:
+        [R, N, H, D], as the interface asks, and no weights.
+
+    Raises:
+        TypeError: the model does not hand keyword arguments down, or uses attention sinks; the start-up check
+            then takes the padded way.
+    """
+    if segments is None or s_aux is not None:
+        raise TypeError("packed attention needs `segments` from the model's forward, and knows no attention sinks")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = []
+    for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
+        length = q.shape[2]
+        window = sliding_window if sliding_window and sliding_window < length else None
+        explicit = softcap or (length <= EXPLICIT_UP_TO and not q.is_cuda)
+        attend = _explicit if explicit else _fused
+        mask = segments.mask(length, window, q) if explicit or window else None
+        parts.append(attend(q, k, v, mask, scale, dropout, softcap).transpose(1, 2))
+    return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
+) -> Tensor:
+    assert mask is not None
+    rows, heads, length, width = q.shape
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
+    flat = (rows * heads, length, width)
+    q, k, v = q.reshape(flat), k.reshape(flat), v.reshape(flat)
+    if softcap:
+        scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
+    else:
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
+    return torch.bmm(weights.to(v.dtype), v).view(rows, heads, length, width)
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, lambda *_, **__: None)

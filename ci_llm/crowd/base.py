@@ -1,0 +1,102 @@
+"""The frozen base model and its tokenizer: found, loaded, fingerprinted. Nothing is executed from a model's folder."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import ModelError
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen base: the model, its tokenizer, a name that `from_pretrained` opens, a fingerprint of its weights."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    fingerprint: str
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def load_base(model_name: str, model_dtype: str | None = None, device: torch.device | str = "cpu") -> Base:
+    """Load a causal language model by hub id or folder; `embedded` is the one shipped with this package.
+
+    Args:
+        model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
+
+    Raises:
+        ModelError: not found, not readable, or not a causal language model.
+    """
+    name = str(BASE_FOLDER) if model_name == "embedded" else model_name
+    transformers_logging.disable_progress_bar()
+    dtype = DTYPES[model_dtype] if model_dtype else ("auto" if torch.device(device).type == "cuda" else torch.float32)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            # The fused kernels leave out Gemma 2's soft cap without a word.
+            attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _explained(model_name, error) from error
+    if config.is_encoder_decoder:
+        raise _not_causal(model_name, config.model_type)
+    model.config.use_cache = False
+    fingerprint = fingerprint_of(model)
+    return Base(model.to(device), tokenizer, name, fingerprint)
+
+
+def fingerprint_of(model: PreTrainedModel) -> str:
+    """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _not_causal(model_name: str, kind: str) -> ModelError:
+    return ModelError(
+        f"the base is no causal language model but {kind!r}",
+        where=f"model_name: {model_name}",
+        cure="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
+    )
+
+
+def _explained(model_name: str, error: Exception) -> ModelError:
+    text = str(error).strip()
+    if "Unrecognized configuration class" in text:
+        kind = text.split("class ")[1].split(" ")[0].strip("<>'").rpartition(".")[2] if "class " in text else "unknown"
+        return _not_causal(model_name, kind)
+    folder = Path(model_name).exists()
+    return ModelError(
+        f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}",
+        where=f"model_name: {model_name}",
+        cure="the folder needs config.json, model.safetensors and a tokenizer"
+        if folder
+        else "give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
+        "model_name=embedded, which needs no network",
+    )

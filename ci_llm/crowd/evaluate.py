@@ -1,0 +1,119 @@
+"""How well each agent answers alone, and the crowd together: teacher-forced, one pass for all.
+
+Exact match here means that every token of the reference solution is the most probable one given the tokens before it,
+which is the same as greedy decoding reproducing the whole solution. For the crowd it is the aggregator's distribution
+that is asked at every token, and its own solution that would be written.
+
+Legend: K agents, S targets, V vocabulary, n rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.model import Crowd
+from ci_llm.data.batches import Batch
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per row: `right` bool [K+1, n] (the last line is the crowd), `nll` and `tokens` summed over the row's targets."""
+
+    right: Tensor
+    nll: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def joined(cls, parts: Iterable[Scores]) -> Scores:
+        listed = list(parts)
+        return cls(
+            torch.cat([p.right for p in listed], dim=1),
+            torch.cat([p.nll for p in listed], dim=1),
+            torch.cat([p.tokens for p in listed]),
+        )
+
+    @property
+    def exact_match(self) -> list[float]:
+        """K agents, then the crowd."""
+        return self.right.double().mean(1).tolist()
+
+    @property
+    def mean_nll(self) -> list[float]:
+        """Nats per target token: K agents, then the crowd."""
+        return (self.nll.double().sum(1) / self.tokens.sum()).tolist()
+
+    def gain(self, over: str) -> dict[str, float]:
+        """The crowd's exact match minus that of the agents' mean or of the best agent, paired over rows.
+
+        Returns:
+            {"value", "interval95"}: the half-width of a normal 95 % interval over rows. It covers the choice of the
+            rows, not that of the seed; "best" is chosen on these very rows, which favours the agent.
+        """
+        right = self.right.double()
+        agents = right[:-1]
+        other = agents.mean(0) if over == "mean" else agents[int(agents.mean(1).argmax())]
+        difference = right[-1] - other
+        spread = difference.std() if len(difference) > 1 else difference.new_tensor(math.nan)
+        return {
+            "value": float(difference.mean()),
+            "interval95": float(1.96 * spread / math.sqrt(len(difference))),
+        }
+
+
+@torch.no_grad()
+def score(
+    crowd: Crowd, batches: Iterable[Batch], aggregator: Aggregator, stop: Callable[[], bool] = lambda: False
+) -> Scores | None:
+    """Score every row of `batches`; None when `stop` asked to leave between two of them."""
+    training = crowd.training
+    crowd.eval()
+    parts = []
+    try:
+        for batch in batches:
+            if stop():
+                return None
+            parts.append(_score_batch(crowd, batch.to(crowd.device), aggregator))
+    finally:
+        crowd.train(training)
+    return Scores.joined(parts)
+
+
+def _score_batch(crowd: Crowd, batch: Batch, aggregator: Aggregator) -> Scores:
+    states = crowd.states(batch)[:, batch.predict_from]
+    lines = crowd.num_agents + 1
+    wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
+    nll = torch.zeros_like(wrong)
+    for chunk in crowd.head.chunks(batch.num_targets):
+        log_probs = crowd.head.logits(states[:, chunk]).log_softmax(-1)
+        everyone = torch.cat([log_probs, aggregate(log_probs, aggregator)[None]])
+        targets, rows = batch.targets[chunk], batch.target_rows[chunk]
+        wrong.index_add_(1, rows, (everyone.argmax(-1) != targets).double())
+        picked = everyone.gather(-1, targets.expand(lines, -1)[..., None]).squeeze(-1)
+        nll.index_add_(1, rows, -picked.double())
+    tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
+    return Scores((wrong == 0).cpu(), nll.cpu(), tokens.cpu())
+
+
+def evaluation_record(scores: Scores, task: str, aggregator: Aggregator) -> dict[str, Any]:
+    """`evaluation.json`."""
+    *agents, crowd = scores.exact_match
+    *agent_nll, crowd_nll = scores.mean_nll
+    return {
+        "task": task,
+        "n": scores.right.shape[1],
+        "aggregator": aggregator,
+        "exact_match": {
+            "agents": agents,
+            "crowd": crowd,
+            "crowd_minus_mean": scores.gain("mean"),
+            "crowd_minus_best": scores.gain("best"),
+        },
+        "nll": {"agents": agent_nll, "crowd": crowd_nll},
+    }

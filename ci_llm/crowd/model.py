@@ -1,0 +1,251 @@
+"""The crowd: one frozen base, K agents, one pass. What a training loop, an evaluation or a user calls.
+
+Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabulary, T padded length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ci_llm.crowd.agents import LoraSettings, adapter_config, attach
+from ci_llm.crowd.attention import PACKED, Segments
+from ci_llm.crowd.head import Head, target_log_probs
+from ci_llm.data.batches import Batch, padded
+from ci_llm.errors import ModelError
+
+Route = Literal["packed", "padded"]
+
+
+@dataclass
+class CrowdOutput:
+    """What one fused pass returns.
+
+    Attributes:
+        log_probs: [K, S] log-probability of every target under every agent.
+        states: [K, N, D] final hidden states, in packed order.
+    """
+
+    log_probs: Tensor
+    states: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """Sum over the agents of each one's mean cross-entropy: what K separate runs would minimise."""
+        return -self.log_probs.mean(1).sum()
+
+
+class Crowd(nn.Module):
+    """K LoRA agents on one frozen base.
+
+    `forward(batch)` runs the base once over K copies of the packed rows. The base's parameters stay frozen; the
+    agents' are registered parameters, so `crowd.parameters()`, `.to()`, DistributedDataParallel and
+    `accelerator.prepare` work as for any module.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
+        super().__init__()
+        self.settings = settings
+        self.base_name = base_name
+        self.pad_id = pad_id
+        self.agents = attach(model, settings)
+        self.model = model
+        self._native_attention = model.config._attn_implementation
+        self.route = "packed"
+
+    @property
+    def route(self) -> Route:
+        """How rows go through the base: end to end, or side by side in a padded rectangle."""
+        return self._route
+
+    @route.setter
+    def route(self, route: Route) -> None:
+        # For good and not for one forward pass: activation checkpointing runs the layers again in the backward pass.
+        self._route = route
+        self.model.config._attn_implementation = PACKED if route == "packed" else self._native_attention
+
+    @property
+    def num_agents(self) -> int:
+        return self.settings.num_agents
+
+    @property
+    def head(self) -> Head:
+        return Head.of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.agents.weights.device
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Crowd:
+        super()._apply(fn, recurse)
+        self.agents.restack()  # .to() and friends move every parameter on its own; make them views again
+        return self
+
+    def forward(self, batch: Batch) -> CrowdOutput:
+        states = self.states(batch)
+        return CrowdOutput(target_log_probs(states[:, batch.predict_from], batch.targets, self.head), states)
+
+    def states(self, batch: Batch) -> Tensor:
+        """Final hidden states [K, N, D] of every agent, in packed order, whichever route the base can take."""
+        return self._packed(batch) if self.route == "packed" else self._padded(batch)
+
+    def _packed(self, batch: Batch) -> Tensor:
+        return self.model.base_model(  # type: ignore[no-any-return]
+            input_ids=batch.input_ids.expand(self.num_agents, -1),
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            segments=Segments(batch.bounds),
+        ).last_hidden_state
+
+    def _padded(self, batch: Batch) -> Tensor:
+        inputs, (rows, columns) = padded(batch, self.pad_id)
+        # No attention mask: pads stand to the right, where a causal model never looks, and a mask that leaves a pad
+        # nothing to look at turns its state, and then everything, into NaN in some families.
+        repeated = {name: inputs[name].repeat(self.num_agents, 1) for name in ("input_ids", "position_ids")}
+        states = self.model.base_model(**repeated, use_cache=False).last_hidden_state
+        return states.unflatten(0, (self.num_agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def solo(self, agent: int) -> Iterator[PreTrainedModel]:
+        """The plain model with its own attention and one agent's adapter in place; every row is that agent's."""
+        config, route_attention = self.model.config, self.model.config._attn_implementation
+        layers = self.agents.layers.values()
+        for layer in layers:
+            layer.solo = agent
+        config._attn_implementation = self._native_attention
+        try:
+            yield self.model
+        finally:
+            config._attn_implementation = route_attention
+            for layer in layers:
+                layer.solo = None
+
+    def choose_route(self) -> str | None:
+        """Try one short batch through the base's own forward and through ours, and take the way that agrees.
+
+        Returns:
+            why the padded way was taken, or None for the packed one.
+
+        Raises:
+            ModelError: the base sees the future, or no way of ours reproduces its logits.
+        """
+        with self._noisy_agents(), torch.no_grad():
+            batch = _probe(self.model, self.device)
+            wanted = self._reference(batch)
+            self._refuse_the_clairvoyant(batch)
+            reason = None
+            routes: tuple[Route, ...] = ("packed", "padded")
+            for self.route in routes:
+                try:
+                    found = self.head.logits(self.states(batch))
+                except TypeError as error:
+                    reason = str(error)
+                    continue
+                gap = _distance(found, wanted)
+                if gap <= _tolerance(found.dtype, self.model.dtype):
+                    return reason
+                reason = f"{self.route} rows change its logits by {gap:.1e}"
+        name = type(self.model).__name__
+        raise ModelError(
+            f"{name} computes its logits in a way this program does not reproduce ({reason})",
+            where=f"model_name: {self.base_name}",
+            cure="use a base of another family; Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX and GPT-2 are known to work",
+        )
+
+    @contextmanager
+    def _noisy_agents(self) -> Iterator[None]:
+        """Agents that differ, for a moment: with B = 0 a check would not see whose adapter was applied to whom."""
+        kept, training = self.agents.weights.clone(), self.training
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(kept.shape, generator=generator) * 0.05
+        self.agents.weights.copy_(noise)
+        self.eval()
+        try:
+            yield
+        finally:
+            self.agents.weights.copy_(kept)
+            self.train(training)
+
+    def _reference(self, batch: Batch) -> Tensor:
+        """[K, N, V]: each agent alone, each row alone, through the model's own forward."""
+        rows = [batch.input_ids[s:e][None] for s, e in zip(batch.bounds, batch.bounds[1:], strict=False)]
+        logits = []
+        for k in range(self.num_agents):
+            with self.solo(k) as model:
+                logits.append(torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]))
+        return torch.stack(logits)
+
+    def _refuse_the_clairvoyant(self, batch: Batch) -> None:
+        row = batch.input_ids[: batch.bounds[1]][None]
+        other = row.clone()
+        other[0, -1] = (other[0, -1] + 1) % self.model.get_input_embeddings().weight.shape[0]
+        with self.solo(0) as model:
+            first, second = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (row, other))
+        if _distance(first, second) > _tolerance(first.dtype, self.model.dtype):
+            raise ModelError(
+                f"{type(self.model).__name__} is no causal language model: a later token changes earlier logits",
+                where=f"model_name: {self.base_name}",
+                cure="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
+            )
+
+    def meta(self, fingerprint: str) -> dict[str, Any]:
+        """`ci_llm_meta_config.json`: what it takes to build this crowd again."""
+        settings = asdict(self.settings)
+        targets = settings["target_modules"]
+        settings["target_modules"] = targets if isinstance(targets, str) else list(targets)
+        return {
+            "num_agents": self.num_agents,
+            "base_model_name_or_path": self.base_name,
+            "base_fingerprint": fingerprint,
+            "lora": settings,
+            "parameters_per_agent": self.agents.weights.shape[1],
+        }
+
+    def adapter_files(self) -> dict[str, Any]:
+        """Every agent in PEFT's layout, keyed by the names of the files without their endings."""
+        config = adapter_config(self.model, self.settings, self.base_name)
+        files: dict[str, Any] = {}
+        for k in range(self.num_agents):
+            files[f"agent{k}/adapter_model"] = self.agents.agent_tensors(k)
+            files[f"agent{k}/adapter_config"] = config
+        return files
+
+
+def _probe(model: PreTrainedModel, device: torch.device) -> Batch:
+    """Three short rows of random tokens; one is longer than a short attention window, if the model has one."""
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    lengths = [7, 12, max(9, window + 5 if window < 64 else 0)]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    everything = torch.arange(len(ids))
+    return Batch(
+        input_ids=ids,
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        bounds=tuple(bounds),
+        predict_from=everything,
+        targets=ids,
+        target_rows=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        last_tokens=torch.tensor(bounds[1:]) - 1,
+        sample_ids=tuple(range(len(lengths))),
+    ).to(device)
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.double(), wanted.double()
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def _tolerance(*dtypes: torch.dtype) -> float:
+    """Half the digits of the coarsest dtype: far above rounding, far below a wrong mask.
+
+    Not under 1e-5: some families take their softmax in fp32 whatever the model's dtype is.
+    """
+    return max(1e-5, math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes)))

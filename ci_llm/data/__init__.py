@@ -1,0 +1,1 @@
+"""Data people have, as rows in a computed order, packed into micro-batches."""

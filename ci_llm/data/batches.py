@@ -1,0 +1,196 @@
+"""From rows to packed micro-batches, streamed step by step in the order of the plan.
+
+Shapes: the B rows of a micro-batch, laid end to end, are N tokens, of which S are targets; the longest has T.
+The position of a stream is its step number and nothing else: workers and prefetching only decide how early a
+micro-batch is made, never which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ci_llm.data.order import Plan, share
+from ci_llm.interrupts import deafen
+
+
+class Packable(Protocol):
+    """A tokenised row: `input_ids` [n], and `supervised` [n], True where a token is a target."""
+
+    @property
+    def input_ids(self) -> np.ndarray[Any, Any]: ...
+    @property
+    def supervised(self) -> np.ndarray[Any, Any]: ...
+
+
+class PackableRows(Protocol):
+    """A data set of tokenised rows, the same row for the same number in every process."""
+
+    def __getitem__(self, number: int, /) -> Packable: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, packed: no pads, and the one-token shift already taken.
+
+    Attributes:
+        input_ids: int64 [N], the rows end to end.
+        position_ids: int64 [N], from 0 in every row.
+        bounds: B+1 ints; row b is `input_ids[bounds[b]:bounds[b + 1]]`.
+        predict_from: int64 [S], the packed position that predicts the target: the one before it.
+        targets: int64 [S], the token ids to be predicted.
+        target_rows: int64 [S], the row (0..B-1) each target belongs to.
+        last_tokens: int64 [B], the packed position of each row's last token.
+        sample_ids: B ints, the dataset rows.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    bounds: tuple[int, ...]
+    predict_from: Tensor
+    targets: Tensor
+    target_rows: Tensor
+    last_tokens: Tensor
+    sample_ids: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def num_targets(self) -> int:
+        return self.targets.shape[0]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on `device`; from pinned memory the copies do not wait."""
+        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self._tensors()})
+
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory, from which CUDA copies without waiting."""
+        return replace(self, **{name: t.pin_memory() for name, t in self._tensors()})
+
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ((name, value) for name, value in values if isinstance(value, Tensor))
+
+
+def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
+    """Lay the rows end to end.
+
+    Raises:
+        ValueError: no row, an empty row, or a row whose first token is a target: nothing comes before it.
+    """
+    lengths = [len(example.input_ids) for example in examples]
+    if not lengths or not all(lengths) or any(example.supervised[0] for example in examples):
+        raise ValueError("a batch needs rows of at least one token, whose first token is no target")
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    input_ids = np.concatenate([example.input_ids for example in examples]).astype(np.int64)
+    at = np.flatnonzero(np.concatenate([example.supervised for example in examples]))
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(np.arange(len(input_ids)) - np.repeat(starts, lengths)),
+        bounds=(0, *ends.tolist()),
+        predict_from=torch.from_numpy(at - 1),
+        targets=torch.from_numpy(input_ids[at]),
+        target_rows=torch.from_numpy(np.searchsorted(ends, at, side="right")),
+        last_tokens=torch.from_numpy(ends - 1),
+        sample_ids=tuple(sample_ids),
+    )
+
+
+def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """The same rows as a right-padded rectangle, for models that cannot run packed.
+
+    Returns:
+        The model's inputs, each int64 [B, T]: `input_ids`, `attention_mask` (1 on tokens, 0 on pads) and
+        `position_ids`; and the index that leads back: `hidden[index]` of a `hidden` [B, T, ...] is [N, ...],
+        the packed positions in order.
+    """
+    device = batch.input_ids.device
+    bounds = torch.tensor(batch.bounds, device=device)
+    lengths = bounds.diff()
+    rows = torch.repeat_interleave(torch.arange(batch.num_rows, device=device), lengths)
+    index = (rows, batch.position_ids)
+    shape = (batch.num_rows, max(end - start for start, end in pairwise(batch.bounds)))
+    columns = torch.arange(shape[1], device=device)
+    inputs = {
+        "input_ids": torch.full(shape, pad_id, device=device).index_put_(index, batch.input_ids),
+        "attention_mask": (columns < lengths[:, None]).long(),
+        "position_ids": columns.expand(shape),
+    }
+    return inputs, index
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Step number -> the rows of this process's micro-batches of that step; what the loader's workers hold.
+
+    Workers hand over arrays and not tensors: tensors would travel through shared memory, of which containers
+    give 64 MB, and one file descriptor each.
+    """
+
+    dataset: PackableRows
+    plan: Plan
+    process_index: int
+    num_processes: int
+    micro_batch_size: int
+
+    def __getitem__(self, step: int) -> tuple[int, list[tuple[list[Packable], list[int]]]]:
+        shares = share(self.plan.rows(step), self.process_index, self.num_processes, self.micro_batch_size)
+        return step, [([self.dataset[row] for row in rows], rows) for rows in shares]
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def stream(
+    dataset: PackableRows,
+    plan: Plan,
+    start_step: int,
+    stop_step: int,
+    *,
+    process_index: int,
+    num_processes: int,
+    micro_batch_size: int,
+    num_workers: int,
+    pin_memory: bool,
+) -> Generator[tuple[int, list[Batch]], None, None]:
+    """Yield (step, this process's micro-batches of that step) for start_step <= step < stop_step.
+
+    Order and content do not depend on `num_workers`, and a stream from step s is the tail of any longer one.
+    The list is empty where the step has no row left for this process. Workers start here and not at the first
+    `next`, so that a caller can have them forked before it starts threads; they ignore the signals that stop
+    or save a run, and end with the stream or when it is closed. No random number is drawn from the global
+    generators.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _Steps(dataset, plan, process_index, num_processes, micro_batch_size),  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=range(start_step, stop_step),
+        num_workers=num_workers,
+        collate_fn=_as_is,
+        worker_init_fn=deafen,
+        generator=torch.Generator(),
+    )
+    return _packed(iter(loader), pin_memory)
+
+
+def _packed(
+    steps: Iterator[tuple[int, list[tuple[list[Packable], list[int]]]]], pin_memory: bool
+) -> Generator[tuple[int, list[Batch]], None, None]:
+    for step, micro_batches in steps:
+        batches = [pack(examples, rows) for examples, rows in micro_batches]
+        yield step, [batch.pinned() for batch in batches] if pin_memory else batches

@@ -1,0 +1,258 @@
+"""A data set as token ids with loss masks: tokenised once, kept as Arrow under its content, memory-mapped.
+
+Only what an assistant says is learned, or all of a plain text; the first token of a row never is, as nothing
+comes before it. Rows too long are cut at the end; rows with nothing left to learn are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from ci_llm.data.rows import Row, Rows
+from ci_llm.data.templates import Encoder, RefusedRowError, tokenizer_fingerprint
+from ci_llm.data.templates import Example as Example
+from ci_llm.durable import make_folders, write_bytes
+from ci_llm.errors import DataError
+
+#: To be raised when the same rows and tokenizer give other tokens than before: old files are then not found.
+FORMAT = 1
+SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.bool_())), ("row", pa.int64())])
+ROWS_PER_CHUNK = 1000
+SHOWN_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Tokenised rows, memory-mapped: `[i]` is an `Example`, and no row is held in memory.
+
+    Attributes:
+        rows: the canonical rows they were made from.
+        path: the Arrow file.
+    """
+
+    rows: Rows
+    path: Path
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, number: int) -> Example:
+        """Example `number`.
+
+        Raises:
+            IndexError: there are not so many.
+        """
+        input_ids, supervised = self._table["input_ids"][number], self._table["supervised"][number]
+        return Example(input_ids.values.to_numpy(), supervised.values.to_numpy(zero_copy_only=False))
+
+    def __reduce__(self) -> Any:
+        """Loader workers that are not forked open the file themselves."""
+        return TokenizedRows, (self.rows, self.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3-128 of all token ids and loss masks: what a run learns from, whatever file it came from."""
+        return str(self._facts["fingerprint"])
+
+    @property
+    def description(self) -> list[str]:
+        """What was found and what became of it, for people; the last line shows a row and its loss mask."""
+        return [*self.rows.description, *self._facts["lines"]]
+
+    @property
+    def questions(self) -> list[str] | None:
+        """What each row asks; None where the rows are plain text."""
+        return _all_or_none(row.question for row in self._canonical())
+
+    @property
+    def answers(self) -> list[str] | None:
+        """What each row's last answer is; None where the rows are plain text."""
+        return _all_or_none(row.answer for row in self._canonical())
+
+    def _canonical(self) -> Iterator[Row]:
+        return (row for row in map(self.rows.__getitem__, self._table["row"].to_pylist()) if row is not None)
+
+    @cached_property
+    def _table(self) -> Any:
+        return pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(self._table.schema.metadata[b"ci_llm"])
+        return facts
+
+
+def tokenize(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_seq_length: int,
+    cache_folder: Path,
+    main_first: AbstractContextManager[Any] | None = None,
+) -> TokenizedRows:
+    """Tokenise the rows, unless the cache folder holds the same rows by the same tokenizer already.
+
+    Args:
+        max_seq_length: tokens per row, at least 2.
+        cache_folder: made if it is missing; may be shared by runs, processes and machines.
+        main_first: a context that the main process enters and leaves before the others enter it.
+
+    Raises:
+        DataError: the chat template fails on a row, nothing is left to learn, or the cache cannot be written.
+        ModelError: the tokenizer cannot tell which characters a token stands for.
+    """
+    encoder = Encoder(tokenizer)
+    content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
+    path = cache_folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
+    failure: DataError | None = None
+    with main_first or nullcontext():
+        try:
+            if not path.exists():
+                _write(path, _table(rows, encoder, max_seq_length))
+        except DataError as error:
+            failure = error  # raised outside, where no other process waits for this one
+    if failure is not None:
+        raise failure
+    return TokenizedRows(rows, path)
+
+
+def _write(path: Path, table: Any) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    try:
+        make_folders(path.parent)
+        write_bytes(path, memoryview(sink.getvalue()))
+    except OSError as error:
+        raise DataError(
+            f"The tokenised rows cannot be kept: {error.strerror}.",
+            where=str(path.parent),
+            cure="make the folder writable and free some space on its disk",
+        ) from error
+
+
+def _table(rows: Rows, encoder: Encoder, max_seq_length: int) -> Any:
+    tally = _Tally(max_seq_length)
+    kept = tally.kept(rows, encoder)
+    first = next(kept, None)
+    if first is None:
+        raise tally.nothing_left(rows.where)
+    digest = xxhash.xxh3_128()
+    chunks = list(_chunks(chain([first], kept), digest))
+    lines = [
+        encoder.said(rows[first[0]]),
+        *tally.lines(),
+        f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
+    ]
+    facts = json.dumps({"fingerprint": digest.hexdigest(), "lines": lines})
+    return pa.Table.from_batches(chunks).replace_schema_metadata({"ci_llm": facts})
+
+
+def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
+    while chunk := list(islice(examples, ROWS_PER_CHUNK)):
+        numbers, input_ids, supervised = [], [], []
+        for number, example in chunk:
+            digest.update(len(example.input_ids).to_bytes(8, "little"))
+            digest.update(example.input_ids.tobytes() + example.supervised.tobytes())
+            numbers.append(number)
+            input_ids.append(example.input_ids)
+            supervised.append(example.supervised)
+        columns = zip((input_ids, supervised, numbers), SCHEMA.types, strict=True)
+        yield pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=SCHEMA)
+
+
+@dataclass
+class _Tally:
+    """Counts what becomes of the rows while they pass."""
+
+    max_seq_length: int
+    rows: int = 0
+    kept_rows: int = 0
+    cut: int = 0
+    without_answer: int = 0
+    answer_too_far: int = 0
+    longest: int = 0
+    tokens: int = 0
+    targets: int = 0
+
+    def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
+        """The rows in which there is something to learn, cut, with their numbers."""
+        for number, row in enumerate(rows):
+            self.rows += 1
+            whole = _encoded(encoder, row, f"{rows.where}, row {number} (counted from 0)") if row else None
+            if whole is None or not whole.supervised.any():
+                self.without_answer += 1
+                continue
+            self.longest = max(self.longest, len(whole.input_ids))
+            example = Example(whole.input_ids[: self.max_seq_length], whole.supervised[: self.max_seq_length])
+            if not example.supervised.any():
+                self.answer_too_far += 1
+                continue
+            self.kept_rows += 1
+            self.cut += len(whole.input_ids) > self.max_seq_length
+            self.tokens += len(example.input_ids)
+            self.targets += int(example.supervised.sum())
+            yield number, example
+
+    def lines(self) -> Iterator[str]:
+        yield (
+            f"{self.tokens} tokens in {self.kept_rows} rows, {self.targets} of them learned; "
+            f"the longest row has {self.longest}"
+        )
+        if self.cut:
+            yield f"{self.cut} rows cut at max_seq_length {self.max_seq_length}"
+        if self.without_answer or self.answer_too_far:
+            yield f"left out: {self._left_out()}"
+
+    def nothing_left(self, where: str) -> DataError:
+        return DataError(
+            f"No row is left to learn from: {self._left_out()}.",
+            where=where,
+            cure=f"raise max_seq_length (the longest row has {self.longest} tokens)"
+            if self.answer_too_far
+            else "check that the columns hold text and the chats have assistant turns",
+        )
+
+    def _left_out(self) -> str:
+        return (
+            f"{self.without_answer + self.answer_too_far} of {self.rows} rows: {self.without_answer} without "
+            f"an answer, {self.answer_too_far} whose answer begins after max_seq_length {self.max_seq_length}"
+        )
+
+
+def _encoded(encoder: Encoder, row: Row, where: str) -> Example:
+    try:
+        return encoder.encode(row)
+    except RefusedRowError as error:
+        raise DataError(
+            f"The chat template cannot be used for this row: {error}.",
+            where=where,
+            cure="repair the row, or give the tokenizer a template that marks answers with {% generation %}",
+        ) from error
+
+
+def _shown(example: Example, encoder: Encoder) -> str:
+    """The row as text in one line, what is learned in brackets."""
+    parts = []
+    for learned, run in groupby(range(len(example.input_ids)), key=lambda at: bool(example.supervised[at])):
+        text = encoder.decode(example.input_ids[list(run)])
+        parts.append(f"⟦{text}⟧" if learned else text)
+    shown = "".join(parts).replace("\n", "⏎")
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + " ..."
+
+
+def _all_or_none(values: Iterator[str | None]) -> list[str] | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return known if len(known) == len(found) else None

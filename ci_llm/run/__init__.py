@@ -1,0 +1,1 @@
+"""A run from the first line to the last: built, resumed, trained, judged, concluded."""

@@ -1,0 +1,68 @@
+"""The words around the results: the table at the end of a run, the model card, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def score_table(record: Mapping[str, Any]) -> str:
+    """Agents beside the crowd, from an `evaluation.json`."""
+    exact, nll = record["exact_match"], record["nll"]
+    lines = [f"{'':<14}{'exact match':>12}{'nll':>10}"]
+    for k, (match, loss) in enumerate(zip(exact["agents"], nll["agents"], strict=True)):
+        lines.append(f"{f'agent{k}':<14}{match:>12.3f}{loss:>10.4f}")
+    count = len(exact["agents"])
+    lines.append(f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}")
+    lines.append(f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}")
+    for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
+        gain = exact[key]
+        lines.append(f"crowd - {name}: {gain['value']:+.3f} ± {gain['interval95']:.3f}")
+    lines.append(f"exact match over {record['n']} held-out rows; ± is a 95 % interval, paired over rows")
+    return "\n".join(lines)
+
+
+def model_card(record: Mapping[str, Any], base_name: str, dataset: str, step: int, folder: Path) -> str:
+    """README.md of `final_checkpoint`, with the front matter that the hub reads."""
+    count = len(record["exact_match"]["agents"])
+    hub = "" if Path(base_name).is_absolute() else f"base_model: {base_name}\n"
+    return f"""---
+library_name: peft
+{hub}tags:
+- lora
+- ensemble
+- ci-llm
+---
+
+# A crowd of {count} LoRA agents
+
+{count} LoRA adapters, trained together by [CI-LLM] for {step} optimizer steps on `{dataset}`, on one frozen base:
+`{base_name}`. They are meant to answer together: the crowd's distribution is the mean of theirs.
+
+```
+{score_table(record)}
+```
+
+Each `agent<k>` is a plain PEFT adapter:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({base_name!r})
+agent = PeftModel.from_pretrained(base, {str(folder / "agent0")!r})
+```
+
+The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
+"""
+
+
+def next_steps(folder: Path) -> list[str]:
+    """What a person may want to do after a completed run."""
+    return [
+        f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
+        f"curves     tensorboard --logdir {folder / 'tensorboard'}",
+        "longer     python train.py max_train_steps=...   goes on from here",
+        "own data   python train.py dataset_name=my.jsonl experiment_name=mine   with columns question, answer",
+    ]

@@ -1,0 +1,240 @@
+"""A whole run, from the first line to the last: begin or go on, train, judge, conclude; or fail and say so."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from ci_llm.ballot import Ballot
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.config import Config
+from ci_llm.crowd.evaluate import evaluation_record
+from ci_llm.durable import write_json
+from ci_llm.errors import ConfigError
+from ci_llm.interrupts import Interrupts
+from ci_llm.launch import Launch
+from ci_llm.logs.hardware import HardwareMonitor
+from ci_llm.logs.run_log import RunLog
+from ci_llm.logs.trackers import require_installed
+from ci_llm.processes import PeerLost, Processes
+from ci_llm.run.build import build, plan_ahead, schedule
+from ci_llm.run.card import model_card, next_steps, score_table
+from ci_llm.run.loop import Run, evaluate, steps, train
+from ci_llm.run.resume import contents, describe, find_source, restore
+from ci_llm.status import PEER_LOST, Failure, RunStatus, write_failure
+
+PROBE_BYTES = 1 << 20
+
+
+def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
+    """Train as `config` says and return the exit code (see the contract on exit codes in docs/).
+
+    Raises:
+        CiLlmError: with a cure; if the run had begun, its failure is on record in the run's folder.
+    """
+    folder = config.run_folder
+    check_folder(folder)
+    require_installed(config.report_to)
+    processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
+    log = RunLog(folder, is_main=processes.is_main)
+    manager = CheckpointManager(
+        folder,
+        save_interval_steps=config.save_steps,
+        save_interval_seconds=config.save_interval_seconds,
+        max_to_keep=config.save_total_limit,
+        async_save=config.async_save,
+        processes=processes,
+        interrupts=interrupts,
+        on_disk_full=config.on_disk_full,
+        say=log.say,
+    )
+    for note in [*processes.notes, *config.notices()]:
+        log.say(note)
+    try:
+        run = build(config, processes, interrupts, manager, log)
+        return _conduct(run)
+    finally:
+        log.close()
+        manager.close()
+        processes.shutdown()
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written, by a file without a name that leaves no trace.
+
+    Raises:
+        ConfigError: read-only, full, or not a folder.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written here: {error.strerror}",
+            where=f"output_dir: {folder}",
+            cure="give an output_dir on a disk that has space and may be written",
+        ) from error
+
+
+def _conduct(run: Run) -> int:
+    go_on(run)
+    if run.state.step >= run.total_steps and _is_concluded(run):
+        run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
+        _say_next(run)
+        return 0
+    batches = steps(run)  # forks its workers now, before the run has threads
+    attempt = _begin(run)
+    try:
+        with _hardware_monitored(run):
+            if (stop := _asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
+                stop = conclude(run)
+        run.manager.wait_until_finished()
+    except BaseException as error:
+        _record_failure(run, attempt, error)
+        raise
+    if stop is None:
+        run.status.finish("completed")
+        run.log.say(f"completed at step {run.state.step}")
+        _say_next(run)
+        return 0
+    command = command_line(run.processes.launch)
+    saved = run.manager.all_steps()[-1:] if run.processes.is_main else []
+    run.status.finish("interrupted", stop, command)
+    where = f"step {saved[0]} is saved" if saved else "no step was taken"
+    run.log.say(f"interrupted ({stop}): {where}; go on with: {command}")
+    return run.config.interrupted_exit_code
+
+
+def go_on(run: Run) -> None:
+    """Find the checkpoint to go on from, if there is one, and bring the run there."""
+    with run.processes.main_first():
+        source = find_source(run.manager, run.config.resume_from_checkpoint)
+    if source is None:
+        run.log.say("resume    no checkpoint: a fresh start")
+        return
+    lines = restore(run, source)
+    run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.effective_batch)
+    run.learning_rate = schedule(run.config, run.total_steps)
+    run.log.say(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
+    for line in lines:
+        run.log.say(f"          {line}")
+
+
+def _begin(run: Run) -> int:
+    """Claim the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
+    step, manager, processes = run.state.step, run.manager, run.processes
+    processes.same_folder(run.config.run_folder)
+    attempt = 0
+    if processes.is_main:
+        attempt = manager.store.claim()
+        for path in manager.supersede(step):
+            run.log.say(f"newer than the resumed step, moved to {path}")
+    attempt = processes.broadcast_object(attempt)
+    run.log.open(attempt, still_mine=manager.store.still_mine)
+    run.log.cut_back(step if step else -1)
+    run.log.start_trackers(
+        processes.accelerator,
+        run.config.report_to,
+        resumed_from=step,
+        remembered=run.remembered_trackers,
+        hyperparameters=run.config.model_dump(),
+    )
+    run.status = RunStatus(
+        run.config.run_folder,
+        attempt,
+        is_main=processes.is_main,
+        still_mine=manager.store.still_mine,
+        warn=run.log.say,
+    )
+    run.status.start(step)
+    steps, rows = run.total_steps, run.state.effective_batch
+    passes = math.ceil(rows / processes.count / run.config.batch_size)
+    run.log.say(
+        f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
+        f" {run.config.batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
+    )
+    return attempt
+
+
+@contextmanager
+def _hardware_monitored(run: Run) -> Iterator[None]:
+    monitor = HardwareMonitor(run.config.run_folder, still_mine=run.manager.store.still_mine, warn=run.log.say)
+    if run.config.monitor_gpu and run.processes.is_main:
+        monitor.start()
+    try:
+        yield
+    finally:
+        monitor.stop()
+
+
+def save(run: Run) -> None:
+    """Begin a checkpoint of where the run stands. A collective."""
+    run.manager.save(run.state.step, contents(run), force=True, info=describe(run))
+
+
+def _asked_to_stop(run: Run) -> str | None:
+    return run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason)).stop
+
+
+def conclude(run: Run) -> str | None:
+    """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
+    run.interrupts.plan = "the last step is saved; leaving"
+    scores = evaluate(run)
+    if (stop := _asked_to_stop(run)) is not None or scores is None:
+        return stop
+    config = run.config
+    record = evaluation_record(scores, config.dataset_name, config.aggregator)
+    run.log.say(score_table(record))
+    folder = config.run_folder / "final_checkpoint"
+    card = model_card(record, run.base.name, config.dataset_name, run.state.step, folder)
+    run.manager.finish({"README.md": card.encode()})
+    if run.processes.is_main and run.manager.store.still_mine():
+        write_json(config.run_folder / "evaluation.json", record)
+    return None
+
+
+def _is_concluded(run: Run) -> bool:
+    folder = run.config.run_folder
+    return (folder / "evaluation.json").is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()
+
+
+def _say_next(run: Run) -> None:
+    for line in next_steps(run.config.run_folder):
+        run.log.say(line)
+
+
+def _record_failure(run: Run, attempt: int, error: BaseException) -> None:
+    """The failing process first writes why, then the main one closes the status; nobody enters a collective."""
+    reason = reason_of(error)
+    failure = Failure.of(error, reason, run.processes.index, run.state.step)
+    write_failure(run.config.run_folder, attempt, run.processes.index, failure)
+    run.status.finish("failed", reason, command_line(run.processes.launch))
+    run.log.say(f"failed ({reason}) after step {run.state.step}: {error}")
+
+
+def reason_of(error: BaseException) -> str:
+    """A word for scripts."""
+    if isinstance(error, PeerLost):
+        return PEER_LOST
+    return f"error:{type(error).__name__}"
+
+
+def command_line(launch: Launch) -> str:
+    """What a person types to start this run again: the launcher's command where there is one."""
+    own = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    if launch.launcher in ("accelerate", "torchrun"):
+        try:
+            own = psutil.Process().parent().cmdline()[1:] or own  # type: ignore[union-attr]
+            own[0] = Path(own[0]).name
+        except (psutil.Error, AttributeError):
+            return shlex.join(own)
+    return shlex.join(own)

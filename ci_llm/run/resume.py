@@ -1,0 +1,223 @@
+"""What a checkpoint of a run holds, where a run goes on, and how like the undisturbed run that will be.
+
+Two grades, as the log says: `bitwise` (same processes, micro-batch, threads, versions, device) and `sample-exact` (the
+same samples in the same optimizer steps; sums may round differently).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ci_llm import rng
+from ci_llm._version import __version__
+from ci_llm.checkpoints.manager import Checkpoint, CheckpointManager, load_checkpoint
+from ci_llm.config import Change, Config, parse_config
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, ForeignCheckpoint
+from ci_llm.run.loop import Run
+from ci_llm.run.state import TrainState
+
+LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a run goes on: a verified checkpoint, and whether it lies in the run's own folder."""
+
+    checkpoint: Checkpoint
+    folder: Path
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.manifest.step
+
+
+def find_source(manager: CheckpointManager, wanted: str | None) -> Source | None:
+    """The checkpoint that `resume_from_checkpoint` means; None for a fresh start.
+
+    Raises:
+        ConfigError: a fresh start is wanted in a folder that holds checkpoints, or a path holds none.
+        DamagedCheckpoint: the path is damaged; only `latest` falls back to an older one.
+    """
+    if wanted is None:
+        _refuse_to_forget(manager)
+        return None
+    if wanted == "latest":
+        step = manager.latest_step()
+        return None if step is None else _open(manager.store.path(step))
+    folder = Path(wanted)
+    if not (folder / "manifest.json").is_file():
+        raise ConfigError(
+            "there is no checkpoint at this path",
+            where=f"resume_from_checkpoint: {wanted}",
+            cure="give a folder such as RUN/checkpoint_step_100, or latest, or null for a fresh start",
+        )
+    return _open(folder)
+
+
+def _open(folder: Path) -> Source:
+    return Source(load_checkpoint(folder), folder)
+
+
+def _refuse_to_forget(manager: CheckpointManager) -> None:
+    if steps := manager.all_steps():
+        raise ConfigError(
+            f"a fresh start is wanted, but this folder holds checkpoints of steps {', '.join(map(str, steps))}",
+            where=f"resume_from_checkpoint: null, output_dir: {manager.store.directory}",
+            cure="resume_from_checkpoint=latest goes on from them; another output_dir or experiment_name starts anew",
+        )
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+def contents(run: Run) -> dict[str, Any]:
+    """The state of a run as the manager wants it: keys name files. A collective, because generators are gathered."""
+    generators = run.processes.gather_object(rng.capture())
+    return {
+        **run.crowd.adapter_files(),
+        "ci_llm_meta_config": run.crowd.meta(run.base.fingerprint),
+        "optimizer": _optimizer_state(run),
+        "scheduler": {
+            "type": run.config.lr_scheduler_type,
+            "last_step": run.state.step,
+            "last_learning_rate": run.learning_rate(max(run.state.step - 1, 0)),
+        },
+        "train_state": run.state.to_dict(),
+        "trackers": run.log.tracker_state(),
+        "rng": {f"process{i}": generator for i, generator in enumerate(generators)},
+        "config.yaml": run.config.dump().encode(),
+        **run.tokenizer_files,
+    }
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """The manifest's account of a checkpoint: position, and the fingerprints that a resume compares."""
+    return {
+        "epoch": run.plan.epoch(run.state.step),
+        "position": run.state.samples_seen,
+        "fingerprints": fingerprints(run),
+        "surroundings": surroundings(run),
+    }
+
+
+def fingerprints(run: Run) -> dict[str, str]:
+    """What must be the same for a run to be the same run."""
+    return {"base": run.base.fingerprint, "data": run.rows.fingerprint}
+
+
+def surroundings(run: Run) -> dict[str, Any]:
+    """What must be the same for a run to have the same bits."""
+    return {
+        "processes": run.processes.count,
+        "micro_batch": run.config.batch_size,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if run.crowd.device.type == "cuda" else platform.machine(),
+        "deterministic": torch.are_deterministic_algorithms_enabled() or run.crowd.device.type == "cpu",
+        "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES},
+    }
+
+
+def _optimizer_state(run: Run) -> dict[str, Any]:
+    return {f"agent{k}": dict(run.optimizer.state[row]) for k, row in enumerate(run.crowd.agents.rows)}
+
+
+# ----------------------------------------------------------------------------------------------- coming back
+
+
+def restore(run: Run, source: Source) -> list[str]:
+    """Bring the run to where the checkpoint stands; nothing of it is touched if the checkpoint does not fit.
+
+    Returns:
+        lines for people: what changed, and the grade of exactness.
+
+    Raises:
+        ForeignCheckpoint: another K, rank, base or data.
+        BadInput: a changed configuration would train on other samples or with other maths.
+    """
+    saved, where = source.checkpoint.state, str(source.folder)
+    _check_crowd(run, saved["ci_llm_meta_config"], where)
+    changes = _check_config(run.config, saved["config.yaml"], where)
+    _check_data(run, source)
+    for k in range(run.crowd.num_agents):
+        run.crowd.agents.load_agent(k, saved[f"agent{k}/adapter_model"], where)
+        row = run.crowd.agents.rows[k]
+        run.optimizer.state[row] = {n: _like(n, t, row) for n, t in saved["optimizer"].get(f"agent{k}", {}).items()}
+    run.state = TrainState.from_dict(saved["train_state"])
+    run.remembered_trackers = dict(saved.get("trackers", {}))
+    lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
+    if any(c.kind == "schedule" for c in changes):
+        lines.append("the schedule follows the new length from here: not the run that would have been that long")
+    return lines + _restore_surroundings(run, source)
+
+
+def _like(name: str, tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Moments go where the weights are; the step counter of AdamW stays an fp32 scalar there."""
+    return tensor.to(row.device) if name == "step" else tensor.to(row)
+
+
+def _check_crowd(run: Run, meta: Mapping[str, Any], where: str) -> None:
+    own = run.crowd.meta(run.base.fingerprint)
+    lora = ("rank", "alpha", "target_modules", "use_rslora")
+    pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
+    pairs |= {f"lora_{key}": (meta["lora"][key], own["lora"][key]) for key in lora}
+    pairs["base model (fingerprint of its weights)"] = (meta["base_fingerprint"], own["base_fingerprint"])
+    odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
+    if odd:
+        raise ForeignCheckpoint(
+            f"the checkpoint belongs to another crowd: {'; '.join(odd)}",
+            where=where,
+            cure="put the old values back, or give another output_dir or experiment_name for a new run",
+        )
+
+
+def _check_data(run: Run, source: Source) -> None:
+    prints: Any = source.checkpoint.manifest.info["fingerprints"]
+    if prints["data"] != run.rows.fingerprint and not run.config.allow_inexact_resume:
+        raise ForeignCheckpoint(
+            "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
+            where=str(source.folder),
+            cure="put the old data back, or allow_inexact_resume=true to go on with the new rows from this step",
+        )
+
+
+def _check_config(config: Config, saved: bytes, where: str) -> list[Change]:
+    try:
+        before = parse_config(saved.decode(), where)
+    except ConfigError as error:
+        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
+    changes = before.diff(config)
+    breaking = [c for c in changes if c.kind == "sample-exact"]
+    if breaking and not config.allow_inexact_resume:
+        listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
+        raise BadInput(
+            f"the configuration changed, and the run would not be the same: {listed}",
+            where=where,
+            cure="put them back, or allow_inexact_resume=true to go on all the same, or a new experiment_name",
+        )
+    return changes
+
+
+def _restore_surroundings(run: Run, source: Source) -> list[str]:
+    """Threads and generators as they were; the grade, and every field that lowers it."""
+    before: Any = source.checkpoint.manifest.info["surroundings"]
+    if run.crowd.device.type == "cpu" and before["processes"] == run.processes.count:
+        torch.set_num_threads(before["threads"])
+    now = surroundings(run)
+    odd = [f"{key} {before[key]} -> {now[key]}" for key in now if key != "versions" and before.get(key) != now[key]]
+    odd += [
+        f"{name} {version} -> {now['versions'][name]}"
+        for name, version in before["versions"].items()
+        if now["versions"].get(name) != version
+    ]
+    if before["processes"] == run.processes.count:
+        rng.restore(source.checkpoint.state["rng"][f"process{run.processes.index}"])
+    if not now["deterministic"]:
+        odd.append("no deterministic algorithms on this device")
+    return [f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"]
