@@ -10,7 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from ci_llm import hardware
+from ci_llm.logs import hardware
 from ci_llm.logs.hardware import FILE_NAME, SAMPLES_KEPT, Gpus, HardwareMonitor, read_host
 
 
