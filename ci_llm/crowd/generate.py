@@ -193,15 +193,16 @@ def _nothing_inherited(model: PreTrainedModel) -> Iterator[None]:
 def _room(model: PreTrainedModel, prompts: Sequence[TokenIds]) -> int:
     """New tokens for which the base has positions, beside the longest prompt."""
     lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
-    if not all(0 < length < limit for length in lengths):
+    longest = max(lengths)
+    if not min(lengths):
+        raise DataError("a prompt is empty", where=f"prompt {lengths.index(0)} (counted from 0)", cure="leave it out")
+    if longest >= limit:
         raise DataError(
-            f"a prompt has {max(lengths)} tokens, and the base reads up to {limit}"
-            if all(lengths)
-            else "a prompt is empty",
-            where=f"prompt {lengths.index(max(lengths) if all(lengths) else 0)} (counted from 0)",
-            cure="shorten the prompt" if all(lengths) else "give every prompt some text",
+            f"a prompt has {longest} tokens, and the base reads {limit}",
+            where=f"prompt {lengths.index(longest)} (counted from 0)",
+            cure="shorten it",
         )
-    return limit - max(lengths)
+    return limit - longest
 
 
 def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,10 @@ Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,8 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.agents import LoraSettings, adapter_config, attach
+from ci_llm.crowd.aggregate import Aggregator
 from ci_llm.crowd.attention import PACKED, Segments
+from ci_llm.crowd.base import DTYPES
+from ci_llm.crowd.generate import Decoding, TokenIds, Written, write
 from ci_llm.crowd.head import Head, target_log_probs
+from ci_llm.crowd.pretrained import open_pretrained
+from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.data.batches import Batch, padded
 from ci_llm.errors import ModelError
 
@@ -55,10 +61,23 @@ class Crowd(nn.Module):
         self.settings = settings
         self.base_name = base_name
         self.pad_id = pad_id
+        self.prompter: Prompter | None = None
         self.agents = attach(model, settings)
         self.model = model
         self._native_attention = model.config._attn_implementation
         self.route = "packed"
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: Path | str, *, device: torch.device | str | None = None, base_model: str | None = None
+    ) -> Crowd:
+        """Open a saved crowd, ready to `generate`; see `open_pretrained` for the arguments and errors."""
+        saved = open_pretrained(Path(folder), device, base_model)
+        crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
+        crowd.prompter = saved.prompter
+        for k, tensors in enumerate(saved.agents):
+            crowd.agents.load_agent(k, tensors, str(folder))
+        return crowd.eval()
 
     @property
     def route(self) -> Route:
@@ -111,6 +130,61 @@ class Crowd(nn.Module):
         repeated = {name: inputs[name].repeat(self.num_agents, 1) for name in ("input_ids", "position_ids")}
         states = self.model.base_model(**repeated, use_cache=False).last_hidden_state
         return states.unflatten(0, (self.num_agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        aggregator: Aggregator = "probability",
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        batch_size: int = 16,
+    ) -> list[str]:
+        """What the crowd answers to each prompt, one token at a time chosen from the agents' common distribution.
+
+        Args:
+            prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training.
+            seed: of sampling; None takes another one each time.
+            batch_size: prompts answered at a time; the memory for keys and values grows with it.
+
+        Raises:
+            ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
+            BadInput: a value is out of range, or a prompt cannot be used.
+        """
+        if self.prompter is None:
+            raise ModelError("this crowd knows token ids, no words", cure="set crowd.prompter = Prompter(tokenizer)")
+        seed = torch.Generator().seed() if seed is None else seed
+        ends = self.prompter.ends
+        decoding = Decoding(max_new_tokens, ends, aggregator, do_sample, temperature, top_p, top_k, seed)
+        rows = [self.prompter.ids(prompt) for prompt in prompts_of(prompts)]
+        answers: list[list[int]] = []
+        for at in range(0, len(rows), batch_size):
+            answers += self.write(rows[at : at + batch_size], decoding, first_prompt=at).together
+        return [self.prompter.text(ids) for ids in answers]
+
+    def write(
+        self,
+        prompts: Sequence[TokenIds],
+        decoding: Decoding,
+        *,
+        alone: bool = False,
+        first_prompt: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Written:
+        """`generate` for one batch of token ids; see `ci_llm.crowd.generate.write` for arguments and errors."""
+        route, training = self.route, self.training
+        self.route = "padded"  # with the model's own attention, which knows caches
+        self.eval()
+        how: dict[str, Any] = {"pad_id": self.pad_id, "alone": alone, "first_prompt": first_prompt, "stop": stop}
+        try:
+            return write(self.model, self.num_agents, prompts, decoding, **how)
+        finally:
+            self.route = route
+            self.train(training)
 
     @contextmanager
     def solo(self, agent: int) -> Iterator[PreTrainedModel]:
@@ -204,6 +278,8 @@ class Crowd(nn.Module):
             "num_agents": self.num_agents,
             "base_model_name_or_path": self.base_name,
             "base_fingerprint": fingerprint,
+            "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
+            "prompt_form": self.prompter.form if self.prompter else "chat",
             "lora": settings,
             "parameters_per_agent": self.agents.weights.shape[1],
         }

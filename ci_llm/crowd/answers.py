@@ -1,0 +1,199 @@
+"""Answer-level exact match: what was the final answer, and was it right? The agents alone, the crowd, a majority vote.
+
+What counts as an answer is read off the references, once for all rows (`style_of`):
+
+    marked    "... #### 1,234"  as in GSM8K: what follows the mark; the last number where a text forgot the mark
+    number    "... is 42."      every reference ends with a number: the last number of a text
+    text      anything else: the whole text, white space evened out
+
+Numbers are compared as numbers: 1,234 = $1234.00.  Legend: K agents, n rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ci_llm.crowd.generate import Decoding, num_positions
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.prompts import Prompter, last_answer
+from ci_llm.data.templates import Example
+
+AnswerStyle = Literal["marked", "number", "text"]
+
+_MARK = re.compile(r"####[ \t]*(.*)")
+_NUMBER = re.compile(r"[-+]?\$?(?:\d+(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))")
+_ENDS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}\s*%?[.!]?\s*$")
+
+
+class Examples(Protocol):
+    """Tokenised rows."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Example: ...
+
+
+# What a text answers
+
+
+def style_of(references: Sequence[str]) -> AnswerStyle:
+    """How the answers of a task are written."""
+    if all(_MARK.search(text) for text in references):
+        return "marked"
+    return "number" if all(_ENDS_WITH_NUMBER.search(text) for text in references) else "text"
+
+
+def final_answer(text: str, style: AnswerStyle) -> str:
+    """The answer that `text` ends up with, normalised; "" where there is none."""
+    if style == "marked" and (mark := _MARK.search(text)):
+        # The first: a text that goes on after its answer begins with the next question.
+        return _number(_NUMBER.search(mark[1])) or _even(mark[1])
+    if style == "text":
+        return _even(text)
+    *_, last = [None, *_NUMBER.finditer(text)]
+    return _number(last)
+
+
+def majority(answers: Sequence[str], crowd: str) -> str:
+    """The answer that most agents give; on a tie the crowd's own if it is among them, else the first agent's.
+
+    An agent without an answer does not vote; "" if none has one.
+    """
+    votes = Counter(answer for answer in answers if answer)
+    tied = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return crowd if crowd in tied else next(iter(tied), "")
+
+
+def _number(found: re.Match[str] | None) -> str:
+    return "" if found is None else format(Decimal(re.sub(r"[$,+]", "", found[0])).normalize(), "f")
+
+
+def _even(text: str) -> str:
+    return " ".join(text.split())
+
+
+# Scores
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """Whose final answer was right: `right` bool [K+2, n], the last two lines being the crowd and the vote."""
+
+    right: Tensor
+
+    @classmethod
+    def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
+        return cls(torch.cat([part.right for part in parts], dim=1))
+
+    def record(self) -> dict[str, Any]:
+        """`n` and `exact_match` of `evaluation.json`; the gains are paired over rows, with 95 % intervals."""
+        *agents, crowd, vote = self.right.double()
+        means = [float(agent.mean()) for agent in agents]
+        best = agents[means.index(max(means))]
+        return {
+            "n": self.right.shape[1],
+            "exact_match": {
+                "agents": means,
+                "crowd": float(crowd.mean()),
+                "vote": float(vote.mean()),
+                "crowd_minus_mean": _gain(crowd, torch.stack(agents).mean(0)),
+                "crowd_minus_best": _gain(crowd, best),
+                "crowd_minus_vote": _gain(crowd, vote),
+            },
+        }
+
+
+def merged(teacher_forced: dict[str, Any], generated: AnswerScores | None) -> dict[str, Any]:
+    """`evaluation.json`: `n` and `exact_match` are about generated final answers where there are any.
+
+    `measured_by` says it; the teacher-forced figures, about whole solutions, then stand under `teacher_forced` with
+    the `n` of their own. `nll` is always teacher-forced.
+    """
+    if generated is None:
+        return {**teacher_forced, "measured_by": "teacher_forcing"}
+    solutions = {key: teacher_forced[key] for key in ("n", "exact_match")}
+    return {**teacher_forced, **generated.record(), "measured_by": "generation", "teacher_forced": solutions}
+
+
+def _gain(one: Tensor, other: Tensor) -> dict[str, float]:
+    difference = one - other
+    spread = float(difference.std()) if len(difference) > 1 else math.nan
+    return {"value": float(difference.mean()), "interval95": 1.96 * spread / math.sqrt(len(difference))}
+
+
+# The examination
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Questions with their right answers, the same on every process.
+
+    Attributes:
+        prompts: token ids of the questions.
+        answers: the normalised right answers.
+        style: how answers of this task are written.
+    """
+
+    prompts: list[list[int]]
+    answers: list[str]
+    style: AnswerStyle
+
+    @classmethod
+    def of(cls, rows: Examples, prompter: Prompter, crowd: Crowd, count: int, max_seq_length: int) -> Examination:
+        """The first `count` rows that ask something and whose last answer is whole.
+
+        A row of `max_seq_length` tokens may have been cut, and one as long as the base can read leaves no room.
+        """
+        limit = min(max_seq_length, num_positions(crowd.model))
+        prompts: list[list[int]] = []
+        references: list[str] = []
+        for number in range(len(rows)):
+            if len(prompts) == count:
+                break
+            example = rows[number]
+            answer = last_answer(example)
+            if answer.start > 1 and len(example.input_ids) < limit:
+                prompts.append(example.input_ids[: answer.start].tolist())
+                references.append(prompter.text(example.input_ids[answer].tolist()))
+        style = style_of(references)
+        return cls(prompts, [final_answer(text, style) for text in references], style)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def examine(
+    crowd: Crowd,
+    prompter: Prompter,
+    examination: Examination,
+    batches: Iterable[Sequence[int]],
+    decoding: Decoding,
+    stop: Callable[[], bool] = lambda: False,
+) -> AnswerScores | None:
+    """Let agents and crowd write their answers, greedily, and score them; None when `stop` asked to leave.
+
+    Args:
+        batches: numbers of questions, this process's share; K agents write 2·K answers to each at a time.
+    """
+    parts = [AnswerScores(torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool))]
+    for batch in batches:
+        written = crowd.write([examination.prompts[i] for i in batch], decoding, alone=True, stop=stop)
+        if stop():
+            return None
+        *agents, together = (
+            [final_answer(prompter.text(ids), examination.style) for ids in texts]
+            for texts in (*written.alone, written.together)
+        )
+        votes = [majority(each, own) for *each, own in zip(*agents, together, strict=True)]
+        wanted = [examination.answers[i] for i in batch]
+        lines = [[a == w for a, w in zip(line, wanted, strict=True)] for line in (*agents, together, votes)]
+        parts.append(AnswerScores(torch.tensor(lines)))
+    return AnswerScores.joined(parts)

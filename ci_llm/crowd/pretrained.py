@@ -1,0 +1,111 @@
+"""A saved crowd opened for use: from a checkpoint's folder to base, agents and prompts, verified on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ci_llm.checkpoints.manifest import digest, read_manifest
+from ci_llm.checkpoints.snapshot import read_snapshot
+from ci_llm.crowd.agents import LoraSettings
+from ci_llm.crowd.base import Base, load_base
+from ci_llm.crowd.prompts import Prompter
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint
+
+META = "ci_llm_meta_config"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a checkpoint says about its crowd, with the base it stands on."""
+
+    base: Base
+    settings: LoraSettings
+    agents: list[Mapping[str, Tensor]]
+    prompter: Prompter
+
+
+def open_pretrained(
+    folder: Path, device: torch.device | str | None = None, base_model: str | None = None
+) -> Pretrained:
+    """Read a crowd from a committed checkpoint; its optimizer, its model card and the like stay unread.
+
+    Args:
+        device: where the base goes; CUDA if there is one, otherwise the CPU.
+        base_model: hub id or folder of the base, where it is no longer found under its recorded name.
+
+    Raises:
+        DamagedCheckpoint: there is no checkpoint, or what was read is not as it was written.
+        ForeignCheckpoint: it holds no crowd, or the base found has other weights than the one trained on.
+        ModelError: the base is not found.
+    """
+    state = _verified(folder)
+    if META not in state:
+        raise ForeignCheckpoint(
+            "this checkpoint holds no crowd", where=str(folder), cure="give one written by train.py"
+        )
+    meta = state[META]
+    base = _base(meta, folder, device, base_model)
+    lora = meta["lora"]
+    targets = lora["target_modules"]
+    settings = LoraSettings(**{**lora, "target_modules": targets if isinstance(targets, str) else tuple(targets)})
+    agents = [state[f"agent{k}/adapter_model"] for k in range(settings.num_agents)]
+    return Pretrained(base, settings, agents, Prompter(_tokenizer(folder, base), meta["prompt_form"]))
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """The keys that make a crowd, every byte of them compared with the manifest."""
+    manifest = read_manifest(folder)
+    forms = {
+        key: form
+        for key, form in manifest.forms.items()
+        if key == META or key.startswith("tokenizer/") or key.endswith("/adapter_model")
+    }
+    files = {}
+    for name, record in manifest.files.items():
+        if any(name.removeprefix(key) in ("", ".json", ".safetensors") for key in forms):
+            files[name] = _read(folder / name)
+            if digest([files[name]]) != record.digest:
+                raise DamagedCheckpoint(f"{name} has another digest than the manifest says", where=str(folder))
+    return read_snapshot(forms, files)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror}", where=str(path.parent)) from error
+
+
+def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | None, base_model: str | None) -> Base:
+    recorded = str(meta["base_model_name_or_path"])
+    name = base_model or ("embedded" if _is_embedded(recorded) else recorded)
+    base = load_base(name, meta["base_dtype"], device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if base.fingerprint != meta["base_fingerprint"]:
+        raise ForeignCheckpoint(
+            f"the agents were trained on a base with fingerprint {meta['base_fingerprint']}; "
+            f"{name} has {base.fingerprint}",
+            where=str(folder),
+            cure="give the base they were trained on: Crowd.from_pretrained(folder, base_model=...)",
+        )
+    return base
+
+
+def _is_embedded(name: str) -> bool:
+    """The embedded base is recorded by its path, which is another one wherever the package is installed."""
+    return Path(name).parts[-3:] == BASE_FOLDER.parts[-3:]
+
+
+def _tokenizer(folder: Path, base: Base) -> PreTrainedTokenizerBase:
+    saved = folder / "tokenizer"
+    if not saved.is_dir():
+        return base.tokenizer
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(saved, trust_remote_code=False)
+    return tokenizer

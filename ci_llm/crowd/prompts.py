@@ -1,0 +1,116 @@
+"""Prompts as the agents saw them in training: text to token ids, and token ids to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ci_llm.data.rows import Chat, Completion, Message, Rows
+from ci_llm.data.templates import Encoder, Example, RefusedRowError
+from ci_llm.errors import DataError
+
+PromptForm = Literal["chat", "text"]
+Turns = Sequence[Mapping[str, str]]
+Prompt = str | Turns
+
+#: Stands where an answer would: what comes before it is the prompt. Tokenising the prompt alone may give other ids.
+_STAND_IN = Message("assistant", "A")
+
+
+class Prompter:
+    """Makes token ids of prompts, and text of answers, with one tokenizer and the chat template in force.
+
+    Args:
+        form: what a prompt that is a plain string means: "chat", what a user says, or "text", to be gone on with.
+
+    Attributes:
+        ends: token ids that end an answer: the tokenizer's EOS, and what ended an answer in training.
+
+    Raises:
+        DataError: the chat template fails.
+        ModelError: the tokenizer cannot tell which characters a token stands for.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: PromptForm = "chat") -> None:
+        self.tokenizer = tokenizer
+        self.form = form
+        self._encoder = Encoder(tokenizer)
+        self.ends = self._ends()
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a string, or of a chat: messages with "role" and "content", the last one not an assistant's.
+
+        Raises:
+            DataError: it is no chat, or the chat template fails on it.
+        """
+        if isinstance(prompt, str) and self.form == "text":
+            return self._plain(prompt)
+        example = self._encode((*_messages(prompt), _STAND_IN))
+        return [int(token) for token in example.input_ids[: last_answer(example).start]]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Token ids as text, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _plain(self, text: str) -> list[int]:
+        begin = self.tokenizer.bos_token or ""
+        whole = text if text.startswith(begin) else begin + text
+        return list(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _encode(self, messages: tuple[Message, ...]) -> Example:
+        try:
+            return self._encoder.encode(Chat(messages))
+        except RefusedRowError as error:
+            raise DataError(
+                f"The chat template cannot be used for this prompt: {error}.",
+                where=f"{messages[-2].role}: {messages[-2].content[:60]!r}",
+                cure="give a chat that the template knows, or a tokenizer with another template",
+            ) from error
+
+    def _ends(self) -> frozenset[int]:
+        end_of_text = self.tokenizer.eos_token_id
+        ends = set() if end_of_text is None else {int(end_of_text)}
+        if self.form == "chat":
+            example = self._encode((Message("user", "Q"), _STAND_IN))
+            last = int(example.input_ids[last_answer(example).stop - 1])
+            added = self.tokenizer.added_tokens_decoder.get(last)
+            if added is not None and added.special:
+                ends.add(last)
+        return frozenset(ends)
+
+
+def last_answer(example: Example) -> slice:
+    """Where the last answer of a row stands: its last run of learned tokens."""
+    stop = int(np.flatnonzero(example.supervised)[-1]) + 1
+    given = np.flatnonzero(~example.supervised[:stop])  # never empty: the first token is not learned
+    return slice(int(given[-1]) + 1, stop)
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: a list of messages is one chat, a list of strings or chats is many."""
+    if isinstance(prompts, str) or any(isinstance(part, Mapping) for part in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def form_of(rows: Rows) -> PromptForm:
+    """What a string would have been in these rows: a user's words, or text to be gone on with."""
+    first = next(row for row in rows if row is not None)
+    return "text" if isinstance(first, Completion) else "chat"
+
+
+def _messages(prompt: Prompt) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        return (Message("user", prompt),)
+    try:
+        messages = tuple(Message(turn["role"], turn["content"]) for turn in prompt)
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            "a prompt is neither text nor a chat", where=str(prompt)[:80], cure='[{"role": "user", "content": "..."}]'
+        ) from error
+    if not messages or messages[-1].role == "assistant":
+        raise DataError("a chat has nothing to answer", where=str(prompt)[:80], cure="end it with a user's turn")
+    return messages
