@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import PreTrainedModel
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.checkpoints.manager import load_checkpoint
@@ -110,19 +111,19 @@ def matrix(**axes: Iterable[Any]) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to a process, and when: at the beginning of a micro-step.
+    """What happens to a process, and when: at the beginning of a micro-step or of an evaluation.
 
     Attributes:
         signal: "SIGKILL" or another, which the process sends to itself.
         steps: optimizer steps that this process has taken by then.
-        micro_step: micro-steps of the window that it has taken by then.
+        micro_step: micro-steps of the window that it has taken by then; None: in the evaluation after the step.
         committed: step whose checkpoint must be committed by then; the process waits for it.
         rank: the only one it happens to; None: all of them.
     """
 
     signal: str
     steps: int
-    micro_step: int = 0
+    micro_step: int | None = 0
     committed: int | None = None
     rank: int | None = None
 
@@ -144,11 +145,18 @@ class Witness:
 
     def sees(self, rows: list[int]) -> None:
         """A micro-step over `rows` is about to begin."""
-        if self._fate and (self._fate.steps, self._fate.micro_step) == (self._steps, len(self._rows)):
-            self._meet(self._fate)
+        self._meet_fate(len(self._rows))
         self._rows.append(rows)
 
-    def _meet(self, fate: Fate) -> None:
+    def sees_evaluation(self) -> None:
+        """A batch is about to be judged."""
+        self._meet_fate(None)
+
+    def _meet_fate(self, micro_step: int | None) -> None:
+        fate = self._fate
+        if fate is None or (fate.steps, fate.micro_step) != (self._steps, micro_step):
+            return
+        self._fate = None
         if fate.committed is not None and self.rank == 0 and not self.committed.wait(60):
             raise AssertionError(f"step {fate.committed} was not committed within a minute")
         os.kill(os.getpid(), signal.Signals[fate.signal])
@@ -172,8 +180,10 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
     commit = CheckpointStore.save
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(module, Crowd) and module.training and torch.is_grad_enabled():
+        if isinstance(module, Crowd):
             witness.sees(list(inputs[0].sample_ids))
+        elif isinstance(module, PreTrainedModel) and not torch.is_grad_enabled():
+            witness.sees_evaluation()
 
     def commit_and_tell(store: CheckpointStore, step: int, *args: Any, **kwargs: Any) -> Any:
         result = commit(store, step, *args, **kwargs)

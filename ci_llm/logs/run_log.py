@@ -125,6 +125,12 @@ class RunLog:
             kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
             write_bytes(path, b"".join(line + b"\n" for line in kept))
 
+    def has_metric(self, step: int, name: str) -> bool:
+        """Whether metrics.jsonl holds `name` at `step`."""
+        path = self._folder / METRICS_NAME
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return any(_step_of(line) == step and name in json.loads(line) for line in lines)
+
     def start_trackers(
         self,
         accelerator: Any,

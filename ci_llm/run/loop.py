@@ -80,8 +80,8 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
     Returns:
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
-    stop = None
-    for step, micro_batches in batches:
+    stop = evaluate_and_log(run) if _evaluation_missed(run) else None
+    for step, micro_batches in batches if stop is None else ():
         run.interrupts.plan = f"saving step {step + 1}"
         sums = compute_gradients(run, step, micro_batches)
         verdict = run.processes.agree(_ballot(run, step, sums))
@@ -92,7 +92,9 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
-        if stop or (_evaluation_due(run) and (stop := evaluate_and_log(run)) is not None):
+        if stop is None and _evaluation_due(run) and (stop := evaluate_and_log(run)) is not None:
+            save(run)
+        if stop is not None:
             break
     return stop
 
@@ -212,6 +214,13 @@ def evaluation_metrics(scores: Scores) -> dict[str, float]:
 def _evaluation_due(run: Run) -> bool:
     every, step = run.config.eval_steps, run.state.step
     return every is not None and step % every == 0 and step < run.total_steps
+
+
+def _evaluation_missed(run: Run) -> bool:
+    """Whether the attempt before ended between the step this one goes on from and the evaluation due there."""
+    if run.state.step == 0 or not _evaluation_due(run):
+        return False
+    return not run.processes.broadcast_object(run.log.has_metric(run.state.step, "eval/crowd/nll"))
 
 
 def _ballot(run: Run, step: int, sums: Sums) -> Ballot:
