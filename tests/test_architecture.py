@@ -1,0 +1,138 @@
+"""The house holds: imports go down only, dangerous imports have one owner, the public surface is what it says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ci_llm
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ci_llm"
+
+#: From the top floor down. A file may import from floors below its own; rooms of one package may import each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("__main__", "__init__"),
+    ("cli",),
+    ("check", "supervisor"),
+    ("run",),
+    ("crowd", "logs", "processes", "slurm", "walltime"),
+    ("checkpoints", "data"),
+    ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config"),
+    ("durable",),
+    ("typed_json", "errors", "_version"),
+)
+
+#: What only one file (or package) may import, because it has to be done in one way.
+OWNERS = {
+    "accelerate": {"processes.py"},
+    "yaml": {"config/yaml_lines.py", "supervisor/configs.py"},
+    "signal": {"interrupts.py"},
+    "peft": {"crowd/agents.py"},
+    "subprocess": {"slurm.py", "supervisor/child.py"},
+    "pickle": set(),
+    "pynvml": {"logs/hardware.py"},
+}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> list[str]:
+    """Every module a file imports, at its top or inside a function; typing-only imports are no arrows."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    names = []
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def room(name: str) -> str:
+    """`ci_llm.crowd.agents` belongs to the room `crowd`."""
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def floor(of: str) -> int:
+    return next(len(FLOORS) - number for number, rooms in enumerate(FLOORS) if of in rooms)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    relative = path.relative_to(PACKAGE)
+    own = relative.parts[0].removesuffix(".py")
+    for name in imported(path):
+        if name == "ci_llm" or not name.startswith("ci_llm."):
+            continue
+        other = room(name)
+        assert other == own or floor(other) < floor(own), f"{relative} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_dangerous_imports_have_one_owner(path: Path) -> None:
+    relative = str(path.relative_to(PACKAGE))
+    tops = {name.split(".")[0] for name in imported(path)}
+    assert not [name for name in tops & set(OWNERS) if relative not in OWNERS[name]]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_one_room_renames_syncs_or_seeds(path: Path) -> None:
+    relative, code = str(path.relative_to(PACKAGE)), path.read_text(encoding="utf-8")
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)}
+    if relative != "durable.py":
+        assert not calls & {"os.rename", "os.replace", "os.fsync", "os.fdatasync"}
+    if relative not in ("rng.py", "embedded/pretrain.py"):
+        assert not calls & {"torch.manual_seed", "random.seed", "np.random.seed", "torch.set_rng_state"}
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_says_its_charter_and_stays_one_idea(path: Path) -> None:
+    code = path.read_text(encoding="utf-8")
+    docstring = ast.get_docstring(ast.parse(code))
+    assert docstring and len(docstring.splitlines()[0]) > 10
+    assert code.count("\n") <= 420
+
+
+def test_functions_fit_a_screen() -> None:
+    lengths = {
+        f"{path.relative_to(PACKAGE)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    ordered = sorted(lengths.values())
+    assert ordered[len(ordered) // 2] <= 10
+    assert not [name for name, length in lengths.items() if length > 60]
+
+
+def test_the_public_surface_is_what_it_says() -> None:
+    assert sorted(ci_llm.__all__) == list(ci_llm.__all__)
+    assert len(ci_llm.__all__) <= 12
+    for name in ci_llm.__all__:
+        assert getattr(ci_llm, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        ci_llm.nonsense  # noqa: B018
+
+
+LIGHT = ("ci_llm", "ci_llm.config", "ci_llm.interrupts", "ci_llm.supervisor", "ci_llm.status", "ci_llm.cli")
+
+
+def test_light_rooms_load_neither_torch_nor_transformers() -> None:
+    code = f"import sys, {', '.join(LIGHT)}; print(*({{'torch', 'transformers', 'accelerate'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
