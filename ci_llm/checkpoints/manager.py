@@ -110,7 +110,7 @@ class CheckpointManager:
             first `reached_preemption`, in the main thread, and gives the old handlers back on close.
         on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space.
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
-        say: called with one line for people.
+        say: called with one line for people; with `async_save` also from the thread that writes.
         clock: seconds, monotonic.
     """
 
@@ -183,6 +183,8 @@ class CheckpointManager:
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
         [saved] = together(self._processes, lambda: [self._write(step, state, info or {})])
+        if saved:
+            self._votes = step, votes._replace(newer=0)
         return saved > 0
 
     def reached_preemption(self, step: int) -> bool:
@@ -249,16 +251,19 @@ class CheckpointManager:
         return self.store.verify(step)
 
     def supersede(self, after_step: int) -> list[Path]:
-        """Going back: move every newer checkpoint to `superseded/`. For process 0."""
-        self.wait_until_finished()
-        self._known_newest = []
-        return self.store.supersede(after_step)
+        """Going back: move every newer checkpoint to `superseded/`. On every process; process 0 does it."""
+        self._forget_newest()
+        return self.store.supersede(after_step) if self._is_main else []
 
     def delete(self, step: int) -> None:
-        """Remove a committed step. For process 0. Raises CheckpointError if there is none."""
-        self.wait_until_finished()
-        self._known_newest = []
-        self.store.delete(step)
+        """Remove a committed step. On every process; process 0 does it.
+
+        Raises:
+            CheckpointError: there is no such step.
+        """
+        self._forget_newest()
+        if self._is_main:
+            self.store.delete(step)
 
     # Ending
 
@@ -305,6 +310,10 @@ class CheckpointManager:
         return _Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
 
     # On process 0
+
+    def _forget_newest(self) -> None:
+        self.wait_until_finished()
+        self._known_newest, self._votes = [], None
 
     def _newest(self) -> int | None:
         if not self._known_newest:

@@ -238,14 +238,20 @@ def load_into(objects: MutableMapping[str, Any], state: State) -> None:
             cure="restore without `into` to get all of it as plain values",
         )
     taken = {key: state[key] for key in objects if key in state}
-    _check_fit(dict(objects), taken, "state")
-    _put(objects, taken)
+    if missing := sorted(objects.keys() - taken.keys()):
+        raise ForeignCheckpoint(f"the checkpoint does not hold {missing}")
+    for key, target in objects.items():
+        _check_fit(target, taken[key], key)
+    objects.update({key: _put(target, taken[key]) for key, target in objects.items()})
 
 
 def _check_fit(target: object, saved: object, where: str) -> None:
     if isinstance(target, Tensor):
         same = isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (target.shape, target.dtype)
         if not same:
+            raise _misfit(where, _describe(target), _describe(saved))
+    elif not _holds_objects(target):
+        if isinstance(target, (dict, list, tuple)) and type(saved) is not type(target):
             raise _misfit(where, _describe(target), _describe(saved))
     elif isinstance(target, MutableMapping):
         if not isinstance(saved, dict) or saved.keys() != target.keys():
@@ -257,6 +263,15 @@ def _check_fit(target: object, saved: object, where: str) -> None:
             raise _misfit(where, _describe(target), _describe(saved))
         for i, item in enumerate(target):
             _check_fit(item, saved[i], f"{where}[{i}]")
+
+
+def _holds_objects(value: object) -> bool:
+    """Whether anything in `value` has to be filled in place; otherwise it is plain, and replaced as a whole."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_objects, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_objects, value))
+    return isinstance(value, Tensor) or hasattr(value, "load_state_dict")
 
 
 def _describe(value: object) -> str:
@@ -281,13 +296,13 @@ def _put(target: Any, saved: Any) -> Any:
     if isinstance(target, Tensor):
         with torch.no_grad():
             return target.copy_(saved)
+    if not _holds_objects(target):
+        return saved
     if isinstance(target, MutableMapping):
-        for key in list(target):
-            target[key] = _put(target[key], saved[key])
+        target.update({key: _put(item, saved[key]) for key, item in target.items()})
         return target
-    if isinstance(target, list):
-        target[:] = [_put(item, value) for item, value in zip(target, saved, strict=True)]
-        return target
+    filled = [_put(item, value) for item, value in zip(target, saved, strict=True)]
     if isinstance(target, tuple):
-        return tuple(_put(item, value) for item, value in zip(target, saved, strict=True))
-    return saved
+        return tuple(filled)
+    target[:] = filled
+    return target
