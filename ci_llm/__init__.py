@@ -35,7 +35,7 @@ _HOMES = {
     "read_status": "ci_llm.status",
 }
 
-__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

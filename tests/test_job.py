@@ -1,4 +1,4 @@
-"""The main job as a user sees it: the files it leaves, the second call, interruption, what is refused and stays whole."""
+"""The main job as a user sees it: what it leaves, the second call, interruption, what is refused and stays whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from ci_llm.cli import main
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
-from ci_llm.embedded import BASE_FOLDER, rows
+from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run import loop
 from ci_llm.status import read_status
 
@@ -233,8 +233,3 @@ def test_the_loss_is_taken_where_a_label_is_and_shifted_by_one() -> None:
     packed = pack([example, example], [0, 1])
     assert packed.predict_from.tolist() == [1, 2, 5, 6]
     assert packed.targets.tolist() == [7, 8, 7, 8]
-
-
-def test_the_embedded_splits_share_no_question() -> None:
-    questions = [{row["question"] for row in rows(split)} for split in ("train", "validation", "test")]
-    assert not questions[0] & questions[1] and not questions[0] & questions[2] and not questions[1] & questions[2]

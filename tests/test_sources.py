@@ -337,11 +337,6 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         "no split 'train[:10]'",
         "max_train_samples",
     ),
-    "subset of a file": (
-        lambda path: {**_write("text\nx\n", "a.csv")(path), "dataset_subset": "main"},
-        "Only data sets on the hub have subsets",
-        "null",
-    ),
 }
 
 
@@ -367,3 +362,8 @@ def test_an_unknown_split_to_evaluate_on_is_named() -> None:
 def test_streams_are_refused_with_the_reason() -> None:
     with pytest.raises(DataError, match="could not go on exactly"):
         recognised(Dataset.from_list(ROWS).to_iterable_dataset(), "a stream")
+
+
+def test_a_subset_is_not_used_for_a_local_data_set_and_said(tmp_path: Path) -> None:
+    rows = load_rows(Config(**_write("text\nx\ny\n", "a.csv")(tmp_path), dataset_subset="main"), "train")
+    assert any("dataset_subset main" in line for line in rows.description)

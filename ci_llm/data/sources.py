@@ -99,6 +99,8 @@ def _training_rows(config: Config, training: Dataset, *, hold_out: bool) -> Rows
         training = training.select(range(limit))
     left = f"the first {len(training)} of {total} rows" if limit else f"{len(training)} of {total} rows"
     said = [f"training on {left}"] if len(training) < total else []
+    if config.dataset_subset and not _is_on_hub(config.dataset_name, Path(os.path.expanduser(config.dataset_name))):
+        said.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
     if held_out:
         said.append(f"no split to evaluate on: {len(held_out)} rows are held out for it, evenly spread")
     return recognised(training, _where(config, config.dataset_split), said)
@@ -131,8 +133,7 @@ def _spread(total: int, count: int) -> list[int]:
 
 
 def _where(config: Config, split: str) -> str:
-    subset = f" ({config.dataset_subset})" if config.dataset_subset else ""
-    return f"{config.dataset_name}{subset}, split {split}"
+    return f"{config.dataset_name}, split {split}"
 
 
 def _split(splits: Splits, name: str, key: str, config: Config) -> Dataset:
@@ -149,14 +150,8 @@ def _open(config: Config) -> Splits:
     """All splits by name; a source that names none has one, called `dataset_split`."""
     name = config.dataset_name
     path = Path(os.path.expanduser(name))
-    if name != "embedded" and _is_hub_id(name, path):
+    if _is_on_hub(name, path):
         return _from_hub(name, config.dataset_subset, path)
-    if config.dataset_subset is not None:
-        raise DataError(
-            "Only data sets on the hub have subsets.",
-            where=f"dataset_subset: {config.dataset_subset}, dataset_name: {name}",
-            cure="set dataset_subset to null",
-        )
     if name == "embedded":
         names = ("train", "validation", "test")
         return {split: Dataset.from_list(embedded.rows(split)) for split in names}
@@ -165,9 +160,15 @@ def _open(config: Config) -> Splits:
     return {config.dataset_split: _from_files(_matching(path), str(path))}
 
 
-def _is_hub_id(name: str, path: Path) -> bool:
+def _is_on_hub(name: str, path: Path) -> bool:
     """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
-    looks_local = os.path.exists(path) or glob.has_magic(name) or path.is_absolute() or _builder(path) is not None
+    looks_local = (
+        name == "embedded"
+        or os.path.exists(path)
+        or glob.has_magic(name)
+        or path.is_absolute()
+        or _builder(path) is not None
+    )
     return not looks_local and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
 
 
