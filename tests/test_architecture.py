@@ -104,7 +104,8 @@ def test_only_one_room_renames_syncs_or_seeds(path: Path) -> None:
 def test_a_file_says_its_charter_and_stays_one_idea(path: Path) -> None:
     code = path.read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(code))
-    assert docstring and len(docstring.splitlines()[0]) > 10
+    assert docstring is not None
+    assert len(docstring.splitlines()[0]) > 10
     assert code.count("\n") <= 420
 
 
