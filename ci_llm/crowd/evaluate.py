@@ -74,7 +74,9 @@ def score(
     """Score every row of `batches`; None when `stop` asked to leave between two of them."""
     training = crowd.training
     crowd.eval()
-    parts = []
+    lines = crowd.num_agents + 1
+    nothing = torch.zeros(lines, 0, dtype=torch.float64)
+    parts = [Scores(nothing.bool(), nothing, nothing[0].long())]  # a process may have no row at all
     try:
         for batch in batches:
             if stop():
