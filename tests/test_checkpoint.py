@@ -236,7 +236,24 @@ def test_what_cannot_be_saved_is_refused_with_its_address(managers: Any, state: 
         manager.save(1, state)
     assert "key" in str(refusal.value)
     assert manager.all_steps() == []
+    with pytest.raises(CheckpointError, match=r"info cannot be saved: .*a set"):
+        manager.save(1, {"fine": True}, info={"rows": {1}})
     assert manager.save(1, {"fine": True})
+
+
+@pytest.mark.parametrize("state", [{0: torch.ones(1)}, [torch.ones(1)], torch.ones(1)])
+def test_a_state_is_a_dict_whose_keys_name_files(managers: Any, state: Any) -> None:
+    with pytest.raises(CheckpointError, match="a state is a dict"):
+        managers().save(1, state)
+
+
+def test_an_interval_of_no_steps_and_a_step_before_the_first_are_refused(managers: Any) -> None:
+    with pytest.raises(CheckpointError, match="multiples of 1"):
+        managers(save_interval_steps=0)
+    manager = managers()
+    with pytest.raises(ValueError, match="counts from 0"):
+        manager.save(-1, {})
+    assert manager.save(np.int64(3), {})  # type: ignore[arg-type]
 
 
 def test_info_is_in_the_manifest_and_may_not_pretend_to_be_it(managers: Any) -> None:
@@ -359,7 +376,7 @@ def test_two_managers_and_one_folder(managers: Any) -> None:
     first, second = managers(), managers()
     first.save(1, {"a": 1})
     assert second.latest_step() == 1
-    with pytest.raises(WriterBusy, match=f"process {os.getpid()}"):
+    with pytest.raises(WriterBusy, match=f"this very process .process {os.getpid()} on"):
         second.save(2, {"a": 2})
     first.close()
     assert second.save(2, {"a": 2})

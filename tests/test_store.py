@@ -192,7 +192,7 @@ def test_reading_changes_nothing(run: Run) -> None:
 
 def test_a_second_live_writer_is_refused_with_the_name_of_the_first(run: Run) -> None:
     run.open().claim()
-    with pytest.raises(WriterBusy, match=f"process {os.getpid()} on") as refusal:
+    with pytest.raises(WriterBusy, match=f"this very process .process {os.getpid()} on") as refusal:
         run.open().save(1, files(1))
     assert str(run.directory) in str(refusal.value)
     assert names(run.directory) == [".attempt-1"]

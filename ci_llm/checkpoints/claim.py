@@ -1,7 +1,7 @@
 """One writer per folder: an attempt claims the folder, keeps its claim alive, and loses it in one instant.
 
     .attempt-<n>/holder.json     who writes: host, process, SLURM job
-    .attempt-<n>/<token>/        where that attempt works; its time is the heartbeat
+    .attempt-<n>/<token>/        where that attempt works; its time is the heartbeat, and it is gone at the end
 
 All that an attempt commits leaves its work folder by a rename, and all that it prunes enters it by one.
 Taking over renames `.attempt-<n>` away, and from that moment neither path exists: an attempt that slept
@@ -19,7 +19,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,6 @@ from ci_llm.durable import (
     read_json,
     remove_tree,
     sync_tree,
-    write_json,
     write_new,
 )
 from ci_llm.errors import CheckpointError, WriterBusy
@@ -57,7 +56,6 @@ class Holder:
     started: float
     slurm_job: str | None = None
     slurm_restarts: str = "0"
-    released: bool = False
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -76,8 +74,6 @@ class Holder:
             silent_s: seconds since its last heartbeat.
         """
         same_machine = self.machine == me.machine
-        if self.released:
-            return "it has ended"
         if same_machine and not self._runs():
             return f"process {self.pid} is gone"
         restarted = self.slurm_restarts != me.slurm_restarts
@@ -126,7 +122,7 @@ class Claim:
         heart = (self.work, interval_s, ended, disk)
         threading.Thread(target=_beat, args=heart, name="ci_llm heartbeat", daemon=True).start()
         # Also runs when the claim is garbage or the interpreter ends: a folder is not held by the forgotten.
-        self.release = weakref.finalize(self, _let_go, self.work, holder, ended, os.getpid(), disk)
+        self.release = weakref.finalize(self, _let_go, self.work, ended, os.getpid(), disk)
 
     def still_mine(self) -> bool:
         """Whether no other attempt has taken over; looked up by path, for that is what others take."""
@@ -152,13 +148,12 @@ def _beat(work: Path, interval_s: float, ended: threading.Event, disk: Filesyste
             continue  # a disk that hiccups may be there for the next beat; the timeout judges
 
 
-def _let_go(work: Path, holder: Holder, ended: threading.Event, pid: int, disk: Filesystem) -> None:
-    """Say that the attempt has ended, and clear its work away."""
+def _let_go(work: Path, ended: threading.Event, pid: int, disk: Filesystem) -> None:
+    """Clear the work away: an attempt without a work folder has ended."""
     if os.getpid() != pid:
         return  # a forked child, whose claim it never was
     ended.set()
     with contextlib.suppress(OSError):  # taken over, or the disk is gone: the process will be gone as well
-        write_json(work.parent / HOLDER, asdict(replace(holder, released=True)), staging=work, disk=disk)
         remove_tree(work, disk=disk)
 
 
@@ -196,31 +191,37 @@ def _evict_the_gone(directory: Path, token: str, me: Holder, timeout_s: float, d
     """Rename the folders of dead attempts away; returns the story of the last one that had not ended."""
     story = None
     for folder in sorted(_attempts(directory), key=_number):
-        holder, silent_s = _look(folder, _disk_time(directory, token, disk))
-        why = holder.why_gone(me, silent_s, timeout_s)
-        if why is None:
-            raise WriterBusy(
-                f"{holder} writes to this folder (heartbeat {max(silent_s, 0.0):.0f} s ago)",
-                where=str(directory),
-                cure="wait until it has ended, stop it, or use another output_dir",
-            )
+        beats = [entry.stat().st_mtime for entry in folder.iterdir() if entry.is_dir()]
+        if beats:  # it has not ended
+            silent_s = _disk_time(directory, token, disk) - max(beats)
+            story = _why_over(_holder_of(folder), me, silent_s, timeout_s, folder)
         disk.rename(folder, directory / f".taken-over-{_number(folder)}-{token}")
-        story = story if holder.released else f"attempt {_number(folder)} ({holder}) is taken over: {why}"
     return story
 
 
-def _look(folder: Path, now: float) -> tuple[Holder, float]:
-    """The holder of an attempt's folder and the seconds since its heartbeat."""
+def _why_over(holder: Holder, me: Holder, silent_s: float, timeout_s: float, folder: Path) -> str:
+    if holder == me:
+        raise WriterBusy(
+            f"this very process ({holder}) writes to this folder already",
+            where=str(folder.parent),
+            cure="close the other manager of this folder first, or save with that one",
+        )
+    if (why := holder.why_gone(me, silent_s, timeout_s)) is None:
+        raise WriterBusy(
+            f"{holder} writes to this folder (heartbeat {max(silent_s, 0.0):.0f} s ago)",
+            where=str(folder.parent),
+            cure="wait until it has ended, stop it, or use another output_dir",
+        )
+    return f"attempt {_number(folder)} ({holder}) is taken over: {why}"
+
+
+def _holder_of(folder: Path) -> Holder:
+    """Who made an attempt's folder; an unknown one, of whom only the heartbeat tells, if that is damaged."""
     try:
         values = read_json(folder / HOLDER)
-        holder = Holder(**values) if isinstance(values, dict) else _UNKNOWN
+        return Holder(**values) if isinstance(values, dict) else Holder("unknown", 0, 0.0)
     except (ValueError, TypeError):
-        holder = _UNKNOWN
-    beats = [entry.stat().st_mtime for entry in folder.iterdir() if entry.is_dir()]
-    return holder, now - max(beats, default=folder.stat().st_mtime)
-
-
-_UNKNOWN = Holder("unknown", 0, 0.0)
+        return Holder("unknown", 0, 0.0)
 
 
 def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:

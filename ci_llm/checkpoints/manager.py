@@ -22,7 +22,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +31,9 @@ from ci_llm.checkpoints.collective import Processes, TorchProcesses, together
 from ci_llm.checkpoints.manifest import Manifest, read_folder
 from ci_llm.checkpoints.snapshot import Snapshot, State, load_into, read_snapshot, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
+from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
+from ci_llm.typed_json import decode, encode
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,6 +49,10 @@ class SavePolicy:
 
     every_steps: int | None = 1
     every_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise CheckpointError("save at multiples of 1 or more", where="save_interval_steps")
 
     def due(self, step: int, *, newest: int | None, elapsed_s: float, must: bool = False) -> bool:
         """Whether to save `step`.
@@ -80,6 +85,13 @@ def load_checkpoint(folder: Path | str) -> Checkpoint:
     """
     manifest, files = read_folder(Path(folder))
     return Checkpoint(read_snapshot(manifest.forms, files), manifest)
+
+
+def _copy_of(info: Mapping[str, object]) -> dict[str, Any]:
+    try:
+        return {key: decode(encode(value)) for key, value in info.items()}
+    except TypeError as error:
+        raise CheckpointError(f"the info cannot be saved: {error}") from error
 
 
 class _Votes(NamedTuple):
@@ -329,11 +341,11 @@ class CheckpointManager:
         if not self._is_main:
             return False
         self.wait_until_finished()
-        snapshot = take_snapshot(state)
+        snapshot, info = take_snapshot(state), _copy_of(info)
         if self._behind is None:
             saved = self._commit(step, snapshot, info).saved
         else:
-            self._in_flight = self._behind.submit(self._commit, step, snapshot.copied(), deepcopy(dict(info)))
+            self._in_flight = self._behind.submit(self._commit, step, snapshot.copied(), info)
             saved = True
         if saved:
             self._known_newest = [step]

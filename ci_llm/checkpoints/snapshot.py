@@ -80,6 +80,8 @@ def take_snapshot(state: State) -> Snapshot:
     """
     files: dict[str, FileImage] = {}
     forms: dict[str, str] = {}
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise CheckpointError("a state is a dict, and its keys are strings: they name the files")
     for key, value in state.items():
         try:
             forms[key], images = _files_of(key, value)

@@ -1,9 +1,8 @@
 """Committed folders: a checkpoint is there as a whole or not at all, and one attempt at a time changes them.
 
-    checkpoint_step_<N>/    committed; never written again
-    final_checkpoint/       the last step, made anew from its committed folder
-    quarantine/             what did not verify
-    superseded/             what was newer than the step that a run went back to
+    checkpoint_step_<N>/, final_checkpoint/    see line.py
+    quarantine/    what did not verify
+    superseded/    what was newer than the step that a run went back to
 
 One checkpoint goes one way: written in the attempt's own folder, every file synced, the manifest last, the
 folders synced; renamed into its place, the place synced; read back from the device; only then are old ones
@@ -16,8 +15,8 @@ import contextlib
 import errno
 import itertools
 import logging
+import operator
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,11 +25,11 @@ from typing import Literal
 
 from ci_llm.checkpoints.claim import Claim, Holder, claim_folder, leftovers
 from ci_llm.checkpoints.commit import commit, draft_in, require_space
-from ci_llm.checkpoints.manifest import FileImage, Manifest, read_folder, read_manifest, verify_folder
+from ci_llm.checkpoints.line import FINAL, committed, folders_of, numbered_steps, read_step, step_folder
+from ci_llm.checkpoints.manifest import FileImage, Manifest, read_manifest, verify_folder
 from ci_llm.durable import DISK, Filesystem, commit_folder, make_folders, remove_tree
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
-FINAL = "final_checkpoint"
 QUARANTINE = "quarantine"
 SUPERSEDED = "superseded"
 WRITER_TIMEOUT_S = 60.0
@@ -38,7 +37,6 @@ PAUSE_S = 10.0
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _LOGGER = logging.getLogger(__name__)
-_STEP = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
 
 
 @dataclass(frozen=True)
@@ -168,40 +166,23 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is no such step.
         """
-        return self._folders(step)[0]
-
-    def _folders(self, step: int) -> list[Path]:
-        if found := [folder for known, folder in self._committed() if known == step]:
-            return found
-        steps = ", ".join(map(str, self.all_steps())) or "none"
-        raise CheckpointError(f"there is no step {step}; committed: {steps}", where=str(self.directory))
+        return folders_of(self.directory, step)[0]
 
     def all_steps(self) -> list[int]:
         """Every committed step, ascending, the final checkpoint's included; not verified."""
-        return sorted({step for step, _ in self._committed()})
+        return sorted({step for step, _ in committed(self.directory)})
 
     def numbered_steps(self) -> list[int]:
         """The steps that have a `checkpoint_step_<N>`, ascending."""
-        if not self.directory.is_dir():
-            return []
-        matches = (_STEP.match(path.name) for path in self.directory.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        return numbered_steps(self.directory)
 
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
         return verify_folder(self.path(step))
 
     def read(self, step: int) -> tuple[Manifest, dict[str, bytes]]:
-        """The manifest and the files of a step, verified; of its final checkpoint if the other is damaged.
-
-        Raises:
-            DamagedCheckpoint: no folder of this step is as it was written. CheckpointError: there is none.
-        """
-        *others, last = self._folders(step)
-        for folder in others:
-            with contextlib.suppress(DamagedCheckpoint):
-                return read_folder(folder)
-        return read_folder(last)
+        """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
+        return read_step(self.directory, step)
 
     def latest(self, *, heal: bool = True) -> int | None:
         """The newest step that verifies. What does not is named.
@@ -212,12 +193,12 @@ class CheckpointStore:
         final = self.directory / FINAL
         if os.path.lexists(final):  # without a manifest it holds no step, and has no place in the line
             self._verifies(final, heal, read_manifest)
-        seen = self._committed()
+        seen = committed(self.directory)
         for step, folder in seen:
             if self._verifies(folder, heal):
                 return step
         # Its writer may have committed one and pruned those that we knew while we were reading.
-        return self.latest(heal=heal) if set(self._committed()) - set(seen) else None
+        return self.latest(heal=heal) if set(committed(self.directory)) - set(seen) else None
 
     def _verifies(self, folder: Path, heal: bool, look: Callable[[Path], Manifest] = verify_folder) -> bool:
         with contextlib.suppress(DamagedCheckpoint):
@@ -229,13 +210,6 @@ class CheckpointStore:
             self._condemn(folder, damage, heal)
             return False
         return True
-
-    def _committed(self) -> list[tuple[int, Path]]:
-        """Step and folder, the newest first; a numbered folder before the final one of the same step."""
-        found = [(step, self.directory / f"checkpoint_step_{step}") for step in self.numbered_steps()]
-        with contextlib.suppress(DamagedCheckpoint):  # or absent; `latest` names it if it is damaged
-            found.append((read_manifest(self.directory / FINAL).step, self.directory / FINAL))
-        return sorted(found, key=lambda each: (-each[0], each[1].name))
 
     # Changing
 
@@ -251,10 +225,12 @@ class CheckpointStore:
 
         Raises:
             WriterBusy: another attempt holds the folder.
-            ValueError: a name that no checkpoint may hold.
+            ValueError: a name that no checkpoint may hold, a step below 0.
         """
+        if (step := operator.index(step)) < 0:
+            raise ValueError(f"a step counts from 0 on, not {step}")
         claim = self._held()
-        target = self.directory / f"checkpoint_step_{step}"
+        target = step_folder(self.directory, step)
         if os.path.lexists(target) and self._verifies(target, heal=True):
             return SaveResult(step, False, f"step {step} is saved already")
         began = time.monotonic()
@@ -291,7 +267,7 @@ class CheckpointStore:
     def supersede(self, after_step: int) -> list[Path]:
         """Move every checkpoint newer than `after_step` to `superseded/`; returns where they are now."""
         self._held()
-        newer = [folder for step, folder in self._committed() if step > after_step]
+        newer = [folder for step, folder in committed(self.directory) if step > after_step]
         # The newest goes last: until then `latest` is what it was, and afterwards it is `after_step`.
         newer.reverse()
         return [self._withdraw_to(SUPERSEDED, folder) for folder in newer]
@@ -340,7 +316,7 @@ class CheckpointStore:
         pruned: list[int] = []
         for step in excess:
             try:
-                self._remove(self.directory / f"checkpoint_step_{step}")
+                self._remove(step_folder(self.directory, step))
             except OSError as error:
                 self._held()
                 return tuple(pruned), f"step {step} could not be pruned: {error}"

@@ -1,0 +1,67 @@
+"""Which checkpoints a folder holds, the newest first: for whoever only reads.
+
+checkpoint_step_<N>/    committed; never written again
+final_checkpoint/       the last step once more, made for use; counts with its step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from ci_llm.checkpoints.manifest import Manifest, read_folder, read_manifest
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
+
+FINAL = "final_checkpoint"
+
+_STEP = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    return directory / f"checkpoint_step_{step}"
+
+
+def numbered_steps(directory: Path) -> list[int]:
+    """The steps that have a folder of their own, ascending."""
+    if not directory.is_dir():
+        return []
+    matches = (_STEP.match(path.name) for path in directory.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def committed(directory: Path) -> list[tuple[int, Path]]:
+    """Step and folder, the newest first; a numbered folder before the final one of the same step.
+
+    A final checkpoint without a readable manifest has no step, and no place here.
+    """
+    found = [(step, step_folder(directory, step)) for step in numbered_steps(directory)]
+    with contextlib.suppress(DamagedCheckpoint):
+        found.append((read_manifest(directory / FINAL).step, directory / FINAL))
+    return sorted(found, key=lambda each: (-each[0], each[1].name))
+
+
+def folders_of(directory: Path, step: int) -> list[Path]:
+    """The folders that hold a step, the numbered one first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    line = committed(directory)
+    if found := [folder for known, folder in line if known == step]:
+        return found
+    steps = ", ".join(str(known) for known in sorted({known for known, _ in line})) or "none"
+    raise CheckpointError(f"there is no step {step}; committed: {steps}", where=str(directory))
+
+
+def read_step(directory: Path, step: int) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest and the files of a step, verified; of its final checkpoint if the other is damaged.
+
+    Raises:
+        DamagedCheckpoint: no folder of this step is as it was written. CheckpointError: there is none.
+    """
+    *others, last = folders_of(directory, step)
+    for folder in others:
+        with contextlib.suppress(DamagedCheckpoint):
+            return read_folder(folder)
+    return read_folder(last)
