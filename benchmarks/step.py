@@ -1,0 +1,216 @@
+"""One optimizer step of K agents: this program, the original's way, and K separate PEFT runs.
+
+A random Llama in fp32 on one CPU thread; K = 4 LoRA agents of rank 16 on all seven projections; rows as long as those
+of GSM8K (`benchmarks/gsm8k.py`). Each batch goes through three trainers in turn, which start from the same adapters
+and do the same mathematics: forward, backward, clipping per agent, AdamW. Their losses are compared at every step.
+
+ours           the training loop's own functions on the packed crowd
+original's way one PEFT model, `set_adapter` for one agent after the other, rows padded to 512, all logits, the graphs
+               of all agents alive until one backward. Repaired: the agents left behind keep their gradients
+separate runs  K PEFT models, each its own forward, backward and optimizer; rows padded to the longest of the batch
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from benchmarks.gsm8k import LONGEST, VOCABULARY, batches
+from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
+from ci_llm.ballot import Ballot
+from ci_llm.config import Config
+from ci_llm.crowd.agents import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch, padded
+from ci_llm.processes import Processes
+from ci_llm.run.loop import apply_gradients, compute_gradients
+from ci_llm.run.state import TrainState
+
+K, RANK, ALPHA = 4, 16, 32
+LEARNING_RATE, MAX_NORM = 1e-4, 1.0
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES = {  # hidden, layers, feed-forward, heads
+    "tiny": (32, 2, 48, 2),
+    "15M": (256, 8, 688, 4),
+    "125M": (768, 14, 2048, 12),
+}
+OURS, ORIGINAL, SEPARATE = "ours", "original's way", "separate runs"
+#: Three ways to round the same sums; a wrong mask, shift or scale is far above.
+LOSSES_AGREE_TO = 1e-3
+
+
+class Ours:
+    """One step as the training loop takes it; the attributes are what its functions read of a run."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self.config = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM)
+        self.processes = Processes(self.config)
+        self.state = TrainState()
+        self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "random")
+        self.crowd.choose_route()
+        self.objective = Objective()
+        self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
+
+    def learning_rate(self, step: int) -> float:
+        return LEARNING_RATE
+
+    def step(self, batch: Batch) -> float:
+        run: Any = self
+        sums = compute_gradients(run, self.state.step, [batch])
+        verdict = self.processes.agree(Ballot(labelled_tokens=sums.targets, sums=sums.sums))
+        _, sick = apply_gradients(run, self.state.step, verdict)
+        self.state = self.state.advance(batch.num_rows, batch.num_tokens, sick)
+        return float(sums.sums[:K].sum()) / K / batch.num_targets
+
+
+class OriginalsWay:
+    """K forward passes by `set_adapter`, padded to 512, one backward."""
+
+    def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
+        self.model = peft.get_peft_model(base, _lora(), adapter_name="agent0")
+        for k in range(1, K):
+            self.model.add_adapter(f"agent{k}", _lora())
+        self.agents = []
+        for k in range(K):
+            name = f"agent{k}"
+            peft.set_peft_model_state_dict(self.model, crowd.agents.agent_tensors(k), adapter_name=name)
+            self.agents.append([p for n, p in self.model.named_parameters() if f".{name}." in n])
+        self.optimizer = torch.optim.AdamW([p for agent in self.agents for p in agent], LEARNING_RATE)
+        self.model.train()
+
+    def step(self, batch: Batch) -> float:
+        inputs = rectangle(batch, LONGEST)
+        losses = []
+        for k in range(K):
+            self.model.set_adapter(f"agent{k}")
+            losses.append(self.model(**inputs).loss)
+        for agent in self.agents:  # the repair: set_adapter froze all but the last
+            for parameter in agent:
+                parameter.requires_grad_(True)
+        torch.stack(losses).sum().backward()
+        for agent in self.agents:
+            torch.nn.utils.clip_grad_norm_(agent, MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sum(loss.item() for loss in losses) / K
+
+
+class SeparateRuns:
+    """K PEFT models that know nothing of each other."""
+
+    def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
+        self.models = [peft.get_peft_model(copy.deepcopy(base), _lora()).train() for _ in range(K)]
+        for k, model in enumerate(self.models):
+            peft.set_peft_model_state_dict(model, crowd.agents.agent_tensors(k))
+        self.agents = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
+        self.optimizers = [torch.optim.AdamW(agent, LEARNING_RATE) for agent in self.agents]
+
+    def step(self, batch: Batch) -> float:
+        inputs = rectangle(batch)
+        total = 0.0
+        for model, agent, optimizer in zip(self.models, self.agents, self.optimizers, strict=True):
+            loss = model(**inputs).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(agent, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item()
+        return total / K
+
+
+def _lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+
+
+def rectangle(batch: Batch, width: int | None = None) -> dict[str, Tensor]:
+    """The batch as Transformers trains on it: padded to `width`, or to its longest row, with unshifted labels."""
+    inputs, index = padded(batch, pad_id=0)
+    labels = torch.full_like(batch.input_ids, -100)
+    labels[batch.predict_from + 1] = batch.targets
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    missing = 0 if width is None else width - ids.shape[1]
+    return {
+        "input_ids": F.pad(ids, (0, missing)),
+        "attention_mask": F.pad(mask, (0, missing)),
+        "labels": F.pad(torch.full_like(ids, -100).index_put_(index, labels), (0, missing), value=-100),
+    }
+
+
+def random_base(size: str) -> PreTrainedModel:
+    """A Llama of one of the `SIZES` with random weights, vocabulary 32,000, tied head."""
+    hidden, layers, feed_forward, heads = SIZES[size]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=feed_forward,
+        num_attention_heads=heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def measure(size: str, inputs: Sequence[Batch]) -> Costs:
+    """The cost of every trainer on every batch but the first, which warms up.
+
+    Raises:
+        AssertionError: the trainers' losses differ, so they did not do the same.
+    """
+    base = random_base(size)
+    ours = Ours(copy.deepcopy(base))
+    original, separate = OriginalsWay(copy.deepcopy(base), ours.crowd), SeparateRuns(base, ours.crowd)
+    losses: dict[str, list[float]] = {OURS: [], ORIGINAL: [], SEPARATE: []}
+
+    def noting(name: str, step: Callable[[Batch], float]) -> Callable[[Batch], None]:
+        return lambda batch: losses[name].append(step(batch))
+
+    trainers = {OURS: ours, ORIGINAL: original, SEPARATE: separate}
+    costs = take_turns({name: noting(name, trainer.step) for name, trainer in trainers.items()}, inputs)
+    gaps = [abs(a - b) / a for name in (ORIGINAL, SEPARATE) for a, b in zip(losses[OURS], losses[name], strict=True)]
+    assert max(gaps) < LOSSES_AGREE_TO, f"the trainers' losses differ by up to {max(gaps):.1e}"
+    return {name: listed[1:] for name, listed in costs.items()}
+
+
+def table(costs: Costs, rows: int) -> str:
+    """Rows of the table for one batch size."""
+    lines = []
+    for name, listed in costs.items():
+        median, ratios = median_cost(listed), cpu_ratios(listed, costs[OURS])
+        times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if name != OURS else "1"
+        lines.append(f"| {rows} | {name} | {median.cpu_s:.3f} | {median.wall_s:.3f} | {times} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints a markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", type=Path, help="a copy of GSM8K; by default rows of the same lengths are made up")
+    parser.add_argument("--size", choices=SIZES, default="15M", help="parameters of the base (default: 15M)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[2, 8], help="rows per step (default: 2 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{options.size}, K = {K}, rank {RANK}, fp32, one thread; medians of {options.rounds} batches,")
+    print("ratios of CPU time paired by batch: median (lowest to highest)\n")
+    print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
+    for rows in options.rows:
+        inputs = batches(options.dataset, rows, options.rounds + 1)
+        print(table(measure(options.size, inputs), rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
