@@ -6,9 +6,11 @@ one thread, so that a child is as fresh as a process of its own. Client and serv
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -110,7 +112,7 @@ def serve(modules: Sequence[str]) -> None:
 def _fork_all(request: dict[str, Any]) -> dict[str, Any]:
     # Every descendant holds this pipe open: its end says that the last of the family is gone, workers included.
     family, held = os.pipe()
-    port = str(_free_port())
+    port = str(free_port())
     pids = []
     for rank in range(request["ranks"]):
         pids.append(os.fork())
@@ -133,11 +135,13 @@ def _wait_for_end(family: int, pids: list[int]) -> bool:
     return bool(ready)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port of this machine that nobody has right now, and that no outgoing connection will be given."""
+    while True:
+        port = random.randrange(16000, 32000)  # Linux gives out 32768 and above
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _become(request: dict[str, Any], rank: int, port: str) -> None:

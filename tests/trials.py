@@ -37,6 +37,7 @@ ROWS_PER_MICRO_BATCH = 2
 #: Where the checkpoint lies from which the run goes on.
 MOMENTS = {"mid epoch 0": 3, "boundary": 5, "mid epoch 1": 8}
 LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by the next attempt
+WITNESSED = "witnessed: step"
 BY_THE_CLOCK = {"attempt", "time", "tokens_per_s", "step_time_s"}
 
 
@@ -56,11 +57,13 @@ class Cell:
     workers: int = 0
     ranks: int = 1
     precision: str = "no"
+    diversity: str = "none"
 
     def __str__(self) -> str:
         parts = [self.moment, f"accumulation {self.accumulation}", f"dropout {self.dropout:g}"]
         parts += [f"{self.workers} workers", f"{self.ranks} process{'es' * (self.ranks > 1)}"]
-        return ", ".join([*parts, "bf16"] if self.precision == "bf16" else parts)
+        parts += [word for word in (self.precision, self.diversity) if word not in ("no", "none")]
+        return ", ".join(parts)
 
     @property
     def saved_step(self) -> int:
@@ -87,6 +90,7 @@ class Cell:
             "lora_dropout": self.dropout,
             "dropconnect_p": self.dropout,
             "mixed_precision": self.precision,
+            "diversity": self.diversity,
             "num_agents": 2,
             "lora_rank": 2,
             "learning_rate": 4e-3,
@@ -268,6 +272,11 @@ class Trials:
         assert self.train(cell, folder) == [0] * cell.ranks, (folder / "log").read_text()
 
 
+def unwitnessed(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files of a run tell by themselves."""
+    return {name: fact for name, fact in facts.items() if not name.startswith(WITNESSED)}
+
+
 def account(folder: Path) -> dict[str, Any]:
     """All that can be told about a run that ended: a name for each fact, and facts that can be compared."""
     final = load_checkpoint(folder / "run/final_checkpoint")
@@ -287,7 +296,7 @@ def witnessed(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for file in sorted(folder.glob("process*.jsonl")):
         for line in file.read_text().splitlines():
-            facts.setdefault(f"step {json.loads(line)['step']} of {file.stem}", set()).add(line)
+            facts.setdefault(f"{WITNESSED} {json.loads(line)['step']} of {file.stem}", set()).add(line)
     return facts
 
 
