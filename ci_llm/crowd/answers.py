@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,7 +29,11 @@ from ci_llm.data.templates import Example
 AnswerStyle = Literal["marked", "number", "text"]
 
 _MARK = re.compile(r"####[ \t]*(.*)")
-_NUMBER = re.compile(r"[-+]?\$?(?:\d+(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))")
+#: A sign right after a digit is an operation: 10-3 ends with 3.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![0-9])[-+])?\$?(?P<digits>(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+_BEGINS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}(?![.,]?[\w/:^*+=-])")
 _ENDS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}\s*%?[.!]?\s*$")
 
 
@@ -55,7 +58,7 @@ def final_answer(text: str, style: AnswerStyle) -> str:
     """The answer that `text` ends up with, normalised; "" where there is none."""
     if style == "marked" and (mark := _MARK.search(text)):
         # The first: a text that goes on after its answer begins with the next question.
-        return _number(_NUMBER.search(mark[1])) or _even(mark[1])
+        return _number(_BEGINS_WITH_NUMBER.match(mark[1])) or _even(mark[1])
     if style == "text":
         return _even(text)
     *_, last = [None, *_NUMBER.finditer(text)]
@@ -73,7 +76,12 @@ def majority(answers: Sequence[str], crowd: str) -> str:
 
 
 def _number(found: re.Match[str] | None) -> str:
-    return "" if found is None else format(Decimal(re.sub(r"[$,+]", "", found[0])).normalize(), "f")
+    """1,234.50 as 1234.5; digit by digit, as a float would take long numbers for equal."""
+    if found is None:
+        return ""
+    whole, _, part = found["digits"].replace(",", "").partition(".")
+    value = f"{whole.lstrip('0') or '0'}.{part.rstrip('0')}".rstrip(".")
+    return f"-{value}" if found["sign"] == "-" and value != "0" else value
 
 
 def _even(text: str) -> str:
@@ -194,6 +202,6 @@ def examine(
         )
         votes = [majority(each, own) for *each, own in zip(*agents, together, strict=True)]
         wanted = [examination.answers[i] for i in batch]
-        lines = [[a == w for a, w in zip(line, wanted, strict=True)] for line in (*agents, together, votes)]
+        lines = [[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in (*agents, together, votes)]
         parts.append(AnswerScores(torch.tensor(lines)))
     return AnswerScores.joined(parts)

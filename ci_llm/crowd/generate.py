@@ -27,7 +27,7 @@ from transformers.generation import (
 )
 
 from ci_llm.crowd.aggregate import Aggregator, aggregate
-from ci_llm.errors import BadInput, DataError
+from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.rng import generator_for
 
 TokenIds = Sequence[int]
@@ -152,7 +152,7 @@ class _OneVoice(LogitsProcessor):  # type: ignore[misc]
         """[K·rows, V] logits -> the same, the crowd's rows with 0 at the token chosen and -inf elsewhere."""
         opinions = scores.view(self._num_agents, -1, scores.shape[-1])
         own, shared = opinions[:, : self._first], opinions[:, self._first :]
-        crowd = aggregate(shared.log_softmax(-1), self._decoding.aggregator)
+        crowd = aggregate(_healthy(shared).log_softmax(-1), self._decoding.aggregator)
         chosen = self._draw(input_ids, crowd) if self._decoding.do_sample else crowd.argmax(-1)
         voice = torch.full_like(crowd, float("-inf")).scatter_(-1, chosen[:, None], 0.0)
         return torch.cat([own, voice.expand(self._num_agents, -1, -1)], dim=1).view_as(scores)
@@ -168,6 +168,18 @@ class _OneVoice(LogitsProcessor):  # type: ignore[misc]
             numbers = range(self._first_prompt, self._first_prompt + prompts)
             self._generators = [generator_for(self._decoding.seed, "generate", n) for n in numbers]
         return self._generators
+
+
+def _healthy(opinions: Tensor) -> Tensor:
+    """The opinions of the agents that have numbers: one agent's NaN must not silence all others."""
+    silent = opinions.isnan().flatten(1).any(1)
+    if silent.all():
+        raise ModelError(
+            "every agent answers NaN",
+            where="generation",
+            cure="the base may not bear padded rows in its precision: one prompt at a time, or another model_dtype",
+        )
+    return opinions[~silent]
 
 
 class _Asked(StoppingCriteria):  # type: ignore[misc]

@@ -17,7 +17,8 @@ Turns = Sequence[Mapping[str, str]]
 Prompt = str | Turns
 
 #: Stands where an answer would: what comes before it is the prompt. Tokenising the prompt alone may give other ids.
-_STAND_IN = Message("assistant", "A")
+#: The second is for templates whose prompt opens the thoughts.
+_STAND_INS = (Message("assistant", "A"), Message("assistant", "<think>\nA\n</think>\n\nA"))
 
 
 class Prompter:
@@ -48,7 +49,7 @@ class Prompter:
         """
         if isinstance(prompt, str) and self.form == "text":
             return self._plain(prompt)
-        example = self._encode((*_messages(prompt), _STAND_IN))
+        example = self._answered(_messages(prompt))
         return [int(token) for token in example.input_ids[: last_answer(example).start]]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -60,21 +61,24 @@ class Prompter:
         whole = text if text.startswith(begin) else begin + text
         return list(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _encode(self, messages: tuple[Message, ...]) -> Example:
-        try:
-            return self._encoder.encode(Chat(messages))
-        except RefusedRowError as error:
-            raise DataError(
-                f"The chat template cannot be used for this prompt: {error}.",
-                where=f"{messages[-2].role}: {messages[-2].content[:60]!r}",
-                cure="give a chat that the template knows, or a tokenizer with another template",
-            ) from error
+    def _answered(self, messages: tuple[Message, ...]) -> Example:
+        """The chat with a stand-in for the answer, as training would see it."""
+        for stand_in in _STAND_INS:
+            try:
+                return self._encoder.encode(Chat((*messages, stand_in)))
+            except RefusedRowError as error:
+                refusal = error
+        raise DataError(
+            f"The chat template cannot be used for this prompt: {refusal}.",
+            where=f"{messages[-1].role}: {messages[-1].content[:60]!r}",
+            cure="give a chat that the template knows, or a tokenizer with another template",
+        ) from refusal
 
     def _ends(self) -> frozenset[int]:
         end_of_text = self.tokenizer.eos_token_id
         ends = set() if end_of_text is None else {int(end_of_text)}
         if self.form == "chat":
-            example = self._encode((Message("user", "Q"), _STAND_IN))
+            example = self._answered((Message("user", "Q"),))
             last = int(example.input_ids[last_answer(example).stop - 1])
             added = self.tokenizer.added_tokens_decoder.get(last)
             if added is not None and added.special:
