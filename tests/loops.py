@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.errors import CheckpointError
@@ -37,9 +38,9 @@ def orbax_loop(directory: str, num_steps: int = 1_000_000) -> None:
 
 def preempted_together(directory: str, signalled: int) -> int:
     """One of several processes hears a signal between two steps; all stop at the same one, which is saved."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    manager = CheckpointManager(directory, save_interval_steps=100, async_save=False)
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    manager = CheckpointManager(directory, save_interval_steps=100, async_save=False, accelerator=accelerator)
     saved = []
     for step in range(50):
         if manager.save(step, {"weight": torch.full((2,), float(step)), "rank": rank}):
@@ -48,8 +49,8 @@ def preempted_together(directory: str, signalled: int) -> int:
             break
         if step == 6 and rank == signalled:
             os.kill(os.getpid(), signal.SIGTERM)
-    dist.destroy_process_group()
     manager.close()
+    dist.destroy_process_group()
     return 0 if (step, saved) == (7, [0, 7]) else 1
 
 

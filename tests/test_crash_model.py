@@ -158,7 +158,7 @@ def silence(root: Path, seconds: float = 1000.0) -> None:
 class Histories(RuleBasedStateMachine):
     """Save, crash, prune, load, go back, take over: the newest that verifies is the old or the new one."""
 
-    numbers = itertools.count(1)
+    numbers = itertools.count(2)
 
     @initialize()
     def begin(self) -> None:
@@ -272,7 +272,7 @@ def listing(root: Path) -> Iterator[str]:
 
 
 Histories.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=250,
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

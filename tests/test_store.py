@@ -99,6 +99,15 @@ def test_steps_are_numbers_and_not_words(run: Run) -> None:
     assert store.save(1001, files(1001)).pruned == (200,)
 
 
+def test_a_damaged_folder_of_a_higher_number_does_not_push_out_the_new_one(run: Run) -> None:
+    store = run.open(save_total_limit=1)
+    store.save(1, files(1))
+    store.save(5, files(5))
+    flip(run.directory / "checkpoint_step_5" / "optimizer.safetensors", 5)
+    assert store.save(2, files(2)).saved
+    assert store.latest() == 2
+
+
 def test_a_limit_of_one_keeps_the_new_one(run: Run) -> None:
     store = run.open(save_total_limit=1)
     for step in (1, 2, 3):

@@ -239,7 +239,7 @@ class CheckpointStore:
         note = self._commit(target, files, manifest)
         if note:
             return SaveResult(step, False, note, seconds=time.monotonic() - began)
-        pruned, note = self._prune()
+        pruned, note = self._prune(step)
         return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began, pruned)
 
     def finish(self, extra: Mapping[str, bytes] | None = None) -> SaveResult:
@@ -310,9 +310,13 @@ class CheckpointStore:
 
     # Removing
 
-    def _prune(self) -> tuple[tuple[int, ...], str]:
-        """Remove the oldest beyond the limit; returns the steps removed, and why it stopped if it failed."""
-        excess = self.numbered_steps()[: -self._limit] if self._limit else []
+    def _prune(self, saved: int) -> tuple[tuple[int, ...], str]:
+        """Remove the oldest beyond the limit; returns the steps removed, and why it stopped if it failed.
+
+        The step just saved was read back and stays, whatever lies there with a higher number.
+        """
+        older = [step for step in self.numbered_steps() if step < saved]
+        excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
         pruned: list[int] = []
         for step in excess:
             try:
