@@ -1,0 +1,161 @@
+"""YAML files of other people: values by dotted key, changed in a copy that keeps every comment, never in place."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from ci_llm.errors import ConfigError
+
+_MARK: Final = "# made by safe_train.py for one attempt; it is removed afterwards\n"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value as written, and where it stands in the text: characters `start` to `end`."""
+
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ConfigText:
+    """A YAML file as its text, with the single values in it by dotted key, and Hydra's list of defaults."""
+
+    text: str
+    leaves: Mapping[str, Leaf]
+    defaults: tuple[tuple[str, str], ...] = ()
+
+    def replaced(self, new: Mapping[str, str]) -> str:
+        """The text with other values, every other character as it was. Keys that are not in it are left out."""
+        text = self.text
+        spots = {self.leaves[key]: value for key, value in new.items() if key in self.leaves}
+        for leaf, value in sorted(spots.items(), key=lambda spot: spot[0].start, reverse=True):
+            text = text[: leaf.start] + value + text[leaf.end :]
+        return text
+
+
+def read_config(path: Path) -> ConfigText:
+    """The values of a YAML or JSON file; a file of another kind has none that could be changed.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"the configuration cannot be read: {reason}", where=str(path), cure="name an existing YAML file"
+        ) from error
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        return ConfigText(text, {})
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"not valid YAML: {error}", where=str(path), cure="correct it") from error
+    if not isinstance(root, yaml.MappingNode):
+        return ConfigText(text, {})
+    return ConfigText(text, dict(_leaves(root, "")), tuple(_defaults(root)))
+
+
+class TemporaryConfigs:
+    """Copies next to an original, named `<stem>_retry_<n>_<token>.yaml`; gone at the end, or at the next start.
+
+    Each is locked as long as its supervisor lives, so that a later one knows which were left by a dead one.
+    """
+
+    def __init__(self, original: Path) -> None:
+        self._original = original
+        self._locks: dict[Path, int] = {}
+
+    def sweep(self) -> list[Path]:
+        """Remove what a supervisor left that was killed; returns what it was."""
+        name = re.compile(rf"{re.escape(self._original.stem)}_retry_\d+_[0-9a-f]+{re.escape(self._original.suffix)}")
+        candidates = (path for path in self._original.parent.iterdir() if name.fullmatch(path.name))
+        return sorted(path for path in candidates if _removed_if_abandoned(path))
+
+    def create(self, retry: int, text: str) -> Path:
+        """Write the configuration of one attempt.
+
+        Raises:
+            ConfigError: there can be no file next to the original.
+        """
+        self.close()
+        token = secrets.token_hex(4)
+        path = self._original.with_name(f"{self._original.stem}_retry_{retry}_{token}{self._original.suffix}")
+        mark = _MARK if path.suffix != ".json" else ""
+        try:
+            lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._locks[path] = lock
+            with contextlib.suppress(OSError):  # a filesystem without locks: then nobody sweeps it either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(lock, (text if text.endswith("\n") else text + "\n").encode() + mark.encode())
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"no changed configuration can be written: {error.strerror}",
+                where=str(path),
+                cure="make the folder of the configuration writable",
+            ) from error
+        return path
+
+    def close(self) -> None:
+        """Remove what was created."""
+        for path, lock in self._locks.items():
+            path.unlink(missing_ok=True)
+            os.close(lock)
+        self._locks.clear()
+
+
+def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Leaf]]:
+    """Every single value below a mapping; what is merged in by `<<` comes first, so that own values win."""
+    own = sorted(node.value, key=lambda pair: pair[0].tag != "tag:yaml.org,2002:merge")
+    for key, value in own:
+        merged = key.tag == "tag:yaml.org,2002:merge"
+        dotted = prefix if merged else f"{prefix}{getattr(key, 'value', '?')}"
+        if isinstance(value, yaml.MappingNode):
+            yield from _leaves(value, dotted if merged else f"{dotted}.")
+        elif isinstance(value, yaml.ScalarNode) and not merged:
+            yield dotted, Leaf(value.value, value.start_mark.index, value.end_mark.index)
+
+
+def _defaults(root: yaml.MappingNode) -> Iterator[tuple[str, str]]:
+    """(group, option) of every entry of Hydra's defaults list; `- group/option` has no group of its own."""
+    entries = next((value for key, value in root.value if getattr(key, "value", None) == "defaults"), None)
+    for entry in entries.value if isinstance(entries, yaml.SequenceNode) else []:
+        if isinstance(entry, yaml.ScalarNode):
+            yield "", entry.value
+        elif isinstance(entry, yaml.MappingNode):
+            for key, value in entry.value:
+                if isinstance(value, yaml.ScalarNode):
+                    yield key.value, value.value
+
+
+def _removed_if_abandoned(path: Path) -> bool:
+    """Remove a file that bears our mark and whose supervisor does not live any more."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if path.suffix != ".json" and not text.endswith(_MARK):
+            return False
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:  # locked by a living supervisor, or by nobody we could ask
+        return False
+    finally:
+        os.close(handle)
+    return True

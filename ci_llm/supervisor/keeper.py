@@ -1,0 +1,86 @@
+"""The keeper: a small process between the supervisor and the command, which leaves nothing of the command behind.
+
+It is deaf to what reaches whole groups (Ctrl-C, scancel) and listens to one pipe: "end" (TERM, KILL after the grace),
+"kill" (now), and the end of the pipe, which means that the supervisor is gone. It reports how the command ended, ends
+whatever the command left, and goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+from typing import Final
+
+from ci_llm.interrupts import Interrupts
+from ci_llm.supervisor import tree
+from ci_llm.supervisor.child import start_command
+from ci_llm.typed_json import dump_json
+
+END: Final = b"e"
+KILL: Final = b"k"
+_DEAF_TO: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_SETTLE_S: Final = 1.0  # helpers of multiprocessing go by themselves once their parent has gone
+
+
+def main() -> int:
+    """`keeper CONTROL_FD REPORT_FD GRACE COMMAND...`"""
+    control_fd, report_fd = int(sys.argv[1]), int(sys.argv[2])
+    for fd in (control_fd, report_fd):
+        os.set_inheritable(fd, False)
+    tree.adopt_orphans()
+    with Interrupts(stop=(), save=_DEAF_TO, announce=lambda _line: None):
+        _keep(sys.argv[4:], _Orders(control_fd), report_fd, float(sys.argv[3]))
+    return 0
+
+
+class _Orders:
+    """What the supervisor orders through its pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._insisted = False
+
+    def insisted(self) -> bool:
+        """Whether what is left shall be killed now. The end of the pipe is no such order."""
+        if not self._insisted and select.select([self.fd], [], [], 0)[0]:
+            self._insisted = KILL in os.read(self.fd, 16)
+        return self._insisted
+
+
+def _keep(command: list[str], orders: _Orders, report_fd: int, grace_s: float) -> None:
+    try:
+        process = start_command(command)
+    except OSError as error:
+        _report(report_fd, {"error": error.strerror or str(error)})
+        return
+    over_fd = _when_over(process)
+    ready, _, _ = select.select([orders.fd, over_fd], [], [])
+    if over_fd in ready:  # its verdict is told at once, whatever it has left behind
+        _report(report_fd, {"returncode": process.returncode})
+    settle_s = _SETTLE_S if over_fd in ready else 0.0
+    killed = tree.end(grace_s, settle_s=settle_s, session=process.pid, insisted=orders.insisted)
+    if over_fd not in ready and select.select([over_fd], [], [], _SETTLE_S)[0]:
+        _report(report_fd, {"returncode": process.returncode})
+    tree.reap()
+    _report(report_fd, {"killed": killed})
+
+
+def _when_over(process: subprocess.Popen[bytes]) -> int:
+    """A file that becomes readable when the process has ended and its exit code is known."""
+    over_fd, told_fd = os.pipe()
+
+    def wait() -> None:
+        process.wait()
+        os.write(told_fd, b"\n")
+
+    threading.Thread(target=wait, name="ci_llm command", daemon=True).start()
+    return over_fd
+
+
+def _report(fd: int, fact: dict[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and the work goes on without it
+        os.write(fd, dump_json(fact))

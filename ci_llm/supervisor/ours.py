@@ -1,0 +1,154 @@
+"""Our own run: tells in its folder how it stands, goes on from its checkpoints, is asked to change by recovery.json."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.config import load_config
+from ci_llm.durable import read_json
+from ci_llm.errors import BadInput
+from ci_llm.recovery import read_recovery, write_recovery
+from ci_llm.status import VANISHED_AFTER_S, Status, earliest_failure, read_failures, read_status
+from ci_llm.supervisor.attempt import Ending, Order
+from ci_llm.supervisor.decide import Decision, Outcome
+from ci_llm.supervisor.evidence import Evidence
+from ci_llm.supervisor.verdict import judge_by_status
+
+GRACE_S: Final = 120.0
+HANG_AFTER_S: Final = 2 * VANISHED_AFTER_S
+_LOOK_S: Final = 5.0
+_LAUNCHER_RESERVE_S: Final = 5.0
+
+
+class OurRun:
+    """A run of this project's trainer, under any launcher on this machine.
+
+    Args:
+        command: what launches it.
+        words: the keys that the command gives to the trainer.
+        grace_s: seconds from TERM to KILL; None: as long as a last checkpoint may take.
+
+    Raises:
+        ConfigError: the configuration is wrong; nothing is launched then.
+    """
+
+    starts_anew = False
+
+    def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
+        self.grace_s = GRACE_S if grace_s is None else grace_s
+        self._command = command
+        default = Path("configs.yaml")
+        self._config = load_config(default if default.is_file() else None, words)
+        self._folder = self._config.run_folder
+        self._recovery = read_recovery(self._folder)
+        self._before: Status | None = None
+        self._has_begun = False
+        self._saved_before = 0
+        self._heard = (0, 0.0)  # lines of output, and when there were last new ones
+        self._next_look = 0.0
+
+    def begin(self) -> list[str]:
+        """What is supervised. Leftovers of attempts that were killed are the trainer's to clear away."""
+        return [f"run: {self._folder}"]
+
+    def command(self) -> list[str]:
+        """Always the same: the run goes on by itself."""
+        return self._command
+
+    def environment(self) -> Mapping[str, str]:
+        """Ours, and what makes torchrun hand signals on and wait for the last checkpoint."""
+        self._has_begun |= self._status_of_attempt() is not None
+        self._before = self._status()
+        steps = CheckpointStore(self._folder).all_steps()
+        allowed = self._recovery.latest_step_allowed(self._before.attempt if self._before else None)
+        self._saved_before = max((step for step in steps if allowed is None or step <= allowed), default=0)
+        self._heard = (0, time.monotonic())
+        patience_s = max(1, int(self.grace_s - _LAUNCHER_RESERVE_S))
+        return {
+            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience_s),
+            **os.environ,
+        }
+
+    def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
+        """Kill what gives no sign of life: its heartbeat thread is stuck as well, so that it would not hear a TERM."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        self._next_look = now + _LOOK_S
+        if evidence.num_lines != self._heard[0]:
+            self._heard = (evidence.num_lines, now)
+        status = self._status_of_attempt()
+        if status is None or status.status not in ("running", "vanished"):
+            return None
+        silent_s = min(time.time() - status.heartbeat, now - self._heard[1])
+        return ("kill", "hang") if silent_s > HANG_AFTER_S else None
+
+    def verdict(self, ending: Ending) -> Outcome:
+        """What the run wrote about its own end; what it can do nothing about is seen from outside."""
+        status = self._status_of_attempt()
+        failures = read_failures(self._folder, status.attempt) if status else []
+        kind, detail = judge_by_status(ending, status, failures, has_begun=self._has_begun)
+        cause = earliest_failure(failures)
+        saved = max(CheckpointStore(self._folder).all_steps(), default=0)
+        return Outcome(
+            kind,
+            detail,
+            progress=saved > self._saved_before,
+            learning_rate=self._config.learning_rate * self._recovery.learning_rate_factor,
+            batch_size=self._micro_batch_size(),
+            last_good_step=cause.step if cause and kind == "nonfinite" else None,
+        )
+
+    def adjust(self, decision: Decision, retry: int) -> list[str]:
+        """Ask the next attempt for it in recovery.json: the configuration and the effective batch stay."""
+        lines, new = [], self._recovery
+        if decision.learning_rate is not None:
+            factor = decision.learning_rate / self._config.learning_rate
+            new = replace(new, learning_rate_factor=factor)
+            lines.append(f"learning rate: {self._recovery.learning_rate_factor:.3g} -> {factor:.3g} of the schedule's")
+        if decision.batch_size is not None:
+            new = replace(new, micro_batch_size=decision.batch_size)
+            lines.append(f"micro-batch: {self._micro_batch_size()} -> {decision.batch_size}, the effective batch holds")
+        if decision.resume_at_most_step is not None and (status := self._status()) is not None:
+            new = replace(new, resume_at_most_step=decision.resume_at_most_step, after_attempt=status.attempt)
+            lines.append(f"going back to a checkpoint of step {decision.resume_at_most_step} or before")
+        if new != self._recovery:
+            attempt = status.attempt if (status := self._status()) else 0
+            self._recovery = replace(new, because=(*new.because, f"attempt {attempt}: {decision.why}"))
+            write_recovery(self._folder, self._recovery)
+        return lines
+
+    def close(self) -> list[str]:
+        """The configuration was never touched."""
+        steps = CheckpointStore(self._folder).all_steps()
+        saved = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
+        return [f"{saved} in {self._folder}", "original unchanged: adjustments travel in recovery.json"]
+
+    def _micro_batch_size(self) -> int:
+        """The one in force: the trainer may have cut it by itself, which it tells in status.json."""
+        told = None
+        if self._status_of_attempt() is not None:
+            value = read_json(self._folder / "status.json")
+            told = value.get("micro_batch_size") if isinstance(value, dict) else None
+        known = [self._config.batch_size, self._recovery.micro_batch_size, told]
+        return min(size for size in known if isinstance(size, int))
+
+    def _status(self) -> Status | None:
+        try:
+            return read_status(self._folder)
+        except BadInput:
+            return None
+
+    def _status_of_attempt(self) -> Status | None:
+        """The status, if the attempt that was launched last has written it."""
+        status = self._status()
+        if status is None or self._before is None:
+            return status
+        return status if (status.attempt, status.pid) != (self._before.attempt, self._before.pid) else None

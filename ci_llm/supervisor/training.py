@@ -1,0 +1,50 @@
+"""What the supervisor needs to know of a training, whosever it is: ours (`ours.py`) or another's (`foreign.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ci_llm.supervisor.attempt import Ending, Order
+from ci_llm.supervisor.decide import Decision, Outcome
+from ci_llm.supervisor.evidence import Evidence
+
+
+class Training(Protocol):
+    """A training that can be launched again and again, each time a little differently.
+
+    Attributes:
+        grace_s: seconds from the order to end until the kill.
+        starts_anew: an attempt that failed leaves nothing that a later one goes on with, tracker runs included.
+    """
+
+    grace_s: float
+    starts_anew: bool
+
+    def begin(self) -> list[str]:
+        """Clear away what a supervisor left that was killed; returns what is supervised, in lines for people."""
+        ...
+
+    def command(self) -> list[str]:
+        """The command of the next attempt."""
+        ...
+
+    def environment(self) -> Mapping[str, str]:
+        """The environment of the next attempt. Called once per attempt, just before it is launched."""
+        ...
+
+    def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
+        """Whether the running attempt shall end, and why."""
+        ...
+
+    def verdict(self, ending: Ending) -> Outcome:
+        """What the end of the attempt means."""
+        ...
+
+    def adjust(self, decision: Decision, retry: int) -> list[str]:
+        """Make the next attempt what `decision` says; returns what changes, in lines for people."""
+        ...
+
+    def close(self) -> list[str]:
+        """Leave nothing temporary behind; returns what is to say at the end."""
+        ...
