@@ -231,6 +231,17 @@ def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
     }  # fmt: skip
 
 
+def test_under_slurm_metrics_and_log_say_how_often_the_job_was_started_again(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for restarts in ("0", "2"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        make_log(tmp_path, screen).metrics(1, {})
+    assert [record["slurm_restarts"] for record in lines(tmp_path)] == [0, 2]
+    assert [", SLURM restart 2" in line for line in log_text(tmp_path).splitlines()] == [False, True]
+
+
 def test_cut_back_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     log.cut_back(5)

@@ -245,11 +245,7 @@ NOT_YET: frozenset[str] = frozenset(
         "init_from",
         "max_consecutive_nonfinite",
         "max_new_tokens_eval",
-        "max_requeues",
-        "max_runtime",
         "nonfinite_lr_factor",
         "profile_steps",
-        "requeue",
-        "stop_before_walltime",
     }
 )

@@ -55,6 +55,7 @@ class RunLog:
         self._bar = Bar(self._terminal) if is_main and self._terminal.isatty() else None
         self._progress_line = ProgressLine(interval_s, clock)
         self._attempt: int | None = None
+        self._origin: dict[str, int] = {}
         self._unwritten: list[str] = []
         self._failing: set[str] = set()
         self._unsure: set[str] = set()
@@ -72,7 +73,8 @@ class RunLog:
             return
         with self._lock:
             self._attempt, self._still_mine = attempt, still_mine
-            restarts = os.environ.get("SLURM_RESTART_COUNT")
+            self._origin = {"attempt": attempt, **_slurm_restarts()}
+            restarts = self._origin.get("slurm_restarts")
             requeued = f", SLURM restart {restarts}" if restarts else ""
             self._unsure = {LOG_NAME, METRICS_NAME}
             head = f"attempt {attempt} on {socket.gethostname()}, process {os.getpid()}{requeued}"
@@ -94,7 +96,7 @@ class RunLog:
         """
         if not self._is_main or self._attempt is None:
             return
-        record = {"step": step, **values, "attempt": self._attempt, "time": round(time.time(), 3)}
+        record = {"step": step, **values, **self._origin, "time": round(time.time(), 3)}
         text = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
         with self._lock:
             self._append(METRICS_NAME, text)
@@ -215,6 +217,12 @@ class RunLog:
         else:
             self._failing.discard(name)
             self._unsure.discard(name)
+
+
+def _slurm_restarts() -> dict[str, int]:
+    """How often SLURM has started this job again, in every line of metrics: nothing outside of SLURM."""
+    in_job = "SLURM_JOB_ID" in os.environ
+    return {"slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0)} if in_job else {}
 
 
 def _silence(terminal: TextIO | None) -> None:

@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,9 @@ from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
 from ci_llm.run.loop import Run, evaluate, steps, train
 from ci_llm.run.resume import contents, describe, find_source, restore
+from ci_llm.slurm import Job, attempts_in_vain, end_now, end_of, put_back, read_job, record_attempt
 from ci_llm.status import PEER_LOST, Failure, RunStatus, write_failure
+from ci_llm.walltime import Deadline, Walltime, find_deadline
 
 PROBE_BYTES = 1 << 20
 
@@ -41,6 +43,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
     """
     folder = config.run_folder
     check_folder(folder)
+    find_deadline(config.max_runtime, None)  # on every process, for all to refuse one that is no time
     require_installed(config.report_to)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
     log = RunLog(folder, is_main=processes.is_main)
@@ -94,7 +97,7 @@ def _conduct(run: Run) -> int:
     batches = steps(run)  # forks its workers now, before the run has threads
     attempt = _begin(run)
     try:
-        with _hardware_monitored(run):
+        with _hardware_monitored(run), _walltime_watched(run):
             if (stop := _asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
@@ -106,12 +109,23 @@ def _conduct(run: Run) -> int:
         run.log.say(f"completed at step {run.state.step}")
         _say_next(run)
         return 0
+    _leave(run, stop)
+    return run.config.interrupted_exit_code
+
+
+def _leave(run: Run, reason: str) -> None:
+    """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue."""
     command = command_line(run.processes.launch)
     saved = run.manager.all_steps()[-1:] if run.processes.is_main else []
-    run.status.finish("interrupted", stop, command)
+    mine = run.status.finish("interrupted", reason, command)
     where = f"step {saved[0]} is saved" if saved else "no step was taken"
-    run.log.say(f"interrupted ({stop}): {where}; go on with: {command}")
-    return run.config.interrupted_exit_code
+    run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
+    if mine:  # a job that another attempt has taken over is that attempt's to put back
+        config = run.config
+        in_vain = attempts_in_vain(config.run_folder, run.state.step)
+        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
+        if line:
+            run.log.say(line)
 
 
 def go_on(run: Run) -> None:
@@ -138,6 +152,7 @@ def _begin(run: Run) -> int:
         attempt = manager.store.claim()
         for path in manager.supersede(step):
             run.log.say(f"newer than the resumed step, moved to {path}")
+        record_attempt(run.config.run_folder, attempt, step, read_job())
     attempt = processes.broadcast_object(attempt)
     run.log.open(attempt, still_mine=manager.store.still_mine)
     run.log.cut_back(step if step else -1)
@@ -174,6 +189,21 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
         yield
     finally:
         monitor.stop()
+
+
+def _walltime_watched(run: Run) -> Walltime:
+    """The end of the job becomes a request to stop, on the main process; the ballot tells the others."""
+    deadline = _deadline(run.config, end_of) if run.processes.is_main else None
+    if deadline is not None:
+        run.log.say(f"walltime  stops in time before {deadline}")
+    elif run.config.stop_before_walltime is True:
+        run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
+    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, end_now))
+
+
+def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
+    job = read_job() if config.stop_before_walltime else None
+    return find_deadline(config.max_runtime, None if job is None else end(job))
 
 
 def save(run: Run) -> None:

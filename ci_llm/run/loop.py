@@ -33,6 +33,7 @@ from ci_llm.processes import Processes
 from ci_llm.rng import seed_everything
 from ci_llm.run.state import TrainState
 from ci_llm.status import RunStatus
+from ci_llm.walltime import Pace
 
 Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
 
@@ -60,6 +61,7 @@ class Run:
     learning_rate: Callable[[int], float]
     remembered_trackers: dict[str, str] = field(default_factory=dict)
     meter: Meter = field(default_factory=lambda: Meter())
+    pace: Pace = field(default_factory=Pace)
 
 
 @dataclass
@@ -83,11 +85,13 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
     stop = evaluate_and_log(run) if _evaluation_missed(run) else None
     for step, micro_batches in batches if stop is None else ():
         run.interrupts.plan = f"saving step {step + 1}"
+        run.pace.begin_step()
         sums = compute_gradients(run, step, micro_batches)
         verdict = run.processes.agree(_ballot(run, step, sums))
         norms, sick = apply_gradients(run, step, verdict)
         run.state = run.state.advance(len(run.plan.rows(step)), int(verdict.sums[-1]), sick)
         run.status.step = run.state.step
+        run.pace.end_step(run.manager.last_result)
         report(run, verdict, norms)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
