@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from ci_llm.data.templates import Encoder, Example
 from ci_llm.embedded import stories
 
 K = 3
+HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
 
 
 @pytest.mark.parametrize(
@@ -160,10 +162,11 @@ def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -
     rows = list(examples(prompter, 14))
     test = Examination.of(rows, prompter, crowd, 12, max_seq_length=256)
     assert (len(test), test.style) == (12, "marked")
+    assert test.ends == prompter.ends
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
     decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
-    batches = [[0, 1, 2, 3, 4], [5, 6], [], [7, 8, 9, 10, 11]]
-    scores = examine(crowd, prompter, test, [b for b in batches if b], decoding)
+    batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
+    scores = examine(crowd, prompter, test, batches, **HOW)
     assert scores is not None
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
@@ -173,7 +176,7 @@ def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
-    halves = [examine(crowd, prompter, test, [half], decoding) for half in (range(6), range(6, 12))]
+    halves = [examine(crowd, prompter, test, [half], **HOW) for half in (range(6), range(6, 12))]
     joined = AnswerScores.joined(half for half in halves if half is not None)
     assert torch.equal(joined.right, scores.right)
 
@@ -181,13 +184,12 @@ def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -
 def test_an_examination_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
     test = Examination.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
     asked = iter([False, False, True, True])
-    decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
-    assert examine(crowd, prompter, test, [[0, 1]], decoding, stop=lambda: next(asked)) is None
+    assert examine(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(asked)) is None
 
 
 def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter) -> None:
     test = Examination.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
-    scores = examine(crowd, prompter, test, [], Decoding())
+    scores = examine(crowd, prompter, test, [], **HOW)
     assert scores is not None
     assert scores.right.shape == (K + 2, 0)
 

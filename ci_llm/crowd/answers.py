@@ -16,11 +16,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from ci_llm.crowd.aggregate import Aggregator
 from ci_llm.crowd.generate import Decoding, num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
@@ -146,13 +148,15 @@ class Examination:
 
     Attributes:
         prompts: token ids of the questions.
-        answers: the normalised right answers.
+        answers: the right answers, normalised.
         style: how answers of this task are written.
+        ends: token ids that end an answer in these rows.
     """
 
     prompts: list[list[int]]
     answers: list[str]
     style: AnswerStyle
+    ends: frozenset[int]
 
     @classmethod
     def of(cls, rows: Examples, prompter: Prompter, crowd: Crowd, count: int, max_seq_length: int) -> Examination:
@@ -161,18 +165,16 @@ class Examination:
         A row of `max_seq_length` tokens may have been cut, and one as long as the base can read leaves no room.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
-        prompts: list[list[int]] = []
-        references: list[str] = []
-        for number in range(len(rows)):
-            if len(prompts) == count:
-                break
-            example = rows[number]
-            answer = last_answer(example)
-            if answer.start > 1 and len(example.input_ids) < limit:
-                prompts.append(example.input_ids[: answer.start].tolist())
-                references.append(prompter.text(example.input_ids[answer].tolist()))
+        asking = (row for row in map(rows.__getitem__, range(len(rows))) if _asks(row) and len(row.input_ids) < limit)
+        chosen = [(row, last_answer(row)) for row in islice(asking, count)]
+        references = [prompter.text(row.input_ids[answer].tolist()) for row, answer in chosen]
         style = style_of(references)
-        return cls(prompts, [final_answer(text, style) for text in references], style)
+        return cls(
+            prompts=[row.input_ids[: answer.start].tolist() for row, answer in chosen],
+            answers=[final_answer(text, style) for text in references],
+            style=style,
+            ends=prompter.ends_of(row for row, _ in chosen),
+        )
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -183,7 +185,9 @@ def examine(
     prompter: Prompter,
     examination: Examination,
     batches: Iterable[Sequence[int]],
-    decoding: Decoding,
+    *,
+    max_new_tokens: int,
+    aggregator: Aggregator,
     stop: Callable[[], bool] = lambda: False,
 ) -> AnswerScores | None:
     """Let agents and crowd write their answers, greedily, and score them; None when `stop` asked to leave.
@@ -191,17 +195,22 @@ def examine(
     Args:
         batches: numbers of questions, this process's share; K agents write 2·K answers to each at a time.
     """
-    parts = [AnswerScores(torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool))]
+    decoding = Decoding(max_new_tokens, examination.ends, aggregator)
+    parts = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)]
     for batch in batches:
         written = crowd.write([examination.prompts[i] for i in batch], decoding, alone=True, stop=stop)
         if stop():
             return None
-        *agents, together = (
+        wanted = [examination.answers[i] for i in batch]
+        answers = [
             [final_answer(prompter.text(ids), examination.style) for ids in texts]
             for texts in (*written.alone, written.together)
-        )
-        votes = [majority(each, own) for *each, own in zip(*agents, together, strict=True)]
-        wanted = [examination.answers[i] for i in batch]
-        lines = [[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in (*agents, together, votes)]
-        parts.append(AnswerScores(torch.tensor(lines)))
-    return AnswerScores.joined(parts)
+        ]
+        answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
+        parts.append(torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers]))
+    return AnswerScores(torch.cat(parts, dim=1))
+
+
+def _asks(row: Example) -> bool:
+    """Whether anything but a beginning-of-text token comes before the last answer: plain text asks nothing."""
+    return bool(last_answer(row).start > 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -27,11 +28,7 @@ class Prompter:
     Args:
         form: what a prompt that is a plain string means: "chat", what a user says, or "text", to be gone on with.
 
-    Attributes:
-        ends: token ids that end an answer: the tokenizer's EOS, and what ended an answer in training.
-
     Raises:
-        DataError: the chat template fails.
         ModelError: the tokenizer cannot tell which characters a token stands for.
     """
 
@@ -39,7 +36,18 @@ class Prompter:
         self.tokenizer = tokenizer
         self.form = form
         self._encoder = Encoder(tokenizer)
-        self.ends = self._ends()
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """What ends an answer: EOS, and what ends one in the chat template. Raises DataError: the template fails."""
+        return self.ends_of([self._answered((Message("user", "Q"),))] if self.form == "chat" else [])
+
+    def ends_of(self, examples: Iterable[Example]) -> frozenset[int]:
+        """EOS, and every special token that the last answer of one of the examples ends with."""
+        added, end_of_text = self.tokenizer.added_tokens_decoder, self.tokenizer.eos_token_id
+        lasts = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples}
+        special = {token for token in lasts if token in added and added[token].special}
+        return frozenset(special if end_of_text is None else {*special, int(end_of_text)})
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a string, or of a chat: messages with "role" and "content", the last one not an assistant's.
@@ -73,17 +81,6 @@ class Prompter:
             where=f"{messages[-1].role}: {messages[-1].content[:60]!r}",
             cure="give a chat that the template knows, or a tokenizer with another template",
         ) from refusal
-
-    def _ends(self) -> frozenset[int]:
-        end_of_text = self.tokenizer.eos_token_id
-        ends = set() if end_of_text is None else {int(end_of_text)}
-        if self.form == "chat":
-            example = self._answered((Message("user", "Q"),))
-            last = int(example.input_ids[last_answer(example).stop - 1])
-            added = self.tokenizer.added_tokens_decoder.get(last)
-            if added is not None and added.special:
-                ends.add(last)
-        return frozenset(ends)
 
 
 def last_answer(example: Example) -> slice:
