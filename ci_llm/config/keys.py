@@ -242,7 +242,6 @@ NOT_YET: frozenset[str] = frozenset(
         "good_after_steps",
         "grace_s",
         "hang_timeout",
-        "init_from",
         "max_consecutive_nonfinite",
         "max_new_tokens_eval",
         "nonfinite_lr_factor",

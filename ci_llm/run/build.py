@@ -19,6 +19,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.crowd.agents import LoraSettings
 from ci_llm.crowd.base import Base, load_base
+from ci_llm.crowd.init_from import start_from
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.order import Plan
@@ -112,6 +113,8 @@ def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
     crowd = Crowd(base.model, settings, base.name, pad_id=base.tokenizer.pad_token_id or 0)
     if reason := crowd.choose_route():
         log.say(f"model     rows are padded, not packed: {reason}")
+    if config.init_from:
+        log.say(f"agents    {start_from(crowd, Path(config.init_from))}")
     if config.use_gradient_checkpointing:
         crowd.model.activation_checkpointing_enable({"use_reentrant": False})
     count = crowd.agents.weights.shape[1]
