@@ -159,8 +159,8 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
 
 
 def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -> None:
-    rows = list(examples(prompter, 14))
-    test = Examination.of(rows, prompter, crowd, 12, max_seq_length=256)
+    rows = list(examples(prompter, 12))
+    test = Examination.of(rows, prompter, crowd, 99, max_seq_length=256)
     assert (len(test), test.style) == (12, "marked")
     assert test.ends == prompter.ends
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
@@ -207,3 +207,11 @@ def test_only_whole_answers_to_questions_are_asked(crowd: Crowd, prompter: Promp
     assert test.answers[-1] == "d"
     assert prompter.text(test.prompts[-1]) == "a\nbc\n"
     assert len(Examination.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
+
+
+def test_questions_are_spread_over_the_rows(crowd: Crowd, prompter: Prompter) -> None:
+    rows = list(examples(prompter, 10))
+    found = Examination.of(rows, prompter, crowd, 4, max_seq_length=256).prompts
+    assert found == [rows[i].input_ids[: len(ids)].tolist() for i, ids in zip((0, 2, 5, 7), found, strict=True)]
+    assert len(Examination.of(rows, prompter, crowd, 99, max_seq_length=256)) == 10
+    assert len(Examination.of(rows, prompter, crowd, 0, max_seq_length=256)) == 0

@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, Protocol
 
 import torch
@@ -160,20 +159,21 @@ class Examination:
 
     @classmethod
     def of(cls, rows: Examples, prompter: Prompter, crowd: Crowd, count: int, max_seq_length: int) -> Examination:
-        """The first `count` rows that ask something and whose last answer is whole.
+        """Up to `count` rows, evenly spread over those that ask something and whose last answer is whole.
 
         A row of `max_seq_length` tokens may have been cut, and one as long as the base can read leaves no room.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
-        asking = (row for row in map(rows.__getitem__, range(len(rows))) if _asks(row) and len(row.input_ids) < limit)
-        chosen = [(row, last_answer(row)) for row in islice(asking, count)]
-        references = [prompter.text(row.input_ids[answer].tolist()) for row, answer in chosen]
+        asking = [number for number in range(len(rows)) if _asks(rows[number], limit)]
+        count = min(count, len(asking))
+        chosen = [rows[asking[i * len(asking) // count]] for i in range(count)]
+        references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in chosen]
         style = style_of(references)
         return cls(
-            prompts=[row.input_ids[: answer.start].tolist() for row, answer in chosen],
+            prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
             answers=[final_answer(text, style) for text in references],
             style=style,
-            ends=prompter.ends_of(row for row, _ in chosen),
+            ends=prompter.ends_of(chosen),
         )
 
     def __len__(self) -> int:
@@ -211,6 +211,6 @@ def examine(
     return AnswerScores(torch.cat(parts, dim=1))
 
 
-def _asks(row: Example) -> bool:
-    """Whether anything but a beginning-of-text token comes before the last answer: plain text asks nothing."""
-    return bool(last_answer(row).start > 1)
+def _asks(row: Example, limit: int) -> bool:
+    """Whether it is whole and something precedes its last answer: of plain text, only the first token does."""
+    return len(row.input_ids) < limit and bool(last_answer(row).start > 1)
