@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("run",),
     ("crowd", "logs", "processes", "slurm", "walltime"),
     ("checkpoints", "data"),
-    ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config"),
+    ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config", "recovery"),
     ("durable",),
     ("typed_json", "errors", "_version"),
 )
@@ -33,7 +33,7 @@ OWNERS = {
     "yaml": {"config/yaml_lines.py", "supervisor/configs.py"},
     "signal": {"interrupts.py"},
     "peft": {"crowd/agents.py"},
-    "subprocess": {"slurm.py", "supervisor/child.py"},
+    "subprocess": {"slurm.py", "supervisor/child.py", "supervisor/keeper.py"},
     "pickle": set(),
     "pynvml": {"logs/hardware.py"},
 }

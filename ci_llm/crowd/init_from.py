@@ -47,7 +47,7 @@ def start_from(crowd: Crowd, folder: Path) -> str:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    found = []
+    found: list[Path] = []
     while (folder / f"agent{len(found)}" / WEIGHTS).is_file():
         found.append(folder / f"agent{len(found)}")
     return found
@@ -70,6 +70,7 @@ def _check_scale(crowd: Crowd, source: Path) -> None:
 
 def _tensors(source: Path) -> dict[str, Any]:
     try:
-        return load_file(source / WEIGHTS)
+        tensors: dict[str, Any] = load_file(source / WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"the adapter cannot be read: {error}", where=str(source), cure="give a whole one") from error
+    return tensors
