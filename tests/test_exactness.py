@@ -28,6 +28,7 @@ QUICK = {
     Cell("mid epoch 0", accumulation=4),
     Cell("mid epoch 1", accumulation=4, dropout=0.1, workers=2),
     Cell("boundary", accumulation=1, dropout=0.1),
+    Cell("mid epoch 1", accumulation=1, dropout=0.1),
 }
 OTHER_MATHS = [
     *matrix(moment=MOMENTS, accumulation=(4,), dropout=(0.1,), precision=("bf16",)),
@@ -124,7 +125,7 @@ def write_call(cell: Cell, folder: Path) -> None:
 def train_py(cell: Cell, folder: Path, die_before: str = "", **keys: Any) -> list[int]:
     """Exit codes of the processes of one call; when the first has died the others are ended, as by a launcher."""
     keys["output_dir"] = folder / "run"
-    command = [ROOT / "train.py", "--config", folder / "trial.yaml", *(f"{k}={v}" for k, v in keys.items())]
+    command = [f"{ROOT}/train.py", f"--config={folder}/trial.yaml", *(f"{k}={v}" for k, v in keys.items())]
     worlds = surroundings(cell, folder, die_before)
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(sys.executable, "-u", *command, env=env)) for env in worlds]
@@ -171,6 +172,18 @@ def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
     codes = trials.train(cell, folder, fate, save_steps=cell.saved_step if killed else "null")
     assert codes == [-signal.SIGKILL if killed else 0]
     assert not differences(trials.reference(cell), trials.resumed(cell, folder))
+
+
+@pytest.mark.slow
+def test_a_process_without_rows_has_its_generators_restored(trials: Trials) -> None:
+    """The only step after the resume has one row: the second process draws nothing that would set them anew."""
+    cell = Cell(dropout=0.1, ranks=2)
+    undisturbed, folder = trials.new_folder(), trials.new_folder()
+    assert trials.train(cell, undisturbed, max_train_steps=10) == [0, 0]
+    assert trials.train(cell, folder, Fate("SIGTERM", steps=8, rank=1), max_train_steps=10) == [0, 0]
+    assert (folder / "run/checkpoint_step_9").is_dir()
+    assert trials.train(cell, folder, max_train_steps=10) == [0, 0]
+    assert not differences(account(undisturbed), account(folder))
 
 
 # The comparison

@@ -166,7 +166,7 @@ class Witness:
         os.kill(os.getpid(), signal.Signals[fate.signal])
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
         digest = xxhash.xxh3_128()
         for parameter in parameters:
             digest.update(_raw(parameter))
@@ -196,7 +196,7 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
         return result
 
     register_module_forward_pre_hook(look)
-    CheckpointStore.save = commit_and_tell  # type: ignore[method-assign]
+    CheckpointStore.save = commit_and_tell  # type: ignore[method-assign, assignment]
     return main(["train", *arguments])
 
 
@@ -281,14 +281,15 @@ def account(folder: Path) -> dict[str, Any]:
     """All that can be told about a run that ended: a name for each fact, and facts that can be compared."""
     final = load_checkpoint(folder / "run/final_checkpoint")
     state = {key: value for key, value in final.state.items() if not isinstance(value, bytes)}
-    facts = {f"final checkpoint: {name}": value for name, value in _leaves(state)}
+    facts = witnessed(folder)
+    facts |= {f"final checkpoint: {name}": value for name, value in _leaves(state)}
     facts["manifest"] = final.manifest.info
     facts["evaluation.json"] = json.loads((folder / "run/evaluation.json").read_text())
     metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     for step in sorted({line["step"] for line in metrics}):
         lines = [line for line in metrics if line["step"] == step]
         facts[f"metrics of step {step}"] = [_without(line, BY_THE_CLOCK) for line in lines]
-    return facts | witnessed(folder)
+    return facts
 
 
 def witnessed(folder: Path) -> dict[str, Any]:
