@@ -42,13 +42,28 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
-    _set_determinism(config)
+    set_determinism(config)
     base = load_base(config.model_name, config.model_dtype, processes.device)
     log.say(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base, log)
     rows, eval_rows = (_tokenized(config, base, processes, split) for split in ("train", "eval"))
     for line in rows.description:
         log.say(f"data      {line}")
+    return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
+
+
+def join(
+    config: Config,
+    processes: Processes,
+    interrupts: Interrupts,
+    manager: CheckpointManager,
+    log: RunLog,
+    base: Base,
+    crowd: Crowd,
+    rows: TokenizedRows,
+    eval_rows: TokenizedRows,
+) -> Run:
+    """The run at step 0, of parts that are ready."""
     rows_per_step = config.global_batch_size or (
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
@@ -98,19 +113,7 @@ def plan_ahead(config: Config, num_rows: int, effective_batch: int) -> tuple[Pla
 
 def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
     """The agents on their base, by the way through it that gives the base's own logits."""
-    targets = config.lora_target_modules
-    settings = LoraSettings(
-        num_agents=config.num_agents,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        dropconnect=config.dropconnect_p,
-        target_modules=targets,
-        use_rslora=config.use_rslora,
-        initialize_adapters_rand=config.initialize_adapters_rand,
-        seed=config.seed,
-    )
-    crowd = Crowd(base.model, settings, base.name, pad_id=base.tokenizer.pad_token_id or 0)
+    crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
     if reason := crowd.choose_route():
         log.say(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
@@ -120,6 +123,21 @@ def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
     count = crowd.agents.weights.shape[1]
     log.say(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
     return crowd
+
+
+def lora_settings(config: Config) -> LoraSettings:
+    """What the configuration says about an agent."""
+    return LoraSettings(
+        num_agents=config.num_agents,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        dropconnect=config.dropconnect_p,
+        target_modules=config.lora_target_modules,
+        use_rslora=config.use_rslora,
+        initialize_adapters_rand=config.initialize_adapters_rand,
+        seed=config.seed,
+    )
 
 
 def _tokenized(config: Config, base: Base, processes: Processes, split: str) -> TokenizedRows:
@@ -157,7 +175,8 @@ def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     return lambda step: config.learning_rate * float(factor(step))
 
 
-def _set_determinism(config: Config) -> None:
+def set_determinism(config: Config) -> None:
+    """Choose deterministic algorithms, as the configuration says; before anything is computed."""
     if config.deterministic is False:
         return
     # Must be in the environment before the first cuBLAS handle is made.
