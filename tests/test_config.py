@@ -46,6 +46,7 @@ FIXED_DEFAULTS: dict[str, Any] = {
     "requeue": "auto",
     "interrupted_exit_code": 0,
     "eval_samples": 400,
+    "generation_eval_samples": 100,
     "output_dir": "ci_llm_output",
 }
 KEYS_OF_THE_ORIGINAL = [

@@ -164,6 +164,9 @@ class EvaluationKeys(Keys):
 
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: only at the end")
     eval_samples: Count | None = free(400, "rows of the final evaluation; null: all")
+    generation_eval_samples: Size = free(
+        100, "rows of the final evaluation that agents and crowd answer by generation; 0: none"
+    )
     max_new_tokens_eval: Count = free(256, "tokens generated per answer in an evaluation")
     early_stopping_patience: Count | None = schedule(None, "end after n evaluations without a better crowd; null: off")
 
@@ -243,7 +246,6 @@ NOT_YET: frozenset[str] = frozenset(
         "grace_s",
         "hang_timeout",
         "max_consecutive_nonfinite",
-        "max_new_tokens_eval",
         "nonfinite_lr_factor",
         "profile_steps",
     }

@@ -22,6 +22,7 @@ from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.init_from import start_from
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.prompts import Prompter, form_of
 from ci_llm.data.order import Plan
 from ci_llm.data.sources import load_rows
 from ci_llm.data.templates import chat_template
@@ -47,6 +48,7 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     log.say(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base, log)
     rows, eval_rows = (_tokenized(config, base, processes, split) for split in ("train", "eval"))
+    crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
     for line in rows.description:
         log.say(f"data      {line}")
     return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)

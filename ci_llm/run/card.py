@@ -16,10 +16,13 @@ def score_table(record: Mapping[str, Any]) -> str:
     count = len(exact["agents"])
     lines.append(f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}")
     lines.append(f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}")
+    if "vote" in exact:
+        lines.append(f"{'majority vote':<14}{exact['vote']:>12.3f}")
     for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
         gain = exact[key]
         lines.append(f"crowd - {name}: {gain['value']:+.3f} ± {gain['interval95']:.3f}")
-    lines.append(f"exact match over {record['n']} held-out rows; ± is a 95 % interval, paired over rows")
+    what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
+    lines.append(f"exact match of {what}, over {record['n']} held-out rows; ± is a 95 % interval, paired over rows")
     return "\n".join(lines)
 
 

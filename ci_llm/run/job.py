@@ -15,6 +15,7 @@ import psutil
 from ci_llm.ballot import Ballot
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
+from ci_llm.crowd.answers import merged
 from ci_llm.crowd.evaluate import evaluation_record
 from ci_llm.durable import write_json
 from ci_llm.errors import ConfigError
@@ -26,7 +27,7 @@ from ci_llm.logs.trackers import require_installed
 from ci_llm.processes import PeerLost, Processes
 from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
-from ci_llm.run.loop import Run, evaluate, steps, train
+from ci_llm.run.loop import Run, evaluate, examine_crowd, steps, train
 from ci_llm.run.resume import contents, describe, find_source, restore
 from ci_llm.slurm import Job, attempts_in_vain, end_now, end_of, put_back, read_job, record_attempt
 from ci_llm.status import PEER_LOST, Failure, RunStatus, write_failure
@@ -219,10 +220,11 @@ def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
     run.interrupts.plan = "the last step is saved; leaving"
     scores = evaluate(run)
+    answers = examine_crowd(run) if scores is not None else None
     if (stop := _asked_to_stop(run)) is not None or scores is None:
         return stop
     config = run.config
-    record = evaluation_record(scores, config.dataset_name, config.aggregator)
+    record = merged(evaluation_record(scores, config.dataset_name, config.aggregator), answers)
     run.log.say(score_table(record))
     folder = config.run_folder / "final_checkpoint"
     card = model_card(record, run.base.name, config.dataset_name, run.state.step, folder)

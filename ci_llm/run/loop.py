@@ -20,6 +20,7 @@ from torch import Tensor
 from ci_llm.ballot import Ballot, Verdict
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
+from ci_llm.crowd.answers import AnswerScores, Examination, examine
 from ci_llm.crowd.base import Base
 from ci_llm.crowd.evaluate import Scores, score
 from ci_llm.crowd.model import Crowd
@@ -203,6 +204,28 @@ def evaluate(run: Run) -> Scores | None:
     parts = run.processes.gather_object(own)
     whole = [part for part in parts if part is not None]
     return Scores.joined(whole) if len(whole) == len(parts) else None
+
+
+def examine_crowd(run: Run) -> AnswerScores | None:
+    """Generated answers scored over all processes; None if the rows ask nothing, or a stop was asked for."""
+    assert run.crowd.prompter is not None
+    config, prompter = run.config, run.crowd.prompter
+    asked = Examination.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
+    if not len(asked):
+        return None
+    with run.processes.autocast():
+        own = examine(
+            run.crowd,
+            prompter,
+            asked,
+            share(range(len(asked)), run.processes.index, run.processes.count, config.batch_size),
+            max_new_tokens=config.max_new_tokens_eval,
+            aggregator=config.aggregator,
+            stop=lambda: run.interrupts.stop_reason is not None,
+        )
+    parts = run.processes.gather_object(own)
+    whole = [part for part in parts if part is not None]
+    return AnswerScores.joined(whole) if len(whole) == len(parts) else None
 
 
 def evaluation_metrics(scores: Scores) -> dict[str, float]:
