@@ -7,15 +7,19 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
 from ci_llm.errors import CiLlmError, ConfigError
+
+if TYPE_CHECKING:
+    from ci_llm.config import Config
 
 USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train in one fused pass on one frozen base.
 
   python train.py [--config FILE] [key=value ...]     train, or go on where an earlier call stopped
   ci-llm train ...                                    the same
-  ci-llm status RUN                                   how a run stands: exit code 0 completed, 75 interrupted,
+  ci-llm status [RUN | key=value ...]                 how a run stands: exit code 0 completed, 75 interrupted,
                                                       3 running, 1 failed or vanished
 
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
@@ -60,13 +64,13 @@ def train(words: list[str]) -> int:
     """`ci-llm train`, and `python train.py`."""
     if "-h" in words or "--help" in words:
         return _help_train()
-    from ci_llm.config import load_config
     from ci_llm.interrupts import Interrupts, die_with_parent
     from ci_llm.launch import read_launch
 
     with Interrupts() as interrupts:
-        default = Path("configs.yaml")
-        config = load_config(default if default.is_file() else None, words)
+        config = _configuration(words)
+        if "--continue" in words:
+            _require_checkpoint(config.run_folder)
         launch = read_launch()
         if launch.dies_unheard:
             die_with_parent()
@@ -76,6 +80,23 @@ def train(words: list[str]) -> int:
         from ci_llm.run.job import run_job
 
         return run_job(config, interrupts, launch)
+
+
+def _configuration(words: Sequence[str]) -> Config:
+    """What train.py is called with, on top of the configs.yaml of this folder."""
+    from ci_llm.config import load_config
+
+    default = Path("configs.yaml")
+    return load_config(default if default.is_file() else None, [word for word in words if word != "--continue"])
+
+
+def _require_checkpoint(folder: Path) -> None:
+    if not any(folder.glob("*/manifest.json")):
+        raise ConfigError(
+            "there is no checkpoint to continue from",
+            where=f"--continue, output_dir: {folder}",
+            cure="leave --continue away for a fresh start, or give the output_dir or experiment_name of the run",
+        )
 
 
 def _help_train() -> int:
@@ -95,15 +116,15 @@ def _quiet_libraries() -> None:
 
 
 def status(words: list[str]) -> int:
-    """`ci-llm status RUN`."""
+    """`ci-llm status RUN`, or with the words of train.py: the run that they would train."""
     from ci_llm.status import read_status
 
-    folders = [word for word in words if not word.startswith("--")]
-    if len(folders) != 1:
-        raise ConfigError(
-            "which run?", where="command line", cure="ci-llm status RUN, e.g. ci-llm status ci_llm_output"
-        )
-    found = read_status(folders[0])
+    if {"-h", "--help"} & {*words}:
+        print(USAGE)
+        return 0
+    words = [word for word in words if word != "--debug"]
+    named = len(words) == 1 and "=" not in words[0] and not words[0].startswith("-")
+    found = read_status(words[0] if named else _configuration(words).run_folder)
     reason = f" ({found.reason})" if found.reason else ""
     print(f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}")
     if found.next_command:

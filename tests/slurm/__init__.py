@@ -1,0 +1,1 @@
+"""Scenarios on a real SLURM cluster."""

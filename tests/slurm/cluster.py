@@ -1,0 +1,305 @@
+"""A real SLURM cluster on one machine: munge, a controller and several nodes, as root, all below one folder.
+
+No systemd, no cgroups, no database. Every daemon runs in the foreground as a child of the test's process and dies
+with it; whatever a job leaves behind is found by the name of this cluster in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+DEADLINE_S = 300.0
+LOOK_S = 0.1
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun", "scancel", "munged", "setpriv")
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
+
+T = TypeVar("T")
+
+#: `cred_expire` is also how long a job that was put back waits before it may start again. GraceTime and KillWait are
+#: long enough for a machine under load, and cost nothing: a job that leaves earlier is gone earlier.
+SETTINGS = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SelectType=select/linear
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
+PriorityType=priority/basic
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+KillWait=60
+InactiveLimit=0
+SlurmctldTimeout=30
+SlurmdTimeout=10
+MessageTimeout=10
+TCPTimeout=5
+ReturnToService=2
+SlurmdParameters=config_overrides
+{nodes}
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here; None if one can."""
+    absent = [name for name in PROGRAMS if not _program(name)]
+    if absent:
+        return f"needs Debian's slurmctld, slurmd, slurm-client and munge: no {', '.join(absent)}"
+    return None if os.geteuid() == 0 else "slurmd needs root"
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def until(what: str, look: Callable[[], T | bool | None], *, deadline_s: float = DEADLINE_S) -> T:
+    """Look again and again until there is something to see."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if seen := look():
+            return seen  # type: ignore[return-value]
+        threading.Event().wait(LOOK_S)
+    raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
+
+
+class Cluster:
+    """Starts with `with`; at its end nothing of it is left.
+
+    Args:
+        folder: for everything that the cluster writes; a short path, because it holds sockets.
+        num_nodes: each takes one job at a time.
+    """
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        self.folder, self.config = folder, folder / "slurm.conf"
+        self.nodes = [f"node{i}" for i in range(1, num_nodes + 1)]
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._configure()
+            self._start_munge()
+            self._start("slurmctld", "slurmctld", "-D", "-f", self.config)
+            for node in self.nodes:
+                self._start(node, "slurmd", "-D", "-f", self.config, "-N", node)
+            until("all nodes are idle", self._is_ready, deadline_s=60)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the daemons first, so that nothing starts again, then what their jobs have left."""
+        for daemon in reversed(self._daemons.values()):
+            daemon.kill()
+            daemon.wait()
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in (*self._keepers(process), process):
+                    each.kill()
+
+    def call(self, *command: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+        """The output of one of SLURM's commands."""
+        done = subprocess.run(
+            [str(word) for word in command],
+            env={**_clean(os.environ), "SLURM_CONF": str(self.config), **(environment or {})},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout.strip()
+
+    def submit(
+        self,
+        script: Path,
+        *arguments: str,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Job:
+        """`sbatch OPTIONS SCRIPT ARGUMENTS`, from the folder `cwd`."""
+        cwd = cwd or self.folder
+        words = ["sbatch", "--parsable", *options, script, *arguments]
+        number = self.call(*words, environment=environment, cwd=cwd)
+        return Job(self, number, cwd / f"slurm-{number}.out")
+
+    def preempt(self, node: str) -> None:
+        """Send a job of higher priority to a node."""
+        options = ["--partition=high", f"--nodelist={node}", "--output=/dev/null", "--time=10"]
+        self.call("sbatch", *options, "--wrap=true", cwd=self.folder)
+
+    def kill_node(self, node: str, job: Job, *, processes: bool) -> None:
+        """A node dies without a word: its daemons, and with `processes` all that the job runs there."""
+        self._daemons[node].kill()
+        self._daemons[node].wait()
+        victims = [one for one in self.processes(job) if _environment(one).get("SLURMD_NODENAME") == node]
+        keepers = {keeper for victim in victims for keeper in self._keepers(victim)}
+        for one in (*keepers, *(victims if processes else ())):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+    def processes(self, job: Job | None = None) -> list[psutil.Process]:
+        """The processes of jobs of this cluster, or of one job, that are more than zombies."""
+        return [one for one in psutil.process_iter() if self._is_ours(one, job)]
+
+    def _is_ours(self, process: psutil.Process, job: Job | None) -> bool:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+                return False
+        except psutil.NoSuchProcess:
+            return False
+        environ = _environment(process)
+        mine = environ.get("SLURM_CONF") == str(self.config) and "SLURM_JOB_ID" in environ
+        return mine and (job is None or environ["SLURM_JOB_ID"] == job.number)
+
+    def _keepers(self, process: psutil.Process) -> Iterator[psutil.Process]:
+        """The slurmstepd of a process."""
+        try:
+            return iter([parent for parent in process.parents() if parent.name() == "slurmstepd"])
+        except psutil.NoSuchProcess:
+            return iter(())
+
+    # Starting
+
+    def _configure(self) -> None:
+        host = socket.gethostname().split(".")[0]
+        port, *ports = _free_ports(1 + len(self.nodes))
+        nodes = "\n".join(
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN"
+            for node, port in zip(self.nodes, ports, strict=True)
+        )
+        self.folder.chmod(0o755)
+        for name in ("state", *(f"spool.{node}" for node in self.nodes)):
+            (self.folder / name).mkdir()
+        self.config.write_text(SETTINGS.format(host=host, port=port, folder=self.folder, nodes=nodes))
+
+    def _start_munge(self) -> None:
+        """The service by which the daemons know each other, with a key of its own."""
+        home = self.folder / "munge"
+        home.mkdir(mode=0o700)
+        (home / "key").write_bytes(secrets.token_bytes(1024))
+        (home / "key").chmod(0o400)
+        names = {"key": "key", "pid": "pid", "log": "log", "seed": "seed"}
+        files = [f"--{option}-file={home / name}" for option, name in names.items()]
+        connection = self.folder / "munge.socket"
+        self._start("munged", "munged", "--foreground", "--force", f"--socket={connection}", *files)
+        until("munge listens", connection.exists, deadline_s=30)
+
+    def _start(self, name: str, program: str, *arguments: object) -> None:
+        words = [_program("setpriv"), "--pdeathsig", "KILL", _program(program), *map(str, arguments)]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                [str(word) for word in words],
+                env={**_clean(os.environ), "SLURM_CONF": str(self.config)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _is_ready(self) -> bool:
+        for name, daemon in self._daemons.items():
+            assert daemon.poll() is None, f"{name} has ended: {(self.folder / f'{name}.log').read_text()[-2000:]}"
+        try:
+            states = self.call("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split()
+        except AssertionError:  # the controller does not answer yet
+            return False
+        return states == ["idle"] * len(self.nodes)
+
+
+class Job:
+    """One job of a cluster, over all the times it is started."""
+
+    def __init__(self, cluster: Cluster, number: str, output: Path) -> None:
+        self.cluster, self.number, self.output = cluster, number, output
+
+    def show(self) -> dict[str, str]:
+        """What scontrol says of it, by SLURM's names."""
+        words = self.cluster.call("scontrol", "show", "job", "-o", self.number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def said(self) -> str:
+        """Its output so far."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def until(self, what: str, look: Callable[[], T | bool | None]) -> T:
+        """Look until there is something to see; at once an error if the job ends without it."""
+
+        def look_at_both() -> T | bool | None:
+            ended = self.show()["JobState"] in ENDED
+            seen = look()
+            assert seen or not ended, f"job {self.number} ended before: {what}\n{self.show()}\n{self.said()}"
+            return seen
+
+        return until(f"{what}\n{self.said()}", look_at_both)
+
+    def until_ended(self) -> dict[str, str]:
+        """Wait for its end; what SLURM says of it then."""
+
+        def ended() -> dict[str, str] | None:
+            shown = self.show()
+            return shown if shown["JobState"] in ENDED else None
+
+        return until(f"job {self.number} has ended", ended)
+
+    @property
+    def node(self) -> str:
+        """The name of its first node."""
+        return self.show()["BatchHost"]
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+        return {}
+
+
+def _clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the traces of a job in which the tests themselves may run."""
+    return {name: value for name, value in environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def hold(pid: int) -> None:
+    """Make a process stand still until SLURM, which sends a SIGCONT before each SIGTERM, wakes it."""
+    os.kill(pid, signal.SIGSTOP)

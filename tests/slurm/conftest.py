@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, missing
+
+NUM_NODES = 10
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """One cluster for all scenarios, which run on it side by side."""
+    if reason := missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), NUM_NODES) as cluster:
+        yield cluster
