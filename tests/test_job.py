@@ -27,6 +27,8 @@ SMALL = [
     "max_train_steps=6",
     "batch_size=4",
     "eval_samples=8",
+    "generation_eval_samples=4",
+    "max_new_tokens_eval=16",
     "eval_steps=4",
     "save_steps=2",
 ]

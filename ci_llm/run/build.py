@@ -30,7 +30,7 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.processes import Processes
-from ci_llm.run.loop import Run
+from ci_llm.run.run import Run
 from ci_llm.run.state import TrainState
 from ci_llm.status import RunStatus
 

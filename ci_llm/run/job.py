@@ -27,8 +27,10 @@ from ci_llm.logs.trackers import require_installed
 from ci_llm.processes import PeerLost, Processes
 from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
-from ci_llm.run.loop import Run, evaluate, examine_crowd, steps, train
+from ci_llm.run.judge import evaluate, examine_crowd
+from ci_llm.run.loop import steps, train
 from ci_llm.run.resume import contents, describe, find_source, restore
+from ci_llm.run.run import Run
 from ci_llm.slurm import Job, attempts_in_vain, end_now, end_of, put_back, read_job, record_attempt
 from ci_llm.status import PEER_LOST, Failure, RunStatus, write_failure
 from ci_llm.walltime import Deadline, Walltime, find_deadline

@@ -8,9 +8,8 @@ memory waiting there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import psutil
@@ -18,51 +17,12 @@ import torch
 from torch import Tensor
 
 from ci_llm.ballot import Ballot, Verdict
-from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.config import Config
-from ci_llm.crowd.answers import AnswerScores, Examination, examine
-from ci_llm.crowd.base import Base
-from ci_llm.crowd.evaluate import Scores, score
-from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.objective import Objective
-from ci_llm.data.batches import Batch, pack, stream
-from ci_llm.data.order import Plan, share
-from ci_llm.data.tokens import TokenizedRows
-from ci_llm.interrupts import Interrupts
-from ci_llm.logs.run_log import RunLog
-from ci_llm.processes import Processes
+from ci_llm.data.batches import Batch, stream
 from ci_llm.rng import seed_everything
-from ci_llm.run.state import TrainState
-from ci_llm.status import RunStatus
-from ci_llm.walltime import Pace
+from ci_llm.run.judge import evaluate_and_log, evaluation_due, evaluation_missed
+from ci_llm.run.run import Run
 
 Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
-
-
-@dataclass
-class Run:
-    """Everything a run needs, made once by `build.py`; `state` is the only thing that moves."""
-
-    config: Config
-    base: Base
-    tokenizer_files: dict[str, bytes]
-    crowd: Crowd
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    rows: TokenizedRows
-    eval_rows: TokenizedRows
-    processes: Processes
-    interrupts: Interrupts
-    manager: CheckpointManager
-    log: RunLog
-    status: RunStatus
-    state: TrainState
-    plan: Plan
-    total_steps: int
-    learning_rate: Callable[[int], float]
-    remembered_trackers: dict[str, str] = field(default_factory=dict)
-    meter: Meter = field(default_factory=lambda: Meter())
-    pace: Pace = field(default_factory=Pace)
 
 
 @dataclass
@@ -83,7 +43,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
     Returns:
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
-    stop = evaluate_and_log(run) if _evaluation_missed(run) else None
+    stop = evaluate_and_log(run) if evaluation_missed(run) else None
     for step, micro_batches in batches if stop is None else ():
         run.interrupts.plan = f"saving step {step + 1}"
         run.pace.begin_step()
@@ -97,7 +57,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
-        if stop is None and _evaluation_due(run) and (stop := evaluate_and_log(run)) is not None:
+        if stop is None and evaluation_due(run) and (stop := evaluate_and_log(run)) is not None:
             save(run)
         if stop is not None:
             break
@@ -186,70 +146,6 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
     return figures
 
 
-def evaluate_and_log(run: Run) -> str | None:
-    """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
-    scores = evaluate(run)
-    stop = run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason)).stop
-    if scores is not None:
-        run.log.metrics(run.state.step, evaluation_metrics(scores))
-    return stop
-
-
-def evaluate(run: Run) -> Scores | None:
-    """Scores over all processes, each of which takes its share of the rows; None if a stop was asked for."""
-    shares = share(range(len(run.eval_rows)), run.processes.index, run.processes.count, 4 * run.config.batch_size)
-    batches = (pack([run.eval_rows[i] for i in part], part) for part in shares)
-    with run.processes.autocast():
-        own = score(run.crowd, batches, run.config.aggregator, stop=lambda: run.interrupts.stop_reason is not None)
-    parts = run.processes.gather_object(own)
-    whole = [part for part in parts if part is not None]
-    return Scores.joined(whole) if len(whole) == len(parts) else None
-
-
-def examine_crowd(run: Run) -> AnswerScores | None:
-    """Generated answers scored over all processes; None if the rows ask nothing, or a stop was asked for."""
-    assert run.crowd.prompter is not None
-    config, prompter = run.config, run.crowd.prompter
-    asked = Examination.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
-    if not len(asked):
-        return None
-    with run.processes.autocast():
-        own = examine(
-            run.crowd,
-            prompter,
-            asked,
-            share(range(len(asked)), run.processes.index, run.processes.count, config.batch_size),
-            max_new_tokens=config.max_new_tokens_eval,
-            aggregator=config.aggregator,
-            stop=lambda: run.interrupts.stop_reason is not None,
-        )
-    parts = run.processes.gather_object(own)
-    whole = [part for part in parts if part is not None]
-    return AnswerScores.joined(whole) if len(whole) == len(parts) else None
-
-
-def evaluation_metrics(scores: Scores) -> dict[str, float]:
-    """The scores as metrics: nats per target token, and the share of rows reproduced exactly."""
-    metrics = {}
-    names = [*(f"agent{k}" for k in range(len(scores.right) - 1)), "crowd"]
-    for name, exact, nll in zip(names, scores.exact_match, scores.mean_nll, strict=True):
-        metrics[f"eval/{name}/nll"] = nll
-        metrics[f"eval/{name}/exact_match"] = exact
-    return metrics
-
-
-def _evaluation_due(run: Run) -> bool:
-    every, step = run.config.eval_steps, run.state.step
-    return every is not None and step % every == 0 and step < run.total_steps
-
-
-def _evaluation_missed(run: Run) -> bool:
-    """Whether the attempt before ended between the step this one goes on from and the evaluation due there."""
-    if run.state.step == 0 or not _evaluation_due(run):
-        return False
-    return not run.processes.broadcast_object(run.log.has_metric(run.state.step, "eval/crowd/nll"))
-
-
 def _ballot(run: Run, step: int, sums: Sums) -> Ballot:
     wanted = run.interrupts.take_save_request()
     return Ballot(
@@ -258,23 +154,3 @@ def _ballot(run: Run, step: int, sums: Sums) -> Ballot:
         stop=run.interrupts.stop_reason,
         save=wanted or (run.processes.is_main and run.manager.should_save(step + 1)),
     )
-
-
-@dataclass
-class Meter:
-    """Speed since the last reading."""
-
-    tokens: int = 0
-    steps: int = 0
-    since: float = field(default_factory=time.perf_counter)
-
-    def count(self, tokens: int) -> None:
-        self.tokens += tokens
-        self.steps += 1
-
-    def read(self) -> dict[str, float]:
-        now = time.perf_counter()
-        elapsed = max(now - self.since, 1e-9)
-        rates = {"tokens_per_s": self.tokens / elapsed, "step_time_s": elapsed / max(self.steps, 1)}
-        self.tokens, self.steps, self.since = 0, 0, now
-        return rates

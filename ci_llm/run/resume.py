@@ -20,7 +20,7 @@ from ci_llm._version import __version__
 from ci_llm.checkpoints.manager import Checkpoint, CheckpointManager, load_checkpoint
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, ForeignCheckpoint
-from ci_llm.run.loop import Run
+from ci_llm.run.run import Run
 from ci_llm.run.state import TrainState
 
 LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")

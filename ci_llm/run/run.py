@@ -1,0 +1,69 @@
+"""Everything a run is made of, joined once and handed around; where it stands is the only thing that moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.config import Config
+from ci_llm.crowd.base import Base
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.order import Plan
+from ci_llm.data.tokens import TokenizedRows
+from ci_llm.interrupts import Interrupts
+from ci_llm.logs.run_log import RunLog
+from ci_llm.processes import Processes
+from ci_llm.run.state import TrainState
+from ci_llm.status import RunStatus
+from ci_llm.walltime import Pace
+
+
+@dataclass
+class Meter:
+    """Speed since the last reading."""
+
+    tokens: int = 0
+    steps: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+    def count(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.steps += 1
+
+    def read(self) -> dict[str, float]:
+        now = time.perf_counter()
+        elapsed = max(now - self.since, 1e-9)
+        rates = {"tokens_per_s": self.tokens / elapsed, "step_time_s": elapsed / max(self.steps, 1)}
+        self.tokens, self.steps, self.since = 0, 0, now
+        return rates
+
+
+@dataclass
+class Run:
+    """Everything a run needs, made once by `build.py`; `state` is the only thing that moves."""
+
+    config: Config
+    base: Base
+    tokenizer_files: dict[str, bytes]
+    crowd: Crowd
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    rows: TokenizedRows
+    eval_rows: TokenizedRows
+    processes: Processes
+    interrupts: Interrupts
+    manager: CheckpointManager
+    log: RunLog
+    status: RunStatus
+    state: TrainState
+    plan: Plan
+    total_steps: int
+    learning_rate: Callable[[int], float]
+    remembered_trackers: dict[str, str] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
+    pace: Pace = field(default_factory=Pace)
