@@ -35,8 +35,6 @@ class Policy:
         min_learning_rate, min_batch_size: what a cut never goes below.
         reduction: divides the learning rate after non-finite values, the batch after out of memory.
         patience: attempts in a row that change nothing and bring nothing, after which it gives up.
-        good_after_steps: finite steps between a checkpoint and the first bad step, for the checkpoint to count as
-            good; for runs that report their steps.
         lasting_s: a script that reports no steps has made progress if it ran this long.
         first_wait_s, disk_wait_s: the first pause after a crash and after a full disk; doubled each time.
         longest_wait_s: where doubling ends.
@@ -47,7 +45,6 @@ class Policy:
     min_batch_size: int = 1
     reduction: float = 1.5
     patience: int = 3
-    good_after_steps: int = 50
     lasting_s: float = 600.0
     first_wait_s: float = 5.0
     disk_wait_s: float = 60.0
@@ -63,7 +60,7 @@ class Outcome:
         stopping: the supervisor had been told to stop; nothing is launched any more.
         progress: the attempt brought something that stays: a newer checkpoint, or a long time of running.
         learning_rate, batch_size: what it ran with; None where nobody knows, and then neither can be cut.
-        last_good_step: optimizer steps done before the first non-finite one, of a run that can go back.
+        good_step: the newest step whose checkpoint counts as good after non-finite values, of a run that can go back.
     """
 
     kind: Kind
@@ -72,7 +69,7 @@ class Outcome:
     progress: bool = False
     learning_rate: float | None = None
     batch_size: int | None = None
-    last_good_step: int | None = None
+    good_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,12 +119,11 @@ def _cut_learning_rate(outcome: Outcome, policy: Policy) -> Decision:
         return _give_up("non-finite values, and no learning rate is known that could be cut")
     if rate <= policy.min_learning_rate:
         return _give_up(f"non-finite values at {rate:.3g}, and the learning rate may not go below it")
-    back_to = None if outcome.last_good_step is None else max(0, outcome.last_good_step - policy.good_after_steps)
     return Decision(
         "relaunch",
         "non-finite values",
         learning_rate=max(rate / policy.reduction, policy.min_learning_rate),
-        resume_at_most_step=back_to,
+        resume_at_most_step=outcome.good_step,
     )
 
 

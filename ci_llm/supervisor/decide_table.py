@@ -21,9 +21,9 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("nonfinite", "", (), replace(_RAN, kind="nonfinite")),
     (
         "nonfinite",
-        "ours, the last good step was 300",
+        "ours, good until step 250",
         (),
-        replace(_RAN, kind="nonfinite", last_good_step=300),
+        replace(_RAN, kind="nonfinite", good_step=250),
     ),
     ("nonfinite", "near the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1.2e-6)),
     ("nonfinite", "at the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1e-6)),

@@ -11,6 +11,7 @@ from typing import Final
 
 from ci_llm.config.yaml_lines import dump_value
 from ci_llm.errors import ConfigError
+from ci_llm.slurm import SUPERVISED, put_back
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.call import Call
 from ci_llm.supervisor.configs import ConfigText, TemporaryConfigs, read_config
@@ -21,6 +22,7 @@ from ci_llm.supervisor.overrides import overrides, rewritten, same_key, value_of
 from ci_llm.supervisor.verdict import judge_by_output
 
 GRACE_S: Final = 10.0
+MAX_REQUEUES: Final = 100
 LEARNING_RATE_KEYS: Final = ("training.learning_rate", "learning_rate")
 BATCH_SIZE_KEYS: Final = ("training.meta_batch_size", "training.batch_size", "batch_size")
 SCALED_KEY: Final = ("training.", ".constant_product")
@@ -85,8 +87,8 @@ class ForeignScript:
         return [*start, "--config-path", str(folder.absolute()), "--config-name", name, *self._words]
 
     def environment(self) -> Mapping[str, str]:
-        """Ours, unchanged."""
-        return dict(os.environ)
+        """Ours; only a trainer of this project would take notice of the addition."""
+        return {SUPERVISED: "1", **os.environ}
 
     def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
         """A script whose loss is NaN is ended: whatever it still computes is lost."""
@@ -115,6 +117,10 @@ class ForeignScript:
         self._adjusted |= new
         self._hand_on(retry)
         return lines
+
+    def put_back(self, stop_reason: str | None) -> str | None:
+        """Ask SLURM to run this job again. Whether the script goes on or begins anew then is its own business."""
+        return put_back("auto", stop_reason or "", max_requeues=MAX_REQUEUES, in_vain=0)
 
     def close(self) -> list[str]:
         """Remove the temporary configuration and see that the original is what it was."""

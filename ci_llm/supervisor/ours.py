@@ -14,7 +14,8 @@ from ci_llm.config import load_config
 from ci_llm.durable import read_json
 from ci_llm.errors import BadInput
 from ci_llm.recovery import read_recovery, write_recovery
-from ci_llm.status import VANISHED_AFTER_S, Status, earliest_failure, read_failures, read_status
+from ci_llm.slurm import SUPERVISED, attempts_in_vain, put_back
+from ci_llm.status import VANISHED_AFTER_S, Failure, Status, earliest_failure, read_failures, read_status
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.decide import Decision, Outcome
 from ci_llm.supervisor.evidence import Evidence
@@ -71,6 +72,7 @@ class OurRun:
         self._heard = (0, time.monotonic())
         patience_s = max(1, int(self.grace_s - _LAUNCHER_RESERVE_S))
         return {
+            SUPERVISED: "1",
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience_s),
             **os.environ,
@@ -103,7 +105,7 @@ class OurRun:
             progress=saved > self._saved_before,
             learning_rate=self._config.learning_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
-            last_good_step=cause.step if cause and kind == "nonfinite" else None,
+            good_step=self._good_step(cause) if kind == "nonfinite" else None,
         )
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
@@ -125,11 +127,27 @@ class OurRun:
             write_recovery(self._folder, self._recovery)
         return lines
 
+    def put_back(self, stop_reason: str | None) -> str | None:
+        """Ask SLURM to run this job again, as the configuration allows."""
+        status = self._status()
+        return put_back(
+            self._config.requeue,
+            stop_reason or (status and status.reason) or "",
+            max_requeues=self._config.max_requeues,
+            in_vain=attempts_in_vain(self._folder, status.step) if status else 0,
+        )
+
     def close(self) -> list[str]:
         """The configuration was never touched."""
         steps = CheckpointStore(self._folder).all_steps()
         saved = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
         return [f"{saved} in {self._folder}", "original unchanged: adjustments travel in recovery.json"]
+
+    def _good_step(self, cause: Failure | None) -> int | None:
+        """The failure names the last finite step; what went wrong may have begun a little before it showed."""
+        if cause is None or cause.step is None:
+            return None
+        return max(0, cause.step - self._config.good_after_steps)
 
     def _micro_batch_size(self) -> int:
         """The one in force: the trainer may have cut it by itself, which it tells in status.json."""

@@ -59,9 +59,11 @@ class Supervision:
             while decision.exit_code is None:
                 decision = self._next()
             self._conclude(decision)
-            return decision.exit_code
         finally:
             self._say_all(self._training.close())
+        if decision.action == "requeue" and (line := self._training.put_back(self._interrupts.stop_reason)):
+            self._story.say(line)
+        return decision.exit_code
 
     def _next(self) -> Decision:
         """One attempt and what follows from it; a decision with an exit code is the last."""

@@ -45,6 +45,14 @@ class Training(Protocol):
         """Make the next attempt what `decision` says; returns what changes, in lines for people."""
         ...
 
+    def put_back(self, stop_reason: str | None) -> str | None:
+        """Ask the scheduler to run this supervision again, as the last act; returns a line for people.
+
+        Args:
+            stop_reason: the signal that the supervisor got; None if the training stopped by itself.
+        """
+        ...
+
     def close(self) -> list[str]:
         """Leave nothing temporary behind; returns what is to say at the end."""
         ...

@@ -1,0 +1,130 @@
+"""A supervisor as a person runs it: in a session and on a pseudo-terminal of its own, or with its output in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+DEADLINE_S = 180.0
+#: The same door, with pauses of no time: tests wait for events only.
+HASTY = """
+import functools, sys
+from ci_llm.cli import guarded
+from ci_llm.supervisor import call, door
+call.Policy = functools.partial(call.Policy, first_wait_s=0.0, disk_wait_s=0.0)
+sys.exit(guarded(lambda: door.supervise(sys.argv[1:]), debug=False))
+"""
+
+
+class Terminal:
+    """`python safe_train.py ...` and everything it writes; a context manager that leaves no process behind.
+
+    Args:
+        cwd: the folder it is started in.
+        is_terminal: whether its output goes to a pseudo-terminal, 90 columns wide, or into a pipe.
+        hasty: without pauses before a relaunch.
+    """
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        cwd: Path,
+        is_terminal: bool = True,
+        hasty: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._read_fd, write_fd = os.openpty() if is_terminal else os.pipe()
+        if is_terminal:
+            modes = termios.tcgetattr(write_fd)
+            modes[1] &= ~termios.OPOST  # what arrives here is then what was written, byte for byte
+            termios.tcsetattr(write_fd, termios.TCSANOW, modes)
+            self.resize(90)
+        door = ["-c", HASTY] if hasty else [str(ROOT / "safe_train.py")]
+        self.process = subprocess.Popen(
+            [sys.executable, *door, *map(str, arguments)],
+            cwd=cwd,
+            env={**os.environ, **({"PYTHONPATH": str(ROOT)} if hasty else {}), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=write_fd,
+            stderr=write_fd,
+            start_new_session=True,
+        )
+        os.close(write_fd)
+        self.output = b""
+        self._news = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        return self.output.decode(errors="replace")
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._read_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read_until(self, text: str) -> str:
+        """What was written up to and with `text`."""
+        wanted = text.encode()
+        with self._news:
+            found = self._news.wait_for(lambda: wanted in self.output or self._ended, DEADLINE_S)
+            if not found or wanted not in self.output:
+                raise AssertionError(f"no {text!r} in {self.text}")
+            return self.text[: self.text.index(text) + len(text)]
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code, once everything that was written has been read."""
+        try:
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {DEADLINE_S} s; so far: {self.text}") from None
+        self._reader.join(DEADLINE_S)
+        return code
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def _read(self) -> None:
+        data = b"?"
+        while data:
+            data = b""
+            with contextlib.suppress(OSError):  # the end of a pseudo-terminal
+                data = os.read(self._read_fd, 1 << 16)
+            with self._news:
+                self.output += data
+                self._ended = not data
+                self._news.notify_all()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*self.descendants(), psutil.Process(self.process.pid)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        os.close(self._read_fd)
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """Nothing of these is left, once they have had the time that a KILL takes."""
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,216 @@
+"""Our own run under the supervisor: every kind of fault, every ordered pair of them, on a trainer without training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.durable import write_json
+from ci_llm.errors import CheckpointError
+from ci_llm.recovery import Recovery, read_recovery, write_recovery
+from ci_llm.status import Status, is_alive, pid_space
+from ci_llm.supervisor import ours
+from ci_llm.supervisor.evidence import Evidence
+from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
+
+KINDS = ("nonfinite", "out_of_memory", "killed", "interrupted", "hang", "disk_full", "damaged")
+WORDS = ["--train-script", SCRIPTS / "light_trainer.py", "batch_size=64", "learning_rate=4e-3", "good_after_steps=1"]
+
+
+def every_pair(kinds: tuple[str, ...]) -> list[str]:
+    """A walk in which every kind follows every kind, itself included, exactly once (Hierholzer)."""
+    left = {kind: list(kinds) for kind in kinds}
+    walk, stack = list[str](), [kinds[0]]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+def supervise(folder: Path, faults: list[str]) -> tuple[list[int], list[dict[str, Any]]]:
+    """Run until completed, calling again what was interrupted; the exit codes, and what every attempt was asked for."""
+    plan = {str(attempt): fault for attempt, fault in enumerate(faults, 1)}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    codes = [75]
+    while codes[-1] == 75:
+        with Terminal(*WORDS, "--max-retries", 99, cwd=folder, hasty=True, env={"PYTHONPATH": str(ROOT)}) as terminal:
+            codes.append(terminal.wait())
+            assert codes[-1] in (0, 75), terminal.text
+    return codes[1:], [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+
+
+def assert_each_fault_was_answered(faults: list[str], attempts: list[dict[str, Any]]) -> None:
+    """What came after each fault: the attempt went on from the right step, with what was asked for and no more."""
+    assert [one["attempt"] for one in attempts] == list(range(1, len(faults) + 2))
+    for fault, (before, after) in zip(faults, pairwise(attempts), strict=True):
+        reached = before["from"] + 4
+        # A damaged newest checkpoint costs one more interval; going back ends before the first bad step.
+        expected = {"damaged": reached - 2, "nonfinite": reached - 2}.get(fault, reached)
+        assert after["from"] == expected, (fault, before, after)
+        assert after["allowed"] == (reached - 1 if fault == "nonfinite" else None)
+        factor = before["factor"] / 1.5 if fault == "nonfinite" else before["factor"]
+        assert after["factor"] == pytest.approx(factor)
+        micro = int((before["micro"] or 64) / 1.5) if fault == "out_of_memory" else before["micro"]
+        assert after["micro"] == micro
+
+
+def test_each_kind_of_fault_once(tmp_path: Path) -> None:
+    codes, attempts = supervise(tmp_path, list(KINDS))
+    assert codes == [75, 0]
+    assert_each_fault_was_answered(list(KINDS), attempts)
+    told = (tmp_path / "safe_train.log").read_text()
+    for kind in KINDS:
+        assert (kind if kind != "damaged" else "killed") in told
+    assert "newest checkpoint: step 1000 in ci_llm_output" in told
+    assert "original unchanged: adjustments travel in recovery.json" in told
+    assert len(read_recovery(tmp_path / "ci_llm_output").because) == 2
+
+
+@pytest.mark.slow
+def test_every_ordered_pair_of_faults(tmp_path: Path) -> None:
+    faults = every_pair(KINDS)
+    assert len(set(pairwise(faults))) == len(KINDS) ** 2
+    codes, attempts = supervise(tmp_path, faults)
+    assert codes == [75] * faults.count("interrupted") + [0]
+    assert_each_fault_was_answered(faults, attempts)
+
+
+def test_no_progress_gives_up(tmp_path: Path) -> None:
+    (tmp_path / "never.py").write_text("from ci_llm.cli import guarded\nimport os\nos.kill(os.getpid(), 9)\n")
+    with Terminal("--train-script", "never.py", cwd=tmp_path, hasty=True) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
+
+
+def test_a_signal_lets_our_run_save(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(
+        "from ci_llm.cli import guarded\nfrom ci_llm.interrupts import Interrupts\n"
+        "from ci_llm.status import RunStatus\n"
+        "with Interrupts() as heard:\n"
+        "    status = RunStatus('ci_llm_output', 1)\n    import os\n    os.mkdir('ci_llm_output')\n"
+        "    status.start()\n    print('ready', flush=True)\n    heard.wait()\n"
+        "    status.step = 7\n    status.finish('interrupted', heard.stop_reason)\n"
+    )
+    with Terminal("--train-script", "saves.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75, terminal.text
+    assert "interrupted: signal:SIGTERM, step 7" in (tmp_path / "safe_train.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["--", "accelerate", "launch", "--num_processes=1", "train.py"]])
+def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: list[str]) -> None:
+    """`accelerate launch` dies of the SIGTERM that its orphan, the trainer, survives to save."""
+    (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
+    words = ["num_agents=1", "max_train_steps=40", "max_train_samples=40", "batch_size=2", "num_workers=0"]
+    words += ["eval_steps=null", "eval_samples=2", "max_new_tokens_eval=4"]
+    path = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with Terminal(*words, *launcher, cwd=tmp_path, env=path) as first:
+        first.read_until("batch  ")
+        processes = first.descendants()
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 75, first.text
+        assert not [process for process in processes if is_alive(process.pid)]
+    [step] = CheckpointStore(tmp_path / "ci_llm_output").all_steps()
+    assert f"interrupted: signal:SIGTERM, step {step}" in first.text
+    with Terminal(*words, *launcher, cwd=tmp_path, env=path) as second:
+        assert second.wait() == 0, second.text
+    assert f"resume    step {step} of 40" in second.text
+    assert "attempt 1 ended" in second.text
+
+
+# What is refused before anything is launched
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["batch_size=none"], ["batch_size is 'none'"]),
+        (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
+        (["--lr-key", "lr"], ["our own trainer takes no --lr-key"]),
+        (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
+        (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
+    ],
+)
+def test_a_wrong_configuration_is_refused_at_once(tmp_path: Path, words: list[str], told: list[str]) -> None:
+    script = [] if "--" in words else ["--train-script", SCRIPTS / "light_trainer.py"]
+    with Terminal(*script, *words, cwd=tmp_path) as terminal:
+        assert terminal.wait() == 2, terminal.text
+    assert os.listdir(tmp_path) == []
+    for part in told:
+        assert part in terminal.text
+
+
+# A run that gives no sign of life
+
+
+def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> ours.OurRun:
+    monkeypatch.chdir(folder)
+    run = ours.OurRun(["true"], ["output_dir=run"])
+    run.environment()
+    now = time.time()
+    (folder / "run").mkdir()
+    told = Status("running", None, 5, 1, os.getpid(), "host", pid_space(), now, now)
+    write_json(folder / "run" / "status.json", asdict(replace(told, **status)))
+    return run
+
+
+def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "HANG_AFTER_S", -1.0)
+    run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
+    assert run.orders(Evidence()) == ("kill", "hang")
+
+
+def test_a_run_that_still_speaks_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
+    assert run.orders(Evidence()) is None  # it was launched a moment ago; its disk may be full
+
+
+def test_a_run_whose_heart_beats_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch)
+    started = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: started + 3600)  # and has said nothing for an hour
+    assert run.orders(Evidence()) is None
+
+
+def test_a_run_that_has_ended_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "HANG_AFTER_S", -1.0)
+    run = run_in(tmp_path, monkeypatch, status="completed", heartbeat=0.0)
+    assert run.orders(Evidence()) is None
+
+
+# recovery.json
+
+
+def test_recovery_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert read_recovery(tmp_path / "run") == Recovery()
+    state = Recovery(0.5, 3, 120, 4, ("attempt 4: non-finite values",))
+    write_recovery(tmp_path / "run", state)
+    assert read_recovery(tmp_path / "run") == state
+    assert json.loads((tmp_path / "run" / "recovery.json").read_text())["because"] == list(state.because)
+
+
+def test_going_back_is_asked_of_one_attempt_only() -> None:
+    state = Recovery(resume_at_most_step=120, after_attempt=4)
+    assert [state.latest_step_allowed(attempt) for attempt in (3, 4, 5, None)] == [None, 120, None, None]
+    assert Recovery().latest_step_allowed(None) is None
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"learning_rate_factor": 0}', '{"learning_rate_factor": "x"}'])
+def test_a_recovery_state_that_is_none_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recovery.json").write_text(text)
+    with pytest.raises(CheckpointError, match="recovery state cannot be read"):
+        read_recovery(tmp_path)
