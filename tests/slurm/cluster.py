@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,10 +124,11 @@ class Cluster:
         for daemon in reversed(self._daemons.values()):
             daemon.kill()
             daemon.wait()
-        for process in self.processes():
+        # A slurmstepd has no environment, and the folder of the slurmd that started it.
+        keepers = [one for one in psutil.process_iter(["name", "cwd"]) if one.info["name"] == "slurmstepd"]
+        for one in [*(keeper for keeper in keepers if keeper.info["cwd"] == str(self.folder)), *self.processes()]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                for each in (*self._keepers(process), process):
-                    each.kill()
+                one.kill()
 
     def call(self, *command: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
         """The output of one of SLURM's commands."""
@@ -161,15 +162,19 @@ class Cluster:
         options = ["--partition=high", f"--nodelist={node}", "--output=/dev/null", "--time=10"]
         self.call("sbatch", *options, "--wrap=true", cwd=self.folder)
 
-    def kill_node(self, node: str, job: Job, *, processes: bool) -> None:
-        """A node dies without a word: its daemons, and with `processes` all that the job runs there."""
+    def lose_node(self, node: str) -> None:
+        """The controller hears nothing more of a node; what runs there goes on."""
         self._daemons[node].kill()
         self._daemons[node].wait()
+
+    def kill_node(self, node: str, job: Job) -> None:
+        """A node is gone, with all that the job runs there."""
+        self.lose_node(node)
         victims = [one for one in self.processes(job) if _environment(one).get("SLURMD_NODENAME") == node]
-        keepers = {keeper for victim in victims for keeper in self._keepers(victim)}
-        for one in (*keepers, *(victims if processes else ())):
+        for victim in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                for one in (*(parent for parent in victim.parents() if parent.name() == "slurmstepd"), victim):
+                    one.kill()
 
     def processes(self, job: Job | None = None) -> list[psutil.Process]:
         """The processes of jobs of this cluster, or of one job, that are more than zombies."""
@@ -184,13 +189,6 @@ class Cluster:
         environ = _environment(process)
         mine = environ.get("SLURM_CONF") == str(self.config) and "SLURM_JOB_ID" in environ
         return mine and (job is None or environ["SLURM_JOB_ID"] == job.number)
-
-    def _keepers(self, process: psutil.Process) -> Iterator[psutil.Process]:
-        """The slurmstepd of a process."""
-        try:
-            return iter([parent for parent in process.parents() if parent.name() == "slurmstepd"])
-        except psutil.NoSuchProcess:
-            return iter(())
 
     # Starting
 
@@ -224,6 +222,7 @@ class Cluster:
             self._daemons[name] = subprocess.Popen(
                 [str(word) for word in words],
                 env={**_clean(os.environ), "SLURM_CONF": str(self.config)},
+                cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,3 +1,5 @@
+"""The cluster that all scenarios share."""
+
 from __future__ import annotations
 
 import tempfile
@@ -16,5 +18,6 @@ def cluster() -> Iterator[Cluster]:
     """One cluster for all scenarios, which run on it side by side."""
     if reason := missing():
         pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), NUM_NODES) as cluster:
+    scratch = tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True)
+    with scratch as folder, Cluster(Path(folder), NUM_NODES) as cluster:
         yield cluster

@@ -163,7 +163,7 @@ def node_died(scene: Scenario) -> dict[str, Any]:
     job = scene.submit()
     scene.catch(job)
     newest = scene.newest_step()
-    scene.cluster.kill_node(job.node, job, processes=True)
+    scene.cluster.kill_node(job.node, job)
     shown = job.until_ended()
     return {"shown": shown, "newest": newest, "log": scene.log(), "weights": scene.weights()}
 
@@ -172,7 +172,7 @@ def split_brain(scene: Scenario) -> dict[str, Any]:
     """(f) SLURM takes a node for dead that only slept: the old attempt wakes up when the new one is done."""
     job = scene.submit()
     sleeper = scene.catch(job)
-    scene.cluster.kill_node(job.node, job, processes=False)
+    scene.cluster.lose_node(job.node)
     shown = job.until_ended()
     before = digests(scene.run)
     os.kill(sleeper, signal.SIGCONT)
@@ -181,9 +181,10 @@ def split_brain(scene: Scenario) -> dict[str, Any]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of every file, except where each attempt keeps its own records."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "attempts" not in path.parts]
-    return {str(path.relative_to(folder)): xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files}
+    """Of every file, but for what an attempt says about itself: its failure, and its token of a common folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    shared = [path for path in files if "attempts" not in path.parts and not path.name.startswith(".launch-")]
+    return {str(path.relative_to(folder)): xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in shared}
 
 
 # out_of_time comes first: its minute runs.
