@@ -72,7 +72,8 @@ def test_what_a_run_leaves(finished: Path) -> None:
     wanted = {"train/agent0/loss", "train/agent2/grad_norm", "train/diversity", "train/learning_rate", "epoch"}
     assert wanted | {"tokens_per_s", "step_time_s"} <= set(lines[0])
     record = json.loads((finished / "evaluation.json").read_text())
-    assert record["n"] == 8
+    assert record["n"] == 4
+    assert record["teacher_forced"]["n"] == 8
     assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
 
 
