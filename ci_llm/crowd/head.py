@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ci_llm.crowd.linear import linear
+
 LOGITS_PER_CHUNK = 8_388_608  # 256 rows of a 32k vocabulary, 32 MB in fp32
 
 
@@ -43,8 +45,9 @@ class Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., D] -> [..., V] in fp32 (fp64 where the states are)."""
-        z = torch.nn.functional.linear(states, self.weight.to(states.dtype), _cast(self.bias, states.dtype))
-        return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
+        z = linear(states.flatten(0, -2), self.weight.to(states.dtype), _cast(self.bias, states.dtype))
+        z = self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
+        return z.view(*states.shape[:-1], z.shape[-1])
 
     def shape_logits(self, z: Tensor) -> Tensor:
         if self.scale != 1.0:
@@ -67,15 +70,17 @@ class _TargetLogProbs(torch.autograd.Function):
         for chunk in head.chunks(rows):
             z = head.logits(states[chunk])
             index = targets[chunk, None]
-            normaliser = z.logsumexp(1, keepdim=True)
-            log_probs[chunk] = (z.gather(1, index) - normaliser).squeeze(1)
+            # The slope of the cap must be read before z is overwritten.
+            bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
+            peak = z.amax(1, keepdim=True)
+            wanted = z.gather(1, index) - peak
+            total = z.sub_(peak).exp_().sum(1, keepdim=True)
+            log_probs[chunk] = (wanted - total.log()).squeeze(1)
             if slopes is not None:
-                # The slope of the cap must be read before z is overwritten.
-                bend = None if head.softcap is None else 1 - (z / head.softcap) ** 2
-                z.sub_(normaliser).exp_().neg_().scatter_add_(1, index, torch.ones_like(normaliser))
+                z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
                 if bend is not None:
                     z.mul_(bend)
-                slopes[chunk] = torch.mm(z.mul_(head.scale).to(states.dtype), weight)
+                slopes[chunk] = linear(z.to(states.dtype), weight.t())
         ctx.save_for_backward(slopes)
         return log_probs
 
