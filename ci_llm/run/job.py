@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from ci_llm.ballot import Ballot
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.crowd.answers import merged
@@ -27,7 +26,7 @@ from ci_llm.logs.trackers import require_installed
 from ci_llm.processes import PeerLost, Processes
 from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
-from ci_llm.run.judge import evaluate, examine_crowd
+from ci_llm.run.judge import asked_to_stop, evaluate, examine_crowd
 from ci_llm.run.loop import steps, train
 from ci_llm.run.resume import contents, describe, find_source, restore
 from ci_llm.run.run import Run
@@ -101,7 +100,7 @@ def _conduct(run: Run) -> int:
     attempt = _begin(run)
     try:
         with _hardware_monitored(run), _walltime_watched(run):
-            if (stop := _asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
+            if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
     except BaseException as error:
@@ -214,16 +213,12 @@ def save(run: Run) -> None:
     run.manager.save(run.state.step, contents(run), force=True, info=describe(run))
 
 
-def _asked_to_stop(run: Run) -> str | None:
-    return run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason)).stop
-
-
 def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
     run.interrupts.plan = "the last step is saved; leaving"
     scores = evaluate(run)
     answers = examine_crowd(run) if scores is not None else None
-    if (stop := _asked_to_stop(run)) is not None or scores is None:
+    if (stop := asked_to_stop(run)) is not None or scores is None:
         return stop
     config = run.config
     record = merged(evaluation_record(scores, config.dataset_name, config.aggregator), answers)

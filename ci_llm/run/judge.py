@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ci_llm.ballot import Ballot
 from ci_llm.crowd.answers import AnswerScores, Examination, examine
 from ci_llm.crowd.evaluate import Scores, score
@@ -10,24 +12,62 @@ from ci_llm.data.order import share
 from ci_llm.run.run import Run
 
 
+def asked_to_stop(run: Run) -> str | None:
+    """Why the run shall end, whichever process was told so. A collective."""
+    return run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason)).stop
+
+
+class Rounds:
+    """The numbers below `count`, dealt to the processes batch by batch, until one of them wants to stop.
+
+    All vote in every round, with or without a batch left for it, so that all leave in the same one.
+
+    Attributes:
+        batches: this process's share.
+    """
+
+    def __init__(self, run: Run, count: int, batch_size: int) -> None:
+        self._run, self._stop = run, False
+        # Process 0 has the longest share. One round more: somebody may have left the last batch half done.
+        own, longest = (share(range(count), i, run.processes.count, batch_size) for i in (run.processes.index, 0))
+        self.batches = self._deal(own, 1 + len(longest))
+
+    def _deal(self, own: list[list[int]], count: int) -> Iterator[list[int]]:
+        for number in range(count):
+            self._stop = asked_to_stop(self._run) is not None
+            if self._stop:
+                return
+            yield from own[number : number + 1]
+
+    def stop_here(self) -> bool:
+        """Whether this process was told to stop, so that it may leave its batch now, for the next vote."""
+        return self._run.interrupts.stop_reason is not None
+
+    def all_done(self) -> bool:
+        """Vote to the end; whether every batch of every process was dealt and nobody left."""
+        for _ in self.batches:
+            pass
+        return not self._stop
+
+
 def evaluate_and_log(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
     scores = evaluate(run)
-    stop = run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason)).stop
     if scores is not None:
         run.log.metrics(run.state.step, evaluation_metrics(scores))
-    return stop
+    return asked_to_stop(run)
 
 
 def evaluate(run: Run) -> Scores | None:
     """Scores over all processes, each of which takes its share of the rows; None if a stop was asked for."""
-    shares = share(range(len(run.eval_rows)), run.processes.index, run.processes.count, 4 * run.config.batch_size)
-    batches = (pack([run.eval_rows[i] for i in part], part) for part in shares)
+    rounds = Rounds(run, len(run.eval_rows), 4 * run.config.batch_size)
+    batches = (pack([run.eval_rows[i] for i in part], part) for part in rounds.batches)
     with run.processes.autocast():
-        own = score(run.crowd, batches, run.config.aggregator, stop=lambda: run.interrupts.stop_reason is not None)
-    parts = run.processes.gather_object(own)
-    whole = [part for part in parts if part is not None]
-    return Scores.joined(whole) if len(whole) == len(parts) else None
+        own = score(run.crowd, batches, run.config.aggregator, stop=rounds.stop_here)
+    if not rounds.all_done():
+        return None
+    assert own is not None
+    return Scores.joined(run.processes.gather_object(own))
 
 
 def examine_crowd(run: Run) -> AnswerScores | None:
@@ -37,19 +77,21 @@ def examine_crowd(run: Run) -> AnswerScores | None:
     asked = Examination.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
     if not len(asked):
         return None
+    rounds = Rounds(run, len(asked), config.batch_size)
     with run.processes.autocast():
         own = examine(
             run.crowd,
             prompter,
             asked,
-            share(range(len(asked)), run.processes.index, run.processes.count, config.batch_size),
+            rounds.batches,
             max_new_tokens=config.max_new_tokens_eval,
             aggregator=config.aggregator,
-            stop=lambda: run.interrupts.stop_reason is not None,
+            stop=rounds.stop_here,
         )
-    parts = run.processes.gather_object(own)
-    whole = [part for part in parts if part is not None]
-    return AnswerScores.joined(whole) if len(whole) == len(parts) else None
+    if not rounds.all_done():
+        return None
+    assert own is not None
+    return AnswerScores.joined(run.processes.gather_object(own))
 
 
 def evaluation_metrics(scores: Scores) -> dict[str, float]:
