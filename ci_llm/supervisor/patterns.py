@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 #: Nothing below can match a line without one of these; most lines end here.
-_WORTH_A_LOOK: Final = re.compile(r"nan|memory|alloc|exhausted|kill|wandb", re.IGNORECASE)
+_WORTH_A_LOOK: Final = re.compile(r"nan|memory|alloc|exhausted|kill|exitcode|wandb", re.IGNORECASE)
 _HYPOTHETICAL: Final = re.compile(
     r"\b(?:if|when|whenever|whether|unless|until|in case|avoid|avoids|prevent|prevents)\b[^.:;!?]*$", re.IGNORECASE
 )

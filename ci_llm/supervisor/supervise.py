@@ -17,6 +17,7 @@ from ci_llm.supervisor.training import Training
 
 _FAILURES: Final = frozenset({"refused", "nonfinite", "out_of_memory", "disk_full", "hang", "killed", "crashed"})
 _DELETION_S: Final = 120.0
+_HURRIED_DELETION_S: Final = 10.0  # somebody waits for us to go
 
 
 @dataclass
@@ -121,7 +122,8 @@ class Supervision:
                 self._story.say(f"  {_ended(number, chapter)}")
                 self._say_all(f"    then {line}" for line in chapter.changes)
         if self._tracker_runs is not None:
-            self._say_all(self._tracker_runs.delete_failed(timeout_s=_DELETION_S))
+            limit_s = _HURRIED_DELETION_S if decision.action == "requeue" else _DELETION_S
+            self._say_all(self._tracker_runs.delete_failed(timeout_s=limit_s))
 
     def _say_all(self, lines: Iterable[str]) -> None:
         for line in lines:

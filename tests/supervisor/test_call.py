@@ -1,0 +1,120 @@
+"""The command line: what is ours, what is passed on, whose training it is; light enough to answer at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci_llm.errors import ConfigError
+from ci_llm.supervisor.call import Call, read_call
+from ci_llm.supervisor.decide import Policy
+from ci_llm.supervisor.whose import is_ours, our_words
+from tests.supervisor.terminal import ROOT
+
+
+def test_the_defaults() -> None:
+    assert read_call([]) == Call(Policy(max_retries=10, min_learning_rate=1e-6, min_batch_size=1))
+
+
+def test_everything_that_is_not_ours_is_passed_on_in_its_order() -> None:
+    call = read_call(
+        ["a.b=1", "--max-retries", "3", "--num_agents", "8", "+c=2", "--flag", "--min-lr=1e-5", "-m", "~d"]
+    )
+    assert call.words == ("a.b=1", "--num_agents", "8", "+c=2", "--flag", "-m", "~d")
+    assert (call.policy.max_retries, call.policy.min_learning_rate) == (3, 1e-5)
+
+
+def test_the_command_stays_as_it_is() -> None:
+    call = read_call(["--lr-key", "lr", "x=1", "--", "python", "fit.py", "--max-retries", "7", "--", "y"])
+    assert call.command == ("python", "fit.py", "--max-retries", "7", "--", "y")
+    assert (call.words, call.policy.max_retries) == (("x=1",), 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "name"),
+    [
+        (["--config-path", "d"], Path("d"), "config"),
+        (["--config-name", "n"], Path("configs"), "n"),
+        ([], None, None),
+    ],
+)
+def test_folder_and_name_default_to_configs_and_config(words: list[str], path: Path | None, name: str | None) -> None:
+    call = read_call(words)
+    assert (call.config_path, call.config_name) == (path, name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-retries", "-1"],
+        ["--min-lr", "nan"],
+        ["--min-batch-size", "0"],
+        ["--grace", "-3"],
+        ["--grace", "inf"],
+        ["--config"],
+        ["--no-delete-wandb-run"],
+        ["--train-scripts", "x"],
+    ],
+)
+def test_a_wrong_option_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        read_call(words)
+
+
+def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:
+    assert is_ours(ROOT / "train.py")
+    other = tmp_path / "train.py"
+    other.write_text("from ci_llm import CheckpointManager  # a plain loop of somebody's own\n")
+    assert not is_ours(other)
+    assert not is_ours(tmp_path / "missing.py")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["torchrun", "--nproc-per-node", "4", "{train}", "a=1"], ["a=1"]),
+        (["accelerate", "launch", "--num_processes=4", "{train}"], []),
+        (["ci-llm", "train", "a=1"], ["a=1"]),
+        (["python", "-m", "ci_llm", "train", "a=1"], ["a=1"]),
+        (["python", "-m", "ci_llm", "status", "a=1"], None),
+        (["python", "fit.py", "a=1"], None),
+        (["srun", "bash", "-c", "python train.py"], None),
+    ],
+)
+def test_our_trainer_is_found_behind_any_launcher(command: list[str], words: list[str] | None) -> None:
+    assert our_words([word.format(train=ROOT / "train.py") for word in command]) == words
+
+
+HEAVY = "'torch', 'transformers', 'accelerate', 'numpy', 'pydantic', 'yaml'"
+
+
+def test_help_loads_nothing_and_answers_at_once() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['safe_train.py', '--help']\n"
+        "try: runpy.run_path('safe_train.py', run_name='__main__')\n"
+        f"except SystemExit as end: print(end.code, *({{{HEAVY}}} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "0\n"
+    assert "python safe_train.py num_agents=8 -- torchrun" in done.stdout
+
+
+def test_help_takes_less_than_0_3_s_of_the_processor() -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "safe_train.py", "--help"], cwd=ROOT, capture_output=True, check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.3
+
+
+def test_no_part_of_the_supervisor_loads_torch() -> None:
+    names = sorted(path.stem for path in (ROOT / "ci_llm" / "supervisor").glob("*.py"))
+    code = f"import importlib, sys\nfor name in {names}: importlib.import_module('ci_llm.supervisor.' + name)\n"
+    code += "print(*({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)))"
+    code = code.replace("'__init__', ", "")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

@@ -1,0 +1,147 @@
+"""The table of decisions, row by row, and as the documentation shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ci_llm.supervisor.decide import UNCHANGED, Decision, Kind, Outcome, Policy, decide
+from ci_llm.supervisor.decide_table import CASES, render_table
+from tests.supervisor.terminal import ROOT
+
+KINDS: Sequence[Kind] = ("nonfinite", "out_of_memory", "disk_full", "hang", "killed", "crashed")
+
+
+def ran(kind: Kind, *, progress: bool = False, stopping: bool = False, good_step: int | None = None) -> Outcome:
+    return Outcome(kind, "", stopping, progress, 2e-4, 32, good_step)
+
+
+def after(*kinds: Kind, policy: Policy | None = None) -> Decision:
+    """What follows attempts that ended like this, none of which brought anything."""
+    *history, last = (ran(kind) for kind in kinds)
+    return decide(history, last, policy or Policy())
+
+
+def test_completed_finishes_and_nothing_else_matters() -> None:
+    for outcome in (ran("completed"), ran("completed", stopping=True)):
+        assert decide([ran("crashed")] * 50, outcome, Policy()) == Decision("finish", "completed", exit_code=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_told_to_stop_is_never_relaunched(kind: Kind) -> None:
+    decision = decide([], ran(kind, stopping=True), Policy())
+    assert (decision.action, decision.exit_code) == ("requeue", 75)
+
+
+def test_an_interrupted_attempt_is_to_be_run_again_by_whoever_called() -> None:
+    assert (after("interrupted").action, after("interrupted").exit_code) == ("requeue", 75)
+
+
+def test_a_refused_call_is_not_repeated() -> None:
+    assert (after("refused").action, after("refused").exit_code) == ("give up", 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_retries_are_limited_for_every_kind(kind: Kind) -> None:
+    last = ran(kind, progress=True)
+    assert decide([ran("killed", progress=True)] * 9, last, Policy()).exit_code is None
+    exhausted = decide([ran("killed", progress=True)] * 10, last, Policy())
+    assert (exhausted.action, exhausted.exit_code) == ("give up", 1)
+    assert "all 10 retries are used up" in exhausted.why
+
+
+def test_nonfinite_cuts_the_learning_rate_and_nothing_else() -> None:
+    decision = after("nonfinite")
+    assert decision.action == "relaunch"
+    assert decision.learning_rate == pytest.approx(2e-4 / 1.5)
+    assert (decision.batch_size, decision.resume_at_most_step, decision.wait_s) == (None, None, 0)
+
+
+def test_nonfinite_goes_back_where_a_run_can() -> None:
+    assert decide([], ran("nonfinite", good_step=250), Policy()).resume_at_most_step == 250
+    assert decide([], ran("nonfinite", good_step=0), Policy()).resume_at_most_step == 0
+
+
+def test_the_learning_rate_never_falls_below_the_smallest() -> None:
+    policy = Policy(min_learning_rate=1.9e-4)
+    assert after("nonfinite", policy=policy).learning_rate == 1.9e-4
+    at_it = decide([], Outcome("nonfinite", learning_rate=1.9e-4), policy)
+    assert (at_it.action, at_it.exit_code) == ("give up", 1)
+
+
+def test_out_of_memory_cuts_the_batch_and_nothing_else() -> None:
+    decision = after("out_of_memory")
+    assert (decision.action, decision.batch_size) == ("relaunch", 21)
+    assert (decision.learning_rate, decision.wait_s) == (None, 0)
+
+
+@pytest.mark.parametrize(("size", "smaller"), [(32, 21), (21, 14), (3, 2), (2, 1)])
+def test_every_cut_makes_the_batch_smaller(size: int, smaller: int) -> None:
+    assert decide([], Outcome("out_of_memory", batch_size=size), Policy()).batch_size == smaller
+
+
+def test_the_batch_never_falls_below_the_smallest() -> None:
+    policy = Policy(min_batch_size=30)
+    assert after("out_of_memory", policy=policy).batch_size == 30
+    assert decide([], Outcome("out_of_memory", batch_size=30), policy).exit_code == 1
+
+
+def test_what_nobody_knows_cannot_be_cut() -> None:
+    for kind in ("nonfinite", "out_of_memory"):
+        decision = decide([], Outcome(kind), Policy())
+        assert (decision.action, decision.exit_code) == ("give up", 1)
+        assert "is known that could be cut" in decision.why
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wait_s"),
+    [
+        (["killed"], 0),
+        (["killed", "killed"], 5),
+        (["hang"], 0),
+        (["crashed"], 5),
+        (["crashed", "crashed"], 10),
+        (["crashed", "killed"], 5),
+        (["disk_full"], 60),
+        (["disk_full", "disk_full"], 120),
+        (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted anew
+    ],
+)
+def test_pauses_grow_as_long_as_nothing_is_gained(kinds: list[Kind], wait_s: float) -> None:
+    decision = after(*kinds)
+    assert decision.wait_s == wait_s
+    assert decision.action == ("wait" if wait_s else "relaunch")
+
+
+def test_no_pause_is_longer_than_the_longest() -> None:
+    assert after(*["crashed"] * 30, policy=Policy(max_retries=99, patience=99)).wait_s == 600
+
+
+@pytest.mark.parametrize("kind", sorted(UNCHANGED))
+def test_three_attempts_in_vain_are_enough(kind: Kind) -> None:
+    assert after("crashed", kind).exit_code is None
+    decision = after("crashed", "killed", kind)
+    assert (decision.action, decision.exit_code) == ("give up", 1)
+    assert "3 attempts in a row without progress" in decision.why
+
+
+def test_progress_starts_the_count_anew() -> None:
+    history = [ran("killed"), ran("killed", progress=True), ran("killed")]
+    assert decide(history, ran("killed"), Policy()).exit_code is None
+    assert decide(history, ran("killed", progress=True), Policy()).wait_s == 0
+    assert decide([*history, ran("killed")], ran("killed"), Policy()).exit_code == 1
+
+
+def test_what_is_changed_needs_no_progress() -> None:
+    assert after(*["nonfinite"] * 8).action == "relaunch"
+    assert after(*["out_of_memory"] * 8).action == "relaunch"
+
+
+def test_the_documentation_holds_the_table_as_decide_computes_it() -> None:
+    assert render_table() in Path(ROOT, "docs", "supervision.md").read_text(encoding="utf-8")
+
+
+def test_the_table_has_a_row_for_every_kind() -> None:
+    assert {outcome.kind for _, _, _, outcome in CASES} == {"completed", "interrupted", "refused", *KINDS}

@@ -1,0 +1,185 @@
+"""What output gives away, and what it does not; whatever the pieces it arrives in."""
+
+from __future__ import annotations
+
+import pytest
+
+from ci_llm.supervisor import patterns
+from ci_llm.supervisor.evidence import RECENT_LINES, Evidence, LineSplitter
+from ci_llm.supervisor.patterns import WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
+
+NONFINITE = [
+    # documented
+    "Loss is NaN at epoch 123",
+    "Loss=nan",
+    "training/loss: nan",
+    "hard_loss: nan",
+    "Training GNN: 45%|####5     | 9000/20000 [15:23<18:42,  9.80it/s, Loss=nan, Accuracy=0.8456]",
+    # seen elsewhere
+    "{'loss': nan, 'grad_norm': nan, 'learning_rate': 5e-05, 'epoch': 0.1}",
+    '{"step": 3, "loss": NaN}',
+    "loss: tensor(nan, device='cuda:0', grad_fn=<NllLossBackward0>)",
+    "loss=np.float32(nan)",
+    "Epoch 3: 10%|# | v_num=1, train_loss_step=nan, train_loss_epoch=0.3",
+    "epoch 3 | loss nan | acc 0.3",
+    "step 3 loss nan",
+    "wandb:      train/loss nan",
+    "losses: [nan, 1.0]",
+    "loss: -nan",
+    "Warning: loss became NaN",
+    "ValueError: NaN loss detected, stopping",
+    "Detected NaN loss in step 7",
+    "training may have diverged: loss=nan",
+]
+HARMLESS = [
+    "nano",
+    "finance loss",
+    "nancy",
+    "nano finance loss: 0.3",
+    "loss=nano",
+    "Loss: nancy",
+    "banana loss",
+    "glossary: nan",
+    "nan_loss_check=True",
+    "loss_nan: 0",
+    "Loss is NaN: False",
+    "loss: nan-safe",
+    "the loss in nan.py",
+    "training stops if loss is NaN",
+    "whenever the loss is nan, the step is skipped",
+    "no NaN loss detected",
+    "accuracy: nan",
+    "loss handles nan values well",
+    "loss: 0.3",
+]
+OUT_OF_MEMORY = [
+    # documented
+    "CUDA out of memory",
+    "Resource exhausted",
+    "XLA memory error",
+    "Device memory exhausted",
+    # seen elsewhere
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.",
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes",
+    "RuntimeError: MPS backend out of memory (MPS allocated: 9 GB)",
+    "HIP out of memory. Tried to allocate",
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "terminate called after throwing an instance of 'std::bad_alloc'",
+    "MemoryError",
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 TiB",
+    "OSError: [Errno 12] Cannot allocate memory",
+]
+ROOMY = [
+    "to avoid CUDA out of memory, cut the batch",
+    "if Device memory exhausted is shown, restart",
+    "memory: 3 GiB",
+    "out of memory of the war",
+    "no MemoryError here",
+]
+
+
+@pytest.mark.parametrize("line", NONFINITE)
+def test_says_nonfinite(line: str) -> None:
+    assert says_nonfinite(line)
+    assert patterns.worth_a_look(line)
+    assert says_nonfinite(line.upper())
+
+
+@pytest.mark.parametrize("line", [*HARMLESS, *OUT_OF_MEMORY, *ROOMY])
+def test_does_not_say_nonfinite(line: str) -> None:
+    assert not says_nonfinite(line)
+
+
+@pytest.mark.parametrize("line", OUT_OF_MEMORY)
+def test_says_out_of_memory(line: str) -> None:
+    assert says_out_of_memory(line)
+    assert patterns.worth_a_look(line)
+
+
+@pytest.mark.parametrize("line", [*ROOMY, *HARMLESS, *NONFINITE])
+def test_does_not_say_out_of_memory(line: str) -> None:
+    assert not says_out_of_memory(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed.",
+        "  exitcode  : -9 (pid: 4711)",
+        "  traceback : Signal 9 (SIGKILL) received by PID 4711",
+    ],
+)
+def test_says_killed(line: str) -> None:
+    assert says_killed(line)
+    assert patterns.worth_a_look(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "run"),
+    [
+        (
+            "wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc123def",
+            WandbRun("abc123def", "team", "project"),
+        ),
+        (
+            "wandb: 🚀 View run calm-sky-3 at: https://wandb.example.org:8080/a%20b/p-1/runs/x1?nw=nwuser",
+            WandbRun("x1", "a b", "p-1"),
+        ),
+        ("wandb: Run data is saved locally in wandb/run-20240115_103045-abc123def", WandbRun("abc123def")),
+        ("WandB run ID: abc123de", WandbRun("abc123de")),
+        ("wandb: Run data is saved locally in /x/wandb/offline-run-20240115_103045-abc123def", None),
+        ("wandb: ⭐️ View project at https://wandb.ai/team/project", None),
+        ("wandb: Syncing run calm-sky-3", None),
+        ("https://example.org/team/project/runs/abc", None),
+    ],
+)
+def test_wandb_runs(line: str, run: WandbRun | None) -> None:
+    assert wandb_run(line) == run
+    assert run is None or patterns.worth_a_look(line)
+
+
+def test_colours_do_not_hide_anything() -> None:
+    evidence = Evidence()
+    evidence.note("\x1b[1mtrain\x1b[0m/\x1b[31mloss\x1b[0m: \x1b[2Knan")
+    assert evidence.nonfinite == "train/loss: nan"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_lines_are_the_same_in_whatever_pieces_they_arrive(size: int) -> None:
+    data = "eins\r\rzwei é\n\nLoss=nan\r\nrest ohne Ende \U0001f680".encode()
+    lines: list[str] = []
+    splitter = LineSplitter(lines.append)
+    for start in range(0, len(data), size):
+        splitter.feed(data[start : start + size])
+    splitter.feed(b"", final=True)
+    assert lines == ["eins", "zwei é", "Loss=nan", "rest ohne Ende \U0001f680"]
+
+
+def test_a_line_without_end_is_cut() -> None:
+    lines: list[str] = []
+    splitter = LineSplitter(lines.append)
+    for _ in range(100):
+        splitter.feed(b"x" * 1000)
+    assert max(map(len, lines)) < 10_000
+    assert sum(map(len, lines)) > 90_000
+
+
+def test_the_first_sign_and_the_last_lines_are_kept() -> None:
+    evidence = Evidence()
+    for step in range(100):
+        evidence.note(f"step {step} Loss={'nan' if step in (70, 80) else step}")
+    assert evidence.nonfinite == "step 70 Loss=nan"
+    assert [*evidence.last_lines][-1] == "step 99 Loss=99"
+    assert len(evidence.last_lines) == RECENT_LINES
+    assert evidence.num_lines == 100
+
+
+def test_who_goes_on_after_running_out_of_memory_has_recovered() -> None:
+    evidence = Evidence()
+    evidence.note("CUDA out of memory")
+    assert evidence.ended_out_of_memory
+    for step in range(RECENT_LINES):
+        evidence.note(f"step {step}")
+    assert not evidence.ended_out_of_memory
+    assert evidence.out_of_memory == "CUDA out of memory"

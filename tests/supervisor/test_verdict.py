@@ -1,0 +1,128 @@
+"""What the end of an attempt means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ci_llm.status import Failure, Status
+from ci_llm.supervisor.attempt import Ending
+from ci_llm.supervisor.decide import Kind
+from ci_llm.supervisor.evidence import Evidence
+from ci_llm.supervisor.verdict import judge_by_output, judge_by_status
+
+
+def ending(*lines: str, **facts: Any) -> Ending:
+    evidence = Evidence()
+    for line in lines:
+        evidence.note(line)
+    return Ending(evidence, **{"returncode": 0, **facts})
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "detail"),
+    [
+        (ending("fine"), "completed", ""),
+        (ending("Loss=nan", "fine"), "nonfinite", "Loss=nan"),
+        (ending("Loss=nan", returncode=-15, ordered="nonfinite"), "nonfinite", "Loss=nan"),
+        (ending("Loss=nan", returncode=-15, ordered="signal:SIGTERM"), "interrupted", "signal:SIGTERM"),
+        (ending(ordered="signal:SIGINT"), "interrupted", "signal:SIGINT"),
+        (ending("CUDA out of memory", returncode=1), "out_of_memory", "CUDA out of memory"),
+        (ending("CUDA out of memory", *["tidying up"] * 100, returncode=1), "out_of_memory", "CUDA out of memory"),
+        (ending("CUDA out of memory"), "out_of_memory", "CUDA out of memory"),
+        (ending("CUDA out of memory", *["half the batch"] * 100), "completed", ""),
+        (ending(returncode=-9), "killed", "killed by signal 9"),
+        (ending(returncode=137), "killed", "killed by signal 9"),
+        (ending(returncode=None), "killed", "killed by signal 9"),
+        (ending(returncode=-9, memory_pressure=True), "out_of_memory", "killed by signal 9, while memory was short"),
+        (
+            ending("DataLoader worker (pid 3) is killed by signal: Killed.", returncode=1, memory_pressure=True),
+            "out_of_memory",
+            "DataLoader worker (pid 3) is killed by signal: Killed., while memory was short",
+        ),
+        (ending(returncode=1, memory_pressure=True), "crashed", "exit code 1: it said nothing"),
+        (ending(returncode=-15), "interrupted", "it was told to stop: signal 15"),
+        (ending(returncode=130), "interrupted", "it was told to stop: exit code 130"),
+        (ending("OSError: [Errno 28] No space left on device", returncode=1), "disk_full", "OSError: [Errno 28]"),
+        (ending("Traceback", "KeyError: 3", returncode=1), "crashed", "exit code 1: KeyError: 3"),
+        (ending(returncode=-11), "crashed", "signal 11: it said nothing"),
+        (ending(error="No such file", returncode=None), "refused", "it cannot be started: No such file"),
+    ],
+)
+def test_a_script_that_tells_nothing(end: Ending, kind: Kind, detail: str) -> None:
+    outcome = judge_by_output(end, learning_rate=0.1, batch_size=3, lasting_s=600)
+    assert outcome.kind == kind
+    assert outcome.detail.startswith(detail)
+    assert (outcome.learning_rate, outcome.batch_size, outcome.progress) == (0.1, 3, False)
+
+
+def test_a_script_that_ran_for_long_has_made_progress() -> None:
+    end = ending(returncode=1, duration_s=600.0)
+    assert judge_by_output(end, learning_rate=None, batch_size=None, lasting_s=600).progress
+
+
+def status(state: str, reason: str | None = None) -> Status:
+    return Status(state, reason, 12, 3, 1, "host", "space", 0.0, 0.0)  # type: ignore[arg-type]
+
+
+def failure(reason: str, message: str = "as planned", time: float = 1.0, process: int = 0) -> Failure:
+    return Failure(reason, message, process, time, step=11)
+
+
+@pytest.mark.parametrize(
+    ("told", "failures", "end", "kind", "detail"),
+    [
+        (status("completed"), [], ending(returncode=1), "completed", "step 12"),
+        (status("interrupted", "walltime"), [], ending(), "interrupted", "walltime, step 12"),
+        (status("failed", "nonfinite"), [failure("nonfinite")], ending(returncode=1), "nonfinite", "nonfinite: as"),
+        (status("failed", "hang"), [failure("hang")], ending(returncode=1), "hang", "hang: as planned"),
+        (
+            status("failed", "peer_lost"),
+            [failure("peer_lost", time=1.0), failure("out_of_memory", time=2.0, process=1)],
+            ending(returncode=1),
+            "out_of_memory",
+            "out_of_memory: as planned",
+        ),
+        (
+            status("failed", "error:OutOfMemoryError"),
+            [failure("error:OutOfMemoryError")],
+            ending(returncode=1),
+            "out_of_memory",
+            "error:OutOfMemoryError",
+        ),
+        (
+            status("failed", "error:OSError"),
+            [failure("error:OSError", "[Errno 28] No space left on device")],
+            ending(returncode=1),
+            "disk_full",
+            "[Errno 28]",
+        ),
+        (status("failed", "error:KeyError"), [failure("error:KeyError")], ending(returncode=1), "crashed", "error:"),
+        (status("vanished", "no heartbeat"), [], ending(returncode=-9), "killed", "no word after step 12"),
+        (
+            status("vanished", "no heartbeat"),
+            [],
+            ending(returncode=-9, memory_pressure=True),
+            "out_of_memory",
+            "no word after step 12, while memory was short",
+        ),
+        (status("running"), [], ending(returncode=1), "killed", "no word after step 12"),  # on another machine
+        (status("running"), [], ending(ordered="hang", returncode=-9), "hang", "no heartbeat and no output"),
+        (None, [], ending(), "completed", "nothing was left to do"),
+        (None, [], ending("error: no data", returncode=2), "refused", "error: no data"),
+        (None, [], ending("ImportError: torch", returncode=1), "crashed", "exit code 1: ImportError: torch"),
+        (None, [], ending(returncode=-9), "killed", "killed by signal 9"),
+    ],
+)
+def test_our_run_tells_itself(
+    told: Status | None, failures: list[Failure], end: Ending, kind: Kind, detail: str
+) -> None:
+    found, words = judge_by_status(end, told, failures, has_begun=False)
+    assert found == kind
+    assert words.startswith(detail)
+
+
+def test_a_refusal_after_a_good_beginning_is_no_bad_call() -> None:
+    """Another writer holds the folder for a minute after its machine has died, for instance."""
+    assert judge_by_status(ending("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"
