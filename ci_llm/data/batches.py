@@ -121,7 +121,7 @@ def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, 
     device = batch.input_ids.device
     bounds = torch.tensor(batch.bounds, device=device)
     lengths = bounds.diff()
-    rows = torch.repeat_interleave(torch.arange(batch.num_rows, device=device), lengths)
+    rows = torch.repeat_interleave(torch.arange(batch.num_rows, device=device), lengths, output_size=batch.num_tokens)
     index = (rows, batch.position_ids)
     shape = (batch.num_rows, max(end - start for start, end in pairwise(batch.bounds)))
     columns = torch.arange(shape[1], device=device)
