@@ -118,10 +118,15 @@ def surroundings(run: Run) -> dict[str, Any]:
         "processes": run.processes.count,
         "micro_batch": run.config.batch_size,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if run.crowd.device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name() if run.crowd.device.type == "cuda" else _processor(),
         "deterministic": torch.are_deterministic_algorithms_enabled() or run.crowd.device.type == "cpu",
         "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES},
     }
+
+
+def _processor() -> str:
+    """Architecture and vector units: with others, sums are made in another order."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _optimizer_state(run: Run) -> dict[str, Any]:
