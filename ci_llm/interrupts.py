@@ -302,6 +302,11 @@ def die_with_parent(signal_name: str = "SIGTERM") -> bool:
     return True
 
 
+def send_to_self(signal_name: str) -> None:
+    """Send this process a signal, as a scheduler would: a rehearsal."""
+    os.kill(os.getpid(), _number(signal_name))
+
+
 def notify_of_parent_death(signal_name: str) -> bool:
     """Ask Linux for a signal when the thread that forked this process ends; False on other systems."""
     if sys.platform != "linux":

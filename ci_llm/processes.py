@@ -70,8 +70,8 @@ class Processes:
         launch: Launch | None = None,
     ) -> None:
         self.launch = read_launch() if launch is None else launch
-        on_cpu = _wants_cpu(os.environ) or not torch.cuda.is_available()
-        _check_precision(config, on_cpu)
+        on_cpu = runs_on_cpu()
+        check_precision(config)
         _check_gpus(self.launch, on_cpu)
         self.notes = decline(os.environ)
         _enter_world(self.launch, on_cpu)
@@ -250,11 +250,44 @@ def _peers() -> Iterator[None]:
         ) from error
 
 
-def _wants_cpu(environ: Mapping[str, str]) -> bool:
-    return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+def runs_on_cpu() -> bool:
+    """Whether processes of this machine compute on the CPU: there is no GPU, or none is wanted."""
+    wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    return wanted or not torch.cuda.is_available()
 
 
-def _check_precision(config: Config, on_cpu: bool) -> None:
+def meet_oneself() -> str:
+    """Form a world of this process alone, add a number up in it and leave: address, port and backend work.
+
+    Returns:
+        the backend and where it met.
+
+    Raises:
+        LaunchError: one of them does not work on this machine.
+    """
+    backend = "gloo" if runs_on_cpu() else "cuda:nccl,cpu:gloo"
+    try:
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1, device="cpu" if runs_on_cpu() else "cuda"))
+    except (RuntimeError, OSError) as error:
+        raise LaunchError(
+            f"processes of this machine cannot speak to each other: {str(error).splitlines()[0]}",
+            where=f"{backend}, 127.0.0.1",
+            cure="let this machine's name resolve (/etc/hosts), or export GLOO_SOCKET_IFNAME=lo",
+        ) from error
+    finally:
+        _leave_group()
+    return f"{backend} on 127.0.0.1:{store.port}"
+
+
+def check_precision(config: Config) -> None:
+    """Refuse a precision that this device does not have.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    on_cpu = runs_on_cpu()
     for key in ("mixed_precision", "model_dtype"):
         value = getattr(config, key)
         if value == "fp16" and on_cpu:
