@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -48,9 +49,9 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     transformers_logging.disable_progress_bar()
+    config = load_architecture(model_name)
     dtype = DTYPES[model_dtype] if model_dtype else ("auto" if torch.device(device).type == "cuda" else torch.float32)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
             name,
@@ -61,12 +62,26 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise _explained(model_name, error) from error
-    if config.is_encoder_decoder:
-        raise _not_causal(model_name, config.model_type)
+        raise explained(model_name, error) from error
     model.config.use_cache = False
     fingerprint = fingerprint_of(model)
     return Base(model.to(device), tokenizer, name, fingerprint)
+
+
+def load_architecture(model_name: str) -> PreTrainedConfig:
+    """The shape of a base, without its weights.
+
+    Raises:
+        ModelError: not found, not readable, or not a causal language model.
+    """
+    name = str(BASE_FOLDER) if model_name == "embedded" else model_name
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise explained(model_name, error) from error
+    if config.is_encoder_decoder:
+        raise _not_causal(model_name, config.model_type)
+    return config
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
@@ -86,7 +101,8 @@ def _not_causal(model_name: str, kind: str) -> ModelError:
     )
 
 
-def _explained(model_name: str, error: Exception) -> ModelError:
+def explained(model_name: str, error: Exception) -> ModelError:
+    """What Transformers could not load, in a sentence with a cure."""
     text = str(error).strip()
     if "Unrecognized configuration class" in text:
         kind = text.split("class ")[1].split(" ")[0].strip("<>'").rpartition(".")[2] if "class " in text else "unknown"
