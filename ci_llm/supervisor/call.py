@@ -78,6 +78,10 @@ def read_call(arguments: Sequence[str]) -> Call:
         min_batch_size=known.min_batch_size,
     )
     named = known.config_path is not None or known.config_name is not None
+    if named and known.config is not None:
+        raise ConfigError(
+            "two configurations", where="command line", cure="either --config FILE, or --config-path and --config-name"
+        )
     return Call(
         policy=policy,
         words=tuple(words),

@@ -52,7 +52,7 @@ def read_config(path: Path) -> ConfigText:
         ConfigError: it cannot be read, or is no YAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # line ends stay what they are
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(

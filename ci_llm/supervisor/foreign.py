@@ -115,7 +115,8 @@ class ForeignScript:
             new |= self._scaled()
         lines = [f"{key}: {self._value(key)} -> {value}" for key, value in new.items()]
         self._adjusted |= new
-        self._hand_on(retry)
+        if new:
+            self._hand_on(retry)
         return lines
 
     def put_back(self, stop_reason: str | None) -> str | None:
@@ -161,17 +162,21 @@ class ForeignScript:
     def _find_key(self, named: str | None, option: str, usual: Iterable[str]) -> str | None:
         if named is None:
             return next((key for key in usual if _number(self._value(key)) is not None), None)
-        if _number(self._value(named)) is None:
+        return self._require(named, option)
+
+    def _require(self, key: str, option: str) -> str:
+        """A key that was named must have a value to start from."""
+        if _number(self._value(key)) is None:
             raise ConfigError(
-                f"{named} has no value that is a number",
-                where=f"{option} {named}",
-                cure=f"{named}=VALUE on the command line, or in the configuration, says where to start from",
+                f"{key} has no value that is a number",
+                where=f"{option} {key}",
+                cure=f"{key}=VALUE on the command line, or in the configuration, says where to start from",
             )
-        return named
+        return key
 
     def _find_scaled_keys(self) -> list[str]:
         if self._call.scale_with_batch:
-            return list(self._call.scale_with_batch)
+            return [self._require(key, "--scale-with-batch") for key in self._call.scale_with_batch]
         on_line = [one.key for one in overrides(self._command + self._words)]
         known = dict.fromkeys([*self._config.leaves, *self._from_groups, *on_line])
         return [key for key in known if key.startswith(SCALED_KEY[0]) and key.endswith(SCALED_KEY[1])]

@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import subprocess
 import sys
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ci_llm.interrupts import Interrupts
 from ci_llm.supervisor import tree
 from ci_llm.supervisor.child import start_command
 from ci_llm.typed_json import dump_json
+
+if TYPE_CHECKING:
+    import subprocess
 
 END: Final = b"e"
 KILL: Final = b"k"

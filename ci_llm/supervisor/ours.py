@@ -64,7 +64,6 @@ class OurRun:
 
     def environment(self) -> Mapping[str, str]:
         """Ours, and what makes torchrun hand signals on and wait for the last checkpoint."""
-        self._has_begun |= self._status_of_attempt() is not None
         self._before = self._status()
         steps = CheckpointStore(self._folder).all_steps()
         allowed = self._recovery.latest_step_allowed(self._before.attempt if self._before else None)
@@ -97,6 +96,7 @@ class OurRun:
         status = self._status_of_attempt()
         failures = read_failures(self._folder, status.attempt) if status else []
         kind, detail = judge_by_status(ending, status, failures, has_begun=self._has_begun)
+        self._has_begun |= status is not None
         cause = earliest_failure(failures)
         saved = max(CheckpointStore(self._folder).all_steps(), default=0)
         return Outcome(

@@ -57,6 +57,7 @@ def test_folder_and_name_default_to_configs_and_config(words: list[str], path: P
         ["--config"],
         ["--no-delete-wandb-run"],
         ["--train-scripts", "x"],
+        ["--config", "a.yaml", "--config-name", "b"],
     ],
 )
 def test_a_wrong_option_is_refused(words: list[str]) -> None:
@@ -86,6 +87,15 @@ def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:
 )
 def test_our_trainer_is_found_behind_any_launcher(command: list[str], words: list[str] | None) -> None:
     assert our_words([word.format(train=ROOT / "train.py") for word in command]) == words
+
+
+def test_the_end_of_the_terminal_counts_unless_nohup_says_otherwise() -> None:
+    code = "from ci_llm.supervisor.door import _stop_signals; print(*_stop_signals())"
+    for before, expected in (([], "SIGTERM SIGINT SIGUSR2 SIGHUP"), (["nohup"], "SIGTERM SIGINT SIGUSR2")):
+        done = subprocess.run(
+            [*before, sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        )
+        assert done.stdout.strip() == expected
 
 
 HEAVY = "'torch', 'transformers', 'accelerate', 'numpy', 'pydantic', 'yaml'"

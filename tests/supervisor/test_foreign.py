@@ -339,6 +339,13 @@ def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> Non
     assert (folder / "done").exists()
 
 
+def test_closed_standard_files_are_no_harm(folder: Path) -> None:
+    (folder / "fit.py").write_text("print('said'); open('done', 'w').close()\n")
+    command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script fit.py <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, cwd=folder, timeout=DEADLINE_S).returncode == 0
+    assert (folder / "done").exists()
+
+
 # Bad calls
 
 
@@ -353,6 +360,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> Non
         (["--"], ["no command after --"]),
         (["--", "no-such-program"], ["it cannot be started: No such file"]),
         (["--train-script", "fit.py", "--lr-key", "a.b"], ["a.b has no value that is a number"]),
+        (["--train-script", "fit.py", "--scale-with-batch", "a"], ["--scale-with-batch a", "no value"]),
     ],
 )
 def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str], told: list[str]) -> None:
