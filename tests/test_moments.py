@@ -1,0 +1,117 @@
+"""A signal at any moment: the run saves, says so, and the same command goes on to the same bits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.status import read_status
+from tests import moments
+from tests.children import DEADLINE_S, ROOT
+from tests.forkserver import ForkServer
+from tests.moments import MOMENTS, Moment, arguments
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.moments") as server:
+        yield server
+
+
+def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:
+    """One attempt; the exit codes of its processes."""
+    folder.mkdir(exist_ok=True)
+    settings: dict[str, Any] = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "keys": {}} | options
+    return server.run(
+        moments.train_signalled,
+        folder / "log",
+        folder=str(folder),
+        words=arguments(**settings.pop("keys")),
+        place=moment.place if moment else None,
+        call=moment.call if moment else 0,
+        **settings,
+    )
+
+
+def learned(folder: Path) -> dict[str, bytes]:
+    """What a run has learned, and what it would go on with."""
+    final = folder / "run" / "final_checkpoint"
+    return {str(path.relative_to(final)): path.read_bytes() for path in sorted(final.rglob("*.safetensors"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train(server, folder) == [0], (folder / "log").read_text()
+    return folder
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
+    name: str, server: ForkServer, undisturbed: Path, tmp_path: Path
+) -> None:
+    moment = MOMENTS[name]
+    codes = train(server, tmp_path, moment)
+    said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
+    assert codes == [0], said
+    assert "Traceback" not in said
+    if moment.completed:
+        assert status.status == "completed"
+    else:
+        assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
+        assert status.step == moment.step or moment.step is None
+        assert f"step {status.step} is saved" in said or (status.step == 0 and "no step was taken" in said)
+        assert status.next_command
+    assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
+    assert read_status(tmp_path / "run").status == "completed"
+    assert learned(tmp_path) == learned(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("place", "call"), [("ci_llm.crowd.evaluate._score_batch", 2), ("ci_llm.crowd.model.Crowd.write", 1)]
+)
+def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
+    place: str, call: int, server: ForkServer, tmp_path: Path
+) -> None:
+    keys = {"eval_samples": 64, "generation_eval_samples": 12}
+    moment = Moment(place, call)
+    codes = train(server, tmp_path, moment, ranks=2, rank=1, tripwire=call + 1, keys=keys)
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
+
+
+def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 3, of which nobody keeps a checkpoint
+    keys = {"save_total_limit": "null", "save_steps": "null"}
+    assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
+    assert (tmp_path / "run" / "checkpoint_step_3").is_dir()
+    assert not (tmp_path / "run" / "checkpoint_step_2").exists()
+    assert learned(tmp_path) == learned(undisturbed)
+
+
+def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: ForkServer, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 5: every second one has no row for it
+    codes = train(server, tmp_path, moment, ranks=2, rank=1, sent="SIGKILL")
+    assert codes == [1, -signal.SIGKILL], (tmp_path / "log").read_text()
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "peer_lost")
+    assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
+    assert train(server, tmp_path, ranks=2) == [0, 0]
+
+
+def test_before_the_configuration_is_read_nothing_is_created(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), *arguments()]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, said) == (-signal.SIGTERM, "")
+    assert not list(tmp_path.iterdir())
