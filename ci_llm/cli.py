@@ -19,6 +19,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
 
   python train.py [--config FILE] [key=value ...]     train, or go on where an earlier call stopped
   ci-llm train ...                                    the same
+  python dry_run_sanity_check.py [...]                proves that it will work on this machine (ci-llm check)
   ci-llm status [RUN | key=value ...]                 how a run stands: exit code 0 completed, 75 interrupted,
                                                       3 running, 1 failed or vanished
 
@@ -30,7 +31,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`ci-llm COMMAND ...`; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "status": status}
+    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "check": check, "status": status}
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0
@@ -113,6 +114,34 @@ def _quiet_libraries() -> None:
     """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def check(words: list[str]) -> int:
+    """`ci-llm check`, and `python dry_run_sanity_check.py`."""
+    if {"-h", "--help"} & {*words}:
+        return _help_check()
+    from ci_llm.interrupts import Interrupts, die_with_parent
+    from ci_llm.launch import read_launch
+
+    with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
+        config, launch = _configuration(words), read_launch()
+        if launch.dies_unheard:
+            die_with_parent()
+        if launch.is_main:
+            print(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...", flush=True)
+        _quiet_libraries()
+        from ci_llm.check.dry_run import dry_run
+
+        return dry_run(config, interrupts, launch, debug="--debug" in words)
+
+
+def _help_check() -> int:
+    print(
+        "python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the words of train.py, or its launcher's"
+    )
+    print("Tries on this machine what the run will need, at toy size, and leaves nothing behind; 0 only if all passes.")
+    print("example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml batch_size=16")
+    return 0
 
 
 def status(words: list[str]) -> int:

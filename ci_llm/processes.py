@@ -267,7 +267,7 @@ def meet_oneself() -> str:
     """
     backend = "gloo" if runs_on_cpu() else "cuda:nccl,cpu:gloo"
     try:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         dist.all_reduce(torch.ones(1, device="cpu" if runs_on_cpu() else "cuda"))
     except (RuntimeError, OSError) as error:

@@ -1,0 +1,80 @@
+"""Named checks that build on each other: tried in order, skipped where what they need has failed."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from ci_llm.errors import CiLlmError
+
+S = TypeVar("S")
+S_contra = TypeVar("S_contra", contravariant=True)
+
+Verdict = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Check(Generic[S]):
+    """One question about the scene.
+
+    Attributes:
+        needs: names of checks without which this one cannot be tried.
+        run: returns what was found, in lines; raises what is wrong, best as a `CiLlmError`.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    run: Callable[[S], str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one check; `lines` say what was found, or what is wrong, where, and the cure."""
+
+    name: str
+    verdict: Verdict
+    lines: tuple[str, ...]
+    seconds: float = 0.0
+
+
+def try_all(
+    checks: Sequence[Check[S]], scene: S, *, stopped: Callable[[], str | None], debug: bool = False
+) -> Iterator[Outcome]:
+    """Try each check whose needs have passed.
+
+    Args:
+        stopped: asked before each check; a reason skips it.
+        debug: show the traceback of a failure.
+    """
+    outcomes: dict[str, Outcome] = {}
+    for check in checks:
+        outcomes[check.name] = _skipped(check, outcomes, stopped()) or _tried(check, scene, debug)
+        yield outcomes[check.name]
+
+
+def _skipped(check: Check[S], outcomes: Mapping[str, Outcome], stop: str | None) -> Outcome | None:
+    lacking = [name for name in check.needs if outcomes[name].verdict != "passed"]
+    if stop is None and not lacking:
+        return None
+    return Outcome(check.name, "skipped", (stop or f"needs {', '.join(lacking)}",))
+
+
+def _tried(check: Check[S], scene: S, debug: bool) -> Outcome:
+    start = time.monotonic()
+    try:
+        lines, verdict = check.run(scene).splitlines() or [""], "passed"
+    except Exception as error:  # noqa: BLE001  whatever it is, the dry run is here to name it
+        if debug:
+            traceback.print_exc()
+        lines, verdict = _explained(error), "failed"
+    return Outcome(check.name, verdict, tuple(lines), time.monotonic() - start)  # type: ignore[arg-type]
+
+
+def _explained(error: Exception) -> list[str]:
+    if isinstance(error, CiLlmError):
+        return str(error).splitlines()
+    said = str(error).strip().splitlines()
+    return [f"{type(error).__name__}: {said[0] if said else 'no message'}", "  cure:  --debug shows where it happened"]

@@ -1,0 +1,77 @@
+"""The dry run: which checks there are, in which order, and what they need of each other."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ci_llm.check import forecast, inputs, rehearsal, surroundings
+from ci_llm.check.checks import Check, Outcome, try_all
+from ci_llm.check.scene import Scene
+from ci_llm.check.table import Report
+from ci_llm.check.words import duration
+from ci_llm.config import Config
+from ci_llm.interrupts import Interrupts
+from ci_llm.launch import Launch
+
+CHECKS: tuple[Check[Scene], ...] = (
+    Check("environment", (), surroundings.environment),
+    Check("precision", (), surroundings.precision),
+    Check("port", ("precision",), surroundings.port),  # before whatever may fail on one process alone
+    Check("disk", (), surroundings.disk),
+    Check("accelerate", ("disk", "port"), surroundings.accelerate),
+    Check("architecture", (), inputs.architecture),
+    Check("data", (), inputs.data),
+    Check("template", ("accelerate", "architecture", "data"), inputs.template),
+    Check("batch", ("port", "architecture"), inputs.batch),
+    Check("model", ("template", "batch"), rehearsal.model),
+    Check("two steps", ("model",), rehearsal.two_steps),
+    Check("checkpoint", ("two steps",), rehearsal.checkpoint),
+    Check("interruption", ("checkpoint",), rehearsal.interruption),
+    Check("diversity", ("model",), rehearsal.diversity),
+    Check("generation", ("model",), rehearsal.generation),
+    Check("conclusion", ("checkpoint", "generation"), rehearsal.conclusion),
+    Check("disk space", ("batch",), forecast.space),
+    Check("time", ("batch",), forecast.time_needed),
+)
+
+
+def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bool = False) -> int:
+    """Try all checks and show what comes out of them; returns the exit code: 0 only if all have passed."""
+    start = time.monotonic()
+    outcomes: list[Outcome] = []
+
+    def stopped() -> str | None:
+        if interrupts.stop_reason is not None:
+            return f"stopped: {interrupts.stop_reason}"
+        broken = launch.num_processes > 1 and any(outcome.verdict == "failed" for outcome in outcomes)
+        return "this process leaves the others after a failure" if broken else None
+
+    with Scene(config, launch, interrupts) as scene:
+        with Report(max(len(check.name) for check in CHECKS)) as report:
+            for outcome in try_all(CHECKS, scene, stopped=stopped, debug=debug):
+                outcomes.append(outcome)
+                _show(report, outcome, launch)
+        passed = all(outcome.verdict == "passed" for outcome in outcomes)
+        if launch.is_main:
+            for note in [*(scene.processes.notes if hasattr(scene, "processes") else []), *config.notices()]:
+                report.say(note)
+            report.say(_summary(outcomes, time.monotonic() - start))
+    return 0 if passed else 1
+
+
+def _show(report: Report, outcome: Outcome, launch: Launch) -> None:
+    """The main process speaks for all; the others only of what has failed for them."""
+    if launch.is_main:
+        report.show(outcome)
+    elif outcome.verdict == "failed":
+        story = "\n".join(outcome.lines)
+        print(f"process {launch.process_index}: {outcome.name} failed: {story}", file=sys.stderr, flush=True)
+
+
+def _summary(outcomes: list[Outcome], seconds: float) -> str:
+    failed = [outcome.name for outcome in outcomes if outcome.verdict == "failed"]
+    skipped = sum(outcome.verdict == "skipped" for outcome in outcomes)
+    if not failed and not skipped:
+        return f"all {len(outcomes)} checks passed in {duration(seconds)}; nothing of them is left on the disk"
+    return f"failed: {', '.join(failed) or 'none'}; {skipped} of {len(outcomes)} checks skipped"

@@ -1,0 +1,106 @@
+"""What the real run will take: disk for checkpoints, and time; measured where the rehearsal could, else reckoned."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import torch
+
+from ci_llm.check.scene import Scene
+from ci_llm.check.surroundings import beside
+from ci_llm.check.trace import base_dtype
+from ci_llm.check.words import duration, size
+from ci_llm.crowd.base import DTYPES
+from ci_llm.errors import ConfigError
+from ci_llm.run.build import plan_ahead
+
+#: Share of the speed of bare products of matrices that training reaches, about.
+EFFICIENCY = 0.5
+SIDE = {"cpu": 768, "cuda": 4096}
+
+
+def space(scene: Scene) -> str:
+    """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
+    one = scene.measured.checkpoint_bytes or (scene.trace.agents_bytes * 3 // 4 if scene.trace else None)
+    if one is None:
+        return "not estimated: this architecture cannot be traced"
+    kept = scene.config.save_total_limit or _number_of_saves(scene)
+    needed = one * (kept + 2)
+    free = shutil.disk_usage(beside(scene.config.run_folder)).free
+    what = f"{kept} checkpoints, one being written and the final one, {size(one)} each: {size(needed)}"
+    if needed > free:
+        raise ConfigError(
+            f"{what}; {size(free)} are free",
+            where=f"output_dir: {scene.config.run_folder}, save_total_limit: {scene.config.save_total_limit}",
+            cure="save_total_limit=1, or an output_dir on a larger disk",
+        )
+    return f"{what} of {size(free)} free"
+
+
+def _number_of_saves(scene: Scene) -> int:
+    every, steps = scene.config.save_steps, _total_steps(scene)
+    return -(-steps // every) if every and steps else 1
+
+
+def _total_steps(scene: Scene) -> int | None:
+    """Optimizer steps of the real run; None where it goes by epochs over rows that are not known."""
+    if scene.rows is None:
+        return scene.config.max_train_steps
+    return plan_ahead(scene.config, len(scene.rows), scene.rows_per_step)[1]
+
+
+def time_needed(scene: Scene) -> str:
+    """How long a step, and all of them with their evaluations, will take."""
+    step_s, how = _seconds_per_step(scene)
+    if step_s is None:
+        return f"not estimated: {how}"
+    steps = _total_steps(scene)
+    if steps is None:
+        return f"{duration(step_s)} per step ({how}); how many steps there are depends on the data"
+    judging = _seconds_of_judging(scene, steps)
+    parts = f"{steps} steps of {duration(step_s)} ({how})"
+    parts += f", evaluations at most {duration(judging)}" if judging else ""
+    late = f"\none step outlasts grace_s {scene.config.grace_s:g}" if step_s > scene.config.grace_s else ""
+    return f"about {duration(steps * step_s + judging)}: {parts}{late}"
+
+
+def _seconds_per_step(scene: Scene) -> tuple[float | None, str]:
+    """(seconds of one optimizer step, how that is known)."""
+    config, lengths, found = scene.config, scene.lengths, scene.trace
+    rows = min(scene.rows_per_step, len(scene.rows)) if scene.rows else scene.rows_per_step
+    tokens = rows * (lengths.mean if lengths else config.max_seq_length)
+    if scene.measured.tokens_per_s:
+        return tokens / scene.measured.tokens_per_s, "measured"
+    if found is None:
+        return None, "this architecture cannot be traced"
+    traced = scene.micro_batch * (lengths.longest if lengths else config.max_seq_length)
+    flops = found.flops * tokens / traced
+    speed = EFFICIENCY * _flops_per_s(scene)
+    return flops / (speed * scene.processes.count), f"{flops / 1e12:.3g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
+
+
+def _flops_per_s(scene: Scene) -> float:
+    """Of a product of matrices in the precision of the forward pass, on the device of this process."""
+    device = scene.processes.device
+    dtype = DTYPES.get(scene.config.mixed_precision) or base_dtype(scene.config, scene.shape.config, device)
+    side = SIDE[device.type]
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        times.append(time.perf_counter() - start)
+    return 2.0 * side**3 / min(times)
+
+
+def _seconds_of_judging(scene: Scene, steps: int) -> float:
+    """All evaluations; at most, for answers may end early."""
+    config, measured = scene.config, scene.measured
+    if scene.rows is None:
+        return 0.0
+    times = 1 + ((steps - 1) // config.eval_steps if config.eval_steps else 0)
+    rows = len(scene.eval_rows)
+    rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * scene.processes.count))
+    answering = rounds * config.max_new_tokens_eval * measured.token_generated_s
+    return times * rows * measured.row_evaluated_s + answering

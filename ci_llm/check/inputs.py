@@ -1,0 +1,158 @@
+"""Checks of what goes in: the base's architecture, the data, its template, a batch that this machine can bear."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ci_llm.check.scene import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, Lengths, Scene
+from ci_llm.check.shapes import find_shape
+from ci_llm.check.trace import Untraceable, trace
+from ci_llm.check.words import count, size
+from ci_llm.data.rows import Rows
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import ConfigError, ModelError
+
+#: What CUDA, its libraries and torch take on a GPU for themselves, about.
+CUDA_CONTEXT_BYTES = 10**9
+
+
+def architecture(scene: Scene) -> str:
+    """The base is a known architecture, a causal language model."""
+    scene.shape = find_shape(scene.config.model_name)
+    text = scene.shape.config.get_text_config()
+    layers, width = getattr(text, "num_hidden_layers", "?"), getattr(text, "hidden_size", "?")
+    limit = scene.shape.positions or "any number of"
+    source = "; the hub is out of reach, its published figures are taken" if scene.shape.offline else ""
+    return f"{text.model_type}, {layers} layers of {width}, {text.vocab_size} tokens, {limit} positions{source}"
+
+
+def data(scene: Scene) -> str:
+    """The data set is there, has columns that can be used, and rows to train on and to evaluate on."""
+    scene.rows = load_rows(scene.config, "train")
+    scene.eval_rows = load_rows(scene.config, "eval")
+    return f"{scene.rows.description[0]}; {len(scene.eval_rows)} to evaluate on"
+
+
+def template(scene: Scene) -> str:
+    """Rows become tokens, and what is learned of them is found under the chat template in force."""
+    assert scene.rows is not None
+    tokenizer = _tokenizer(scene)
+    wanted = max(SAMPLED_ROWS, TOY_STEPS * scene.toy_batch * scene.processes.count)
+    scene.examples = tokenized(scene, scene.rows, tokenizer, wanted)
+    scene.eval_examples = tokenized(scene, scene.eval_rows, tokenizer, TOY_EVAL_ROWS * scene.processes.count)
+    sampled = [scene.examples[number] for number in range(len(scene.examples))]
+    tokens = [len(example.input_ids) for example in sampled]
+    learned = [int(example.supervised.sum()) for example in sampled]
+    scene.lengths = Lengths(max(tokens), sum(tokens) / len(tokens), sum(learned) / len(learned))
+    source, *lines = scene.examples.description[len(scene.rows.description) :]
+    return "\n".join([f"{source}; of {wanted if wanted < len(scene.rows) else 'all'} rows:", *lines])
+
+
+def _tokenizer(scene: Scene) -> PreTrainedTokenizerBase:
+    """The base's; the embedded one's where the hub is out of reach."""
+    name = scene.config.model_name
+    if name == "embedded" or scene.shape.offline:
+        return AutoTokenizer.from_pretrained(BASE_FOLDER)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the base's tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}",
+            where=f"model_name: {name}",
+            cure="put tokenizer.json and tokenizer_config.json beside config.json",
+        ) from error
+
+
+def tokenized(
+    scene: Scene, rows: Rows, tokenizer: PreTrainedTokenizerBase, number: int, max_seq_length: int | None = None
+) -> TokenizedRows:
+    """At most `number` rows, evenly spread, as tokens; kept in the folder that goes away."""
+    number = min(number, len(rows))
+    some: list[Any] = [rows.raw[at * len(rows) // number] for at in range(number)]
+    return tokenize(
+        replace(rows, raw=some),
+        tokenizer,
+        max_seq_length=max_seq_length or scene.config.max_seq_length,
+        cache_folder=scene.scratch / "tokens",
+        main_first=scene.processes.main_first(),
+    )
+
+
+def batch(scene: Scene) -> str:
+    """One micro-batch fits: into the positions of the base, and into the memory of this machine."""
+    _require_positions(scene)
+    rows, tokens = scene.micro_batch, scene.lengths.longest if scene.lengths else scene.config.max_seq_length
+    learned = min(tokens - 1, round(scene.lengths.mean_learned) if scene.lengths else tokens // 2)
+    device = scene.processes.device
+    what = f"{rows} rows of {tokens} tokens ({'the longest sampled' if scene.lengths else 'max_seq_length'})"
+    try:
+        scene.trace = trace(scene.config, scene.shape.config, device, rows=rows, tokens=tokens, targets=max(1, learned))
+    except Untraceable as error:
+        return f"{what}; memory is not estimated: {error}"
+    found = scene.trace
+    own = CUDA_CONTEXT_BYTES if device.type == "cuda" else scene.born_bytes
+    needed = found.device_bytes + own
+    free, total = free_memory(device)
+    together = 1 if device.type == "cuda" else scene.launch.num_local_processes
+    parts = (
+        f"base {size(found.base_bytes)}, {scene.config.num_agents} agents {size(found.agents_bytes)},"
+        f" passing {size(found.passing_bytes)}, the program itself {size(own)}"
+    )
+    if together * (needed - scene.born_bytes * (device.type == "cpu")) > free:
+        raise _too_large(scene, f"{what} need {size(together * needed)}: {parts}", free)
+    return f"{what} need about {size(needed)} of {size(total)}: {parts}; {count(found.base_parameters)} parameters"
+
+
+def _require_positions(scene: Scene) -> None:
+    limit, wanted = scene.shape.positions, scene.config.max_seq_length
+    if limit is not None and wanted > limit:
+        raise ConfigError(
+            f"rows of up to {wanted} tokens, but the base has {limit} positions",
+            where=f"max_seq_length: {wanted}",
+            cure=f"max_seq_length={limit}",
+        )
+
+
+def _too_large(scene: Scene, what: str, free: float) -> ConfigError:
+    assert scene.trace is not None
+    room = free - scene.trace.base_bytes - scene.trace.agents_bytes
+    fit = int(scene.micro_batch * room / max(scene.trace.passing_bytes, 1))
+    cures = [f"batch_size={fit}"] if fit >= 1 else ["a smaller base, or a machine with more memory"]
+    if not scene.config.use_gradient_checkpointing:
+        cures.append("use_gradient_checkpointing=true")
+    return ConfigError(
+        f"{what}; {size(max(free, 0))} are free here",
+        where=f"batch_size: {scene.config.batch_size}, model_name: {scene.config.model_name}",
+        cure=" or ".join(cures),
+    )
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """(free, all) bytes where tensors of this process would lie; of the job, where a job has less than the machine."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    memory = psutil.virtual_memory()
+    limits = [(limit - used, limit) for limit, used in _cgroups()]
+    return min([(int(memory.available), int(memory.total)), *limits])
+
+
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """(limit, in use) of every control group above this process that has a limit: SLURM's, a container's."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+        group = Path("/sys/fs/cgroup", own)
+        for folder in (group, *group.parents):
+            if (folder / "memory.max").is_file() and (limit := (folder / "memory.max").read_text().strip()) != "max":
+                yield int(limit), int((folder / "memory.current").read_text())

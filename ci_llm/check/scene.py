@@ -1,0 +1,143 @@
+"""What the checks of a dry run share: the configuration, the parts that were proven, a folder that goes away again."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from ci_llm.check.shapes import Shape
+from ci_llm.check.trace import Trace
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.config import Config
+from ci_llm.data.rows import Rows
+from ci_llm.data.tokens import TokenizedRows
+from ci_llm.interrupts import Interrupts
+from ci_llm.launch import Launch
+from ci_llm.logs.run_log import RunLog
+from ci_llm.processes import Processes
+from ci_llm.run.run import Run
+
+TOY_STEPS = 2
+TOY_ROWS_ON_CPU = 16  # a CPU is never short of memory for the real number, only of time
+TOY_EVAL_ROWS = 4
+SAMPLED_ROWS = 64
+
+
+@dataclass
+class Lengths:
+    """Tokens of the sampled rows."""
+
+    longest: int
+    mean: float
+    mean_learned: float
+
+
+@dataclass
+class Measured:
+    """What the rehearsal measured of the real base; None where a stand-in or nothing took its place.
+
+    Attributes:
+        tokens_per_s: of training, all processes together.
+        checkpoint_bytes: of one checkpoint.
+        row_evaluated_s: seconds per row of an evaluation.
+        token_generated_s: seconds per token of the answers that are written at once, in the evaluation at the end.
+    """
+
+    tokens_per_s: float | None = None
+    checkpoint_bytes: int | None = None
+    row_evaluated_s: float = 0.0
+    token_generated_s: float = 0.0
+
+
+@dataclass
+class Scene:
+    """Each check finds here what those before it have proven, and leaves what it has proven itself.
+
+    An attribute without a value exists once the check that makes it has passed; who reads it needs that check.
+    """
+
+    config: Config
+    launch: Launch
+    interrupts: Interrupts
+    scratch: Path = field(init=False)  # disk; on all processes: accelerate
+    processes: Processes = field(init=False)  # port
+    shape: Shape = field(init=False)  # architecture
+    rows: Rows | None = None  # data
+    eval_rows: Rows = field(init=False)  # data
+    examples: TokenizedRows = field(init=False)  # template
+    eval_examples: TokenizedRows = field(init=False)  # template
+    lengths: Lengths | None = None  # template
+    trace: Trace | None = None  # batch, where the family can be traced
+    stands_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
+    run: Run = field(init=False)  # model
+    measured: Measured = field(default_factory=Measured)
+    at_end: ExitStack = field(default_factory=ExitStack)
+    born_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.at_end.close()
+
+    @property
+    def rows_per_step(self) -> int:
+        """The effective batch of the real run."""
+        c = self.config
+        return c.global_batch_size or c.batch_size * self.processes.count * c.gradient_accumulation_steps
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that the real run puts through the base at once, on each process."""
+        return min(self.config.batch_size, -(-self.rows_per_step // self.processes.count))
+
+    @property
+    def toy_batch(self) -> int:
+        """Rows at once in the rehearsal."""
+        on_cpu = self.processes.device.type == "cpu"
+        return min(self.micro_batch, TOY_ROWS_ON_CPU) if on_cpu else self.micro_batch
+
+    def toy_config(self) -> Config:
+        """The configuration at toy size: few steps of one micro-batch, in the folder that goes away."""
+        toy: dict[str, object] = {
+            "output_dir": str(self.scratch / "run"),
+            "experiment_name": None,
+            "max_train_steps": TOY_STEPS + 2,
+            "batch_size": self.toy_batch,
+            "global_batch_size": None,
+            "gradient_accumulation_steps": 1,
+            "num_workers": min(1, self.config.num_workers),
+            "generation_eval_samples": TOY_EVAL_ROWS,
+            "max_new_tokens_eval": 8,
+            "eval_steps": None,
+            "logging_steps": 1,
+            "report_to": (),
+            "save_steps": None,
+            "save_interval_seconds": None,
+            "resume_from_checkpoint": "latest",
+        }
+        if self.stands_in:
+            toy |= {"model_name": "embedded", "lora_target_modules": "all-linear", "init_from": None}
+        return self.config.model_copy(update=toy)
+
+    def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:
+        """Checkpoints and logs of the rehearsal; both are closed at the end."""
+        log = RunLog(config.run_folder, is_main=self.processes.is_main, terminal=io.StringIO())
+        manager = CheckpointManager(
+            config.run_folder,
+            save_interval_steps=None,
+            async_save=config.async_save,
+            processes=self.processes,
+            interrupts=self.interrupts,
+            say=log.say,
+        )
+        self.at_end.callback(manager.close)
+        self.at_end.callback(log.close)
+        return manager, log

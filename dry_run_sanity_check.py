@@ -1,0 +1,8 @@
+"""Prove that a run will work here: `python dry_run_sanity_check.py [--config configs.yaml] [key=value ...]`."""
+
+import sys
+
+from ci_llm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["check", *sys.argv[1:]]))
