@@ -17,6 +17,7 @@ from ci_llm.errors import CheckpointError
 
 
 def train_step(state: dict[str, Any]) -> dict[str, Any]:
+    print(state["steps"], flush=True)
     return {"weight": state["weight"] * 1.5 + 1, "steps": state["steps"] + 1}
 
 
