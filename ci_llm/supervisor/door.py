@@ -44,6 +44,8 @@ def _supervise(call: Call) -> int:
     wake_fd, heard_fd = os.pipe()
 
     def announce(line: str) -> None:
+        if interrupts.stop_reason is None:  # the one signal that is no request to stop
+            line = "SIGUSR1 is for the training: send it to its main process (our run: pid in status.json)"
         story.say(line, at_line_start=False)
         os.write(heard_fd, b"\n")
 

@@ -274,6 +274,16 @@ def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
     assert_clean(folder)
 
 
+def test_a_request_to_save_is_not_mistaken_for_one_to_stop(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "0", cwd=folder) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGUSR1)
+        terminal.read_until("SIGUSR1 is for the training")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75
+    assert "interrupted: signal:SIGTERM" in log_of(folder)
+
+
 def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0", "end"]
     with Terminal(*words, cwd=folder) as terminal:

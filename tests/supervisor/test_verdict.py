@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ci_llm.status import Failure, Status
-from ci_llm.supervisor.attempt import Ending
+from ci_llm.supervisor.attempt import Ending, _out_of_memory_kills
 from ci_llm.supervisor.decide import Kind
 from ci_llm.supervisor.evidence import Evidence
 from ci_llm.supervisor.verdict import judge_by_output, judge_by_status
@@ -60,6 +60,10 @@ def test_a_script_that_tells_nothing(end: Ending, kind: Kind, detail: str) -> No
 def test_a_script_that_ran_for_long_has_made_progress() -> None:
     end = ending(returncode=1, duration_s=600.0)
     assert judge_by_output(end, learning_rate=None, batch_size=None, lasting_s=600).progress
+
+
+def test_the_kernel_says_how_often_it_killed_for_memory() -> None:
+    assert _out_of_memory_kills() >= 0
 
 
 def status(state: str, reason: str | None = None) -> Status:
