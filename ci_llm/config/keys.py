@@ -243,7 +243,6 @@ NOT_YET: frozenset[str] = frozenset(
         "compile",
         "early_stopping_patience",
         "good_after_steps",
-        "grace_s",
         "hang_timeout",
         "max_consecutive_nonfinite",
         "nonfinite_lr_factor",
