@@ -115,20 +115,20 @@ def test_a_signal_lets_our_run_save(tmp_path: Path) -> None:
 def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: list[str]) -> None:
     """`accelerate launch` dies of the SIGTERM that its orphan, the trainer, survives to save."""
     (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
-    words = ["num_agents=1", "max_train_steps=80", "max_train_samples=40", "batch_size=2", "num_workers=0"]
+    words = ["num_agents=1", "max_train_samples=40", "batch_size=2", "num_workers=0", "lr_scheduler_type=constant"]
     words += ["eval_steps=null", "eval_samples=2", "max_new_tokens_eval=4"]
     path = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with Terminal(*words, *launcher, cwd=tmp_path, env=path) as first:
-        first.read_until("/80 ")  # the bar has begun to move
+    with Terminal(*words, "max_train_steps=999", *launcher, cwd=tmp_path, env=path) as first:
+        first.read_until("/999 ")  # the bar has begun to move
         processes = first.descendants()
         first.signal(signal.SIGTERM)
         assert first.wait() == 75, first.text
         assert not [process for process in processes if is_alive(process.pid)]
     [step] = CheckpointStore(tmp_path / "ci_llm_output").all_steps()
     assert f"interrupted: signal:SIGTERM, step {step}" in first.text
-    with Terminal(*words, *launcher, cwd=tmp_path, env=path) as second:
+    with Terminal(*words, f"max_train_steps={step + 1}", *launcher, cwd=tmp_path, env=path) as second:
         assert second.wait() == 0, second.text
-    assert f"resume    step {step} of 80" in second.text
+    assert f"resume    step {step} of {step + 1}" in second.text
     assert "attempt 1 ended" in second.text
 
 
