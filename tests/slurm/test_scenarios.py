@@ -1,6 +1,6 @@
 """What SLURM does to a job, done by a real SLURM to `slurm/*.sbatch`: nothing is lost and the run comes back by itself.
 
-The scenarios run side by side on one cluster: all are started by the first test that asks for one of them, and every
+The scenarios run side by side on one cluster: they are started by the first test that asks for one of them, and every
 test waits for its own. A run that is to be caught in the middle is made to stand still there: SLURM wakes it.
 """
 
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 ROOT = Path(__file__).parents[2]
 STEPS = 60
 CAUGHT_AT = 12
+AT_ONCE = 8  # that many scenarios; more would only wait for the two cores of a small machine
 KEYS = {
     "num_agents": 2,
     "lora_rank": 2,
@@ -99,6 +100,14 @@ class Scenario:
         digests = CheckpointStore(self.run).verify(STEPS).files
         assert {"agent0/adapter_model.safetensors", "agent1/adapter_model.safetensors"} <= digests.keys()
         return {name: record.digest for name, record in digests.items() if name.endswith(".safetensors")}
+
+    def signal(self, job: Job) -> Status:
+        """`scancel --signal=TERM`, which ends nothing by itself; the status in which the run has left."""
+        self.cluster.call("scancel", "--signal=TERM", job.number)
+        shown = job.until_ended()
+        assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "0"), job.said()
+        assert "Traceback" not in job.said()
+        return read_status(self.run)
 
 
 def undisturbed(scene: Scenario) -> dict[str, str]:
@@ -180,6 +189,27 @@ def split_brain(scene: Scenario) -> dict[str, Any]:
     return {"shown": shown, "before": before, "after": digests(scene.run), "weights": scene.weights()}
 
 
+def signalled_at_start(scene: Scenario) -> Status:
+    """A SIGTERM to the srun step while it loads what it needs."""
+    job = scene.submit(requeue="false")
+    job.until("it is loading", lambda: "loading..." in job.said())
+    return scene.signal(job)
+
+
+def signalled_in_training(scene: Scenario) -> Status:
+    """A SIGTERM to the srun step in a step of the optimizer."""
+    job = scene.submit(requeue="false", max_train_steps=1_000_000, save_steps="null")
+    job.until("it trains", lambda: bool(scene.metrics()))
+    return scene.signal(job)
+
+
+def signalled_in_evaluation(scene: Scenario) -> Status:
+    """A SIGTERM to the srun step while it judges what it has trained."""
+    job = scene.submit(requeue="false", max_train_steps=2, eval_samples=1000)
+    job.until("the last step is saved", lambda: scene.newest_step() == 2)
+    return scene.signal(job)
+
+
 def digests(folder: Path) -> dict[str, str]:
     """Of every file, but for what an attempt says about itself: its failure, and its token of a common folder."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -188,7 +218,19 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 # out_of_time comes first: its minute runs.
-SCENARIOS = (out_of_time, split_brain, node_died, two_nodes, preempted, put_back, undisturbed, cancelled)
+SCENARIOS = (
+    out_of_time,
+    split_brain,
+    node_died,
+    two_nodes,
+    preempted,
+    put_back,
+    undisturbed,
+    cancelled,
+    signalled_at_start,
+    signalled_in_training,
+    signalled_in_evaluation,
+)
 
 Stories = Callable[[Callable[[Scenario], Any]], Any]
 
@@ -197,7 +239,7 @@ Stories = Callable[[Callable[[Scenario], Any]], Any]
 def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
     """Starts every scenario; called with one, waits for its story."""
     folder = tmp_path_factory.mktemp("runs")
-    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         futures: dict[str, Future[Any]] = {
             scenario.__name__: pool.submit(scenario, Scenario(cluster, folder / scenario.__name__))
             for scenario in SCENARIOS
@@ -283,3 +325,10 @@ def test_an_attempt_that_slept_through_its_own_replacement_damages_nothing(
     assert (told["shown"]["JobState"], told["shown"]["Restarts"]) == ("COMPLETED", "1")
     assert told["after"] == told["before"]
     assert told["weights"] == reference
+
+
+@pytest.mark.parametrize("scenario", [signalled_at_start, signalled_in_training, signalled_in_evaluation])
+def test_a_signal_to_the_step_is_heard_at_any_time(scenario: Callable[[Scenario], Status], story: Stories) -> None:
+    status = story(scenario)
+    assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
+    assert status.step == {signalled_at_start: 0, signalled_in_evaluation: 2}.get(scenario, status.step)
