@@ -172,14 +172,18 @@ def measure(size: str, inputs: Sequence[Batch]) -> Costs:
     """
     base = random_base(size)
     ours = Ours(copy.deepcopy(base))
-    original, separate = OriginalsWay(copy.deepcopy(base), ours.crowd), SeparateRuns(base, ours.crowd)
-    losses: dict[str, list[float]] = {OURS: [], ORIGINAL: [], SEPARATE: []}
+    trainers = {
+        OURS: ours,
+        ORIGINAL: OriginalsWay(copy.deepcopy(base), ours.crowd),
+        SEPARATE: SeparateRuns(base, ours.crowd),
+    }
+    losses: dict[str, list[float]] = {name: [] for name in trainers}
 
-    def noting(name: str, step: Callable[[Batch], float]) -> Callable[[Batch], None]:
-        return lambda batch: losses[name].append(step(batch))
+    def noting(name: str) -> Callable[[Batch], None]:
+        return lambda batch: losses[name].append(trainers[name].step(batch))
 
-    trainers = {OURS: ours, ORIGINAL: original, SEPARATE: separate}
-    costs = take_turns({name: noting(name, trainer.step) for name, trainer in trainers.items()}, inputs)
+    costs = take_turns({name: noting(name) for name in trainers}, inputs)
+    ours.processes.shutdown()
     gaps = [abs(a - b) / a for name in (ORIGINAL, SEPARATE) for a, b in zip(losses[OURS], losses[name], strict=True)]
     assert max(gaps) < LOSSES_AGREE_TO, f"the trainers' losses differ by up to {max(gaps):.1e}"
     return {name: listed[1:] for name, listed in costs.items()}

@@ -1,0 +1,80 @@
+"""The benchmarks run, and what they print follows from what they measured."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks import __main__ as listing
+from benchmarks import crowd, gsm8k, step
+from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
+from ci_llm.crowd.evaluate import Scores
+
+
+def test_turns_rotate_and_ratios_are_paired() -> None:
+    seen: list[str] = []
+    variants = {name: lambda item, name=name: seen.append(f"{name}{item}") for name in "abc"}
+    costs = take_turns(variants, [1, 2])
+    assert seen == ["a1", "b1", "c1", "b2", "c2", "a2"]
+    assert {name: len(listed) for name, listed in costs.items()} == {"a": 2, "b": 2, "c": 2}
+    slow, fast = [Cost(6.0, 1.0), Cost(2.0, 1.0), Cost(9.0, 2.0)], [Cost(2.0, 1.0), Cost(1.0, 1.0), Cost(1.0, 1.0)]
+    assert cpu_ratios(slow, fast) == [2.0, 3.0, 9.0]
+    assert median_cost(slow) == Cost(6.0, 1.0)
+
+
+def test_the_shipped_lengths_are_those_of_gsm8k() -> None:
+    rows = gsm8k.batches(None, 1, 600)
+    lengths = torch.tensor([batch.num_tokens for batch in rows], dtype=torch.float64)
+    assert lengths.mean().item() == pytest.approx(190, rel=0.05)
+    assert lengths.quantile(0.9).item() == pytest.approx(283, rel=0.05)
+    assert sum(batch.num_targets for batch in rows) / lengths.sum() == pytest.approx(0.64, abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_three_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two optimizer steps; `measure` compares their losses."""
+    for module in (gsm8k, step):
+        monkeypatch.setattr(module, "VOCABULARY", 500)
+    costs = step.measure("tiny", gsm8k.batches(None, 2, 2))
+    table = step.table(costs, rows=2)
+    assert [len(listed) for listed in costs.values()] == [1, 1, 1]
+    assert table.count("| 2 |") == 3
+
+
+def scores(right: list[list[int]], nll: list[float]) -> Scores:
+    """K+1 answerers by n rows of one token each."""
+    matches = torch.tensor(right, dtype=torch.bool)
+    return Scores(matches, torch.tensor(nll)[:, None].expand(matches.shape), torch.ones(matches.shape[1]))
+
+
+def test_the_crowds_table_says_who_answers_how_well() -> None:
+    four = scores([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], [0.3, 0.2, 0.1])
+    assert crowd.best_agent(four) == 1
+    assert crowd.best_agent(scores([[1, 0], [0, 1], [1, 1]], [0.2, 0.3, 0.1])) == 0
+    alone = scores([[1, 1, 0, 0], [1, 1, 0, 0]], [0.2, 0.2])
+    lines = crowd.lines_of({crowd.CROWD: [four], crowd.RANK: [alone], crowd.STEPS: [alone]}, [1])
+    assert [float(line.exact_match) for line in lines] == [0.375, 0.5, 0.5, 0.5, 0.75]
+    mean, *_, last = crowd.table(lines).splitlines()[2:]
+    assert mean == "| agents, mean of 4 | 0.375 | 0.2500 | +0.375 | ± 0.469 | -0.1500 | ± 0.0000 |"
+    assert last.startswith("| crowd | 0.750 | 0.1000 |")
+
+
+def test_the_controls_have_the_crowds_size_and_compute() -> None:
+    text = crowd.CONFIG.read_text(encoding="utf-8")
+    assert "num_agents: 4 " in text
+    assert "lora_rank: 8\n" in text
+    assert "max_train_steps: 260 " in text
+    assert (crowd.RANK.keys["lora_rank"], crowd.STEPS.keys["max_train_steps"]) == ("32", "1040")
+
+
+def test_every_benchmark_is_listed_with_what_it_measures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    listing.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert {"step", "crowd"} <= set(listing.found())
+    assert [line.split()[0] for line in printed] == list(listing.found())
+    assert all(len(line.split()) > 4 for line in printed)
