@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import stat
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ci_llm.cli import main
 from ci_llm.slurm import (
     PATIENCE,
     SUPERVISED,
@@ -25,6 +28,9 @@ from ci_llm.slurm import (
     read_job,
     record_attempt,
 )
+from ci_llm.status import RunStatus
+
+ROOT = Path(__file__).parent.parent
 
 # As Slurm 22.05 prints it, in one line; shortened.
 SHOWN = (
@@ -169,3 +175,35 @@ def test_what_was_not_done_is_said_with_its_reason() -> None:
     assert "is not put back into the queue: it is COMPLETING" in (back(cluster) or "")
     assert cluster.asked == ["show"]
     assert "no progress" in (back(Cluster(), in_vain=PATIENCE) or "")
+
+
+# What the scripts ask of the program
+
+
+def test_continue_needs_a_checkpoint_and_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--continue", f"output_dir={tmp_path}", "--exp_name=none"]) == 2
+    assert "there is no checkpoint to continue from" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_status_of_a_run_is_found_by_the_words_that_train_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    RunStatus(run, 1).finish("interrupted", "walltime", "python train.py")
+    words = ["--continue", f"output_dir={tmp_path}", "--exp_name=mine", "num_agents=2"]
+    assert [main(["status", *words]), main(["status", str(run)])] == [75, 75]
+    assert capsys.readouterr().out.count("interrupted (walltime)") == 2
+    assert main(["status", f"output_dir={tmp_path}"]) == 2
+    assert main(["status", "--help"]) == 0
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
+def test_the_scripts_ask_for_nothing_that_a_small_cluster_lacks(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
+    assert options.keys() == {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "requeue", "open-mode"}
+    assert (options["ntasks-per-node"], options["cpus-per-task"], options["open-mode"]) == ("1", "2", "append")
+    assert len(re.findall(r"^##SBATCH ", text, re.MULTILINE)) == 2
