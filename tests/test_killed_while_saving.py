@@ -1,0 +1,64 @@
+"""Killed before any operation on the disk, the trainer goes on, to the bits of the run that was never killed.
+
+The crash sweep strikes the manager at every system call; here the whole program is struck at ten, drawn by seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.durable import Filesystem
+from tests.forkserver import ForkServer
+from tests.trials import Cell, Trials, account, differences, train_watched
+
+CELL = Cell(accumulation=4, dropout=0.1)
+SAVING = {"save_steps": 2, "save_total_limit": 2}
+OPERATIONS = ("create", "write", "sync", "close", "sync_folder", "mkdir", "rename", "unlink", "rmdir")
+
+
+def struck(folder: str, arguments: list[str], number: int) -> int:
+    """A trial: `train.py` that dies before its disk operation `number`; -1: it lives, and counts them."""
+    count = itertools.count()
+
+    def guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def act(disk: Filesystem, *args: Any) -> Any:
+            if next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(disk, *args)
+
+        return act
+
+    for name in OPERATIONS:
+        setattr(Filesystem, name, guarded(getattr(Filesystem, name)))
+    code = train_watched(folder, arguments, None)
+    Path(folder, "operations").write_text(str(next(count)))
+    return code
+
+
+@pytest.mark.slow
+def test_ten_points_drawn_by_seed_go_on_training(tmp_path: Path) -> None:
+    modules = ("tests.trials", "tests.test_killed_while_saving")
+    with ForkServer(*modules, environment={"HF_DATASETS_CACHE": str(tmp_path / "cache")}) as server:
+        trials = Trials(server, tmp_path)
+
+        def strike(folder: Path, number: int) -> list[int]:
+            arguments = CELL.arguments(**SAVING)
+            return server.run(struck, folder / "log", folder=str(folder), arguments=arguments, number=number)
+
+        alive = trials.new_folder()
+        assert strike(alive, -1) == [0]
+        total = int((alive / "operations").read_text())
+        assert total > 200
+        for number in random.Random(20).sample(range(total), 10):
+            folder = trials.new_folder()
+            assert strike(folder, number) == [-signal.SIGKILL], f"operation {number} of {total}"
+            assert trials.train(CELL, folder, **SAVING) == [0], (folder / "log").read_text()
+            assert not differences(trials.reference(CELL), account(folder)), f"operation {number} of {total}"
