@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ import torch
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli import main
 
+STRUCK = "struck"
 STEPS = 6
 SAVE_STEPS = 2
 EVAL_STEPS = 3
@@ -104,6 +108,23 @@ def train_signalled(
         interfere(place, call, lambda: os.kill(os.getpid(), signal.Signals[sent]))
     elif place is not None and tripwire is not None:
         interfere(place, tripwire, lambda: os._exit(99))
+    return main(["train", *words])
+
+
+def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:
+    """A trial for the fork server: `train.py`, with a signal to one of its processes after some time; 0: never.
+
+    Leaves the time of the signal, in unix seconds, in the file `STRUCK`.
+    """
+    torch.set_num_threads(1)
+    os.chdir(folder)
+
+    def strike() -> None:
+        Path(folder, STRUCK).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.Signals[sent])
+
+    if after_s and rank == int(os.environ.get("RANK", "0")):
+        threading.Timer(after_s, strike).start()
     return main(["train", *words])
 
 
