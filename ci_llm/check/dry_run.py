@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
@@ -23,7 +24,8 @@ CHECKS: tuple[Check[Scene], ...] = (
     Check("architecture", (), inputs.architecture),
     Check("data", (), inputs.data),
     Check("template", ("accelerate", "architecture", "data"), inputs.template),
-    Check("batch", ("port", "architecture"), inputs.batch),
+    Check("estimate", ("port", "architecture"), inputs.estimate),
+    Check("batch", ("estimate",), inputs.batch),
     Check("model", ("template", "batch"), rehearsal.model),
     Check("two steps", ("model",), rehearsal.two_steps),
     Check("checkpoint", ("two steps",), rehearsal.checkpoint),
@@ -31,14 +33,15 @@ CHECKS: tuple[Check[Scene], ...] = (
     Check("diversity", ("model",), rehearsal.diversity),
     Check("generation", ("model",), rehearsal.generation),
     Check("conclusion", ("checkpoint", "generation"), rehearsal.conclusion),
-    Check("disk space", ("batch",), forecast.space),
-    Check("time", ("batch",), forecast.time_needed),
+    Check("storage", ("estimate",), forecast.space),
+    Check("time", ("estimate",), forecast.time_needed),
 )
 
 
 def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bool = False) -> int:
     """Try all checks and show what comes out of them; returns the exit code: 0 only if all have passed."""
     start = time.monotonic()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries would stand in the table
     outcomes: list[Outcome] = []
 
     def stopped() -> str | None:
@@ -54,10 +57,18 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
                 _show(report, outcome, launch)
         passed = all(outcome.verdict == "passed" for outcome in outcomes)
         if launch.is_main:
-            for note in [*(scene.processes.notes if hasattr(scene, "processes") else []), *config.notices()]:
+            for note in [*_notes(scene), *config.notices()]:
                 report.say(note)
             report.say(_summary(outcomes, time.monotonic() - start))
     return 0 if passed else 1
+
+
+def _notes(scene: Scene) -> list[str]:
+    """What should be known beside the checks."""
+    notes = list(scene.processes.notes) if hasattr(scene, "processes") else []
+    if scene.stands_in:
+        notes.append(f"not proven: the weights of {scene.config.model_name}, which train.py will have to download")
+    return notes
 
 
 def _show(report: Report, outcome: Outcome, launch: Launch) -> None:

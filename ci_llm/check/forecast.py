@@ -62,22 +62,22 @@ def time_needed(scene: Scene) -> str:
     parts = f"{steps} steps of {duration(step_s)} ({how})"
     parts += f", evaluations at most {duration(judging)}" if judging else ""
     late = f"\none step outlasts grace_s {scene.config.grace_s:g}" if step_s > scene.config.grace_s else ""
-    return f"about {duration(steps * step_s + judging)}: {parts}{late}"
+    about = "about" if scene.lengths.sampled else "at most"
+    return f"{about} {duration(steps * step_s + judging)}: {parts}{late}"
 
 
 def _seconds_per_step(scene: Scene) -> tuple[float | None, str]:
     """(seconds of one optimizer step, how that is known)."""
-    config, lengths, found = scene.config, scene.lengths, scene.trace
+    found = scene.trace
     rows = min(scene.rows_per_step, len(scene.rows)) if scene.rows else scene.rows_per_step
-    tokens = rows * (lengths.mean if lengths else config.max_seq_length)
+    tokens = rows * scene.lengths.mean
     if scene.measured.tokens_per_s:
         return tokens / scene.measured.tokens_per_s, "measured"
     if found is None:
         return None, "this architecture cannot be traced"
-    traced = scene.micro_batch * (lengths.longest if lengths else config.max_seq_length)
-    flops = found.flops * tokens / traced
+    flops = found.flops * tokens / (scene.micro_batch * scene.crowded_tokens)
     speed = EFFICIENCY * _flops_per_s(scene)
-    return flops / (speed * scene.processes.count), f"{flops / 1e12:.3g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
+    return flops / (speed * scene.processes.count), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
 
 
 def _flops_per_s(scene: Scene) -> float:

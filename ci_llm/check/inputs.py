@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -50,12 +51,19 @@ def template(scene: Scene) -> str:
     wanted = max(SAMPLED_ROWS, TOY_STEPS * scene.toy_batch * scene.processes.count)
     scene.examples = tokenized(scene, scene.rows, tokenizer, wanted)
     scene.eval_examples = tokenized(scene, scene.eval_rows, tokenizer, TOY_EVAL_ROWS * scene.processes.count)
-    sampled = [scene.examples[number] for number in range(len(scene.examples))]
-    tokens = [len(example.input_ids) for example in sampled]
-    learned = [int(example.supervised.sum()) for example in sampled]
-    scene.lengths = Lengths(max(tokens), sum(tokens) / len(tokens), sum(learned) / len(learned))
     source, *lines = scene.examples.description[len(scene.rows.description) :]
+    if scene.shape.offline:
+        source = "tokens of the embedded base, as the base's own tokenizer is not at hand"
+    else:
+        scene.lengths = _lengths(scene.examples)
     return "\n".join([f"{source}; of {wanted if wanted < len(scene.rows) else 'all'} rows:", *lines])
+
+
+def _lengths(examples: TokenizedRows) -> Lengths:
+    sampled = [examples[number] for number in range(len(examples))]
+    tokens = [len(example.input_ids) for example in sampled]
+    learned = sum(int(example.supervised.sum()) for example in sampled)
+    return Lengths(statistics.mean(tokens), statistics.pstdev(tokens), max(tokens), learned / sum(tokens))
 
 
 def _tokenizer(scene: Scene) -> PreTrainedTokenizerBase:
@@ -88,29 +96,45 @@ def tokenized(
     )
 
 
+def estimate(scene: Scene) -> str:
+    """What one micro-step costs, found without weights."""
+    rows, tokens = scene.micro_batch, scene.crowded_tokens
+    learned = max(1, min(tokens - 1, round(scene.lengths.learned * tokens)))
+    device = scene.processes.device
+    try:
+        scene.trace = trace(scene.config, scene.shape.config, device, rows=rows, tokens=tokens, targets=learned)
+    except Untraceable as error:
+        return f"this architecture cannot be traced without weights: {error}"
+    found = scene.trace
+    return (
+        f"{count(found.base_parameters)} parameters, {scene.config.num_agents} agents of"
+        f" {count(found.agent_parameters)}; a micro-step of {_micro_batch(scene)} takes {found.flops / 1e12:.2g} TFLOP"
+    )
+
+
+def _micro_batch(scene: Scene) -> str:
+    source = "at worst" if scene.lengths.sampled else "by max_seq_length"
+    return f"{scene.micro_batch} rows of {scene.crowded_tokens} tokens ({source})"
+
+
 def batch(scene: Scene) -> str:
     """One micro-batch fits: into the positions of the base, and into the memory of this machine."""
     _require_positions(scene)
-    rows, tokens = scene.micro_batch, scene.lengths.longest if scene.lengths else scene.config.max_seq_length
-    learned = min(tokens - 1, round(scene.lengths.mean_learned) if scene.lengths else tokens // 2)
-    device = scene.processes.device
-    what = f"{rows} rows of {tokens} tokens ({'the longest sampled' if scene.lengths else 'max_seq_length'})"
-    try:
-        scene.trace = trace(scene.config, scene.shape.config, device, rows=rows, tokens=tokens, targets=max(1, learned))
-    except Untraceable as error:
-        return f"{what}; memory is not estimated: {error}"
-    found = scene.trace
-    own = CUDA_CONTEXT_BYTES if device.type == "cuda" else scene.born_bytes
-    needed = found.device_bytes + own
+    found, device = scene.trace, scene.processes.device
+    if found is None:
+        return f"{_micro_batch(scene)} fit the base's positions; memory is not estimated"
+    on_cpu = device.type == "cpu"
+    own = scene.born_bytes if on_cpu else CUDA_CONTEXT_BYTES
+    together = scene.launch.num_local_processes if on_cpu else 1
     free, total = free_memory(device)
-    together = 1 if device.type == "cuda" else scene.launch.num_local_processes
-    parts = (
-        f"base {size(found.base_bytes)}, {scene.config.num_agents} agents {size(found.agents_bytes)},"
-        f" passing {size(found.passing_bytes)}, the program itself {size(own)}"
-    )
-    if together * (needed - scene.born_bytes * (device.type == "cpu")) > free:
-        raise _too_large(scene, f"{what} need {size(together * needed)}: {parts}", free)
-    return f"{what} need about {size(needed)} of {size(total)}: {parts}; {count(found.base_parameters)} parameters"
+    taken = together * found.device_bytes + (0 if on_cpu else own)  # this program lies in memory already
+    needed = together * (found.device_bytes + own)
+    agents = f"{scene.config.num_agents} agents {size(found.agents_bytes)}"
+    parts = f"base {size(found.base_bytes)}, {agents}, passing {size(found.passing_bytes)}, the program {size(own)}"
+    parts = f"{together} x ({parts})" if together > 1 else parts
+    if taken > free:
+        raise _too_large(scene, f"{_micro_batch(scene)} need {size(needed)}: {parts}", free // together)
+    return f"{_micro_batch(scene)} need about {size(needed)} of {size(total)}: {parts}"
 
 
 def _require_positions(scene: Scene) -> None:

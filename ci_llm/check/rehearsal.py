@@ -69,7 +69,7 @@ def _base(scene: Scene) -> tuple[Base, str]:
     length = min(config.max_seq_length, 512)
     scene.examples = tokenized(scene, scene.rows, tokenizer, SAMPLED_ROWS, length)
     scene.eval_examples = tokenized(scene, scene.eval_rows, tokenizer, TOY_EVAL_ROWS, length)
-    remark = f"\nthe weights of {config.model_name} are not at hand, the embedded base stands in: train.py needs them"
+    remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base stands in for them"
     return load_base("embedded", config.model_dtype, device), remark
 
 

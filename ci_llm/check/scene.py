@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +29,25 @@ TOY_EVAL_ROWS = 4
 SAMPLED_ROWS = 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class Lengths:
-    """Tokens of the sampled rows."""
+    """Tokens of a row.
 
-    longest: int
+    Attributes:
+        mean, spread: their mean and standard deviation.
+        learned: share of them that is learned.
+        sampled: whether rows were tokenised as the run will do it; else this is an upper bound.
+    """
+
     mean: float
-    mean_learned: float
+    spread: float
+    longest: int
+    learned: float
+    sampled: bool = True
+
+    def crowded(self, rows: int) -> int:
+        """Tokens per row of the fullest among thousands of micro-batches of so many rows."""
+        return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
 
 
 @dataclass
@@ -71,13 +84,17 @@ class Scene:
     eval_rows: Rows = field(init=False)  # data
     examples: TokenizedRows = field(init=False)  # template
     eval_examples: TokenizedRows = field(init=False)  # template
-    lengths: Lengths | None = None  # template
-    trace: Trace | None = None  # batch, where the family can be traced
+    lengths: Lengths = field(init=False)  # estimate knows better once template has passed
+    trace: Trace | None = None  # estimate, where the family can be traced
     stands_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
     run: Run = field(init=False)  # model
     measured: Measured = field(default_factory=Measured)
     at_end: ExitStack = field(default_factory=ExitStack)
     born_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
+
+    def __post_init__(self) -> None:
+        longest = self.config.max_seq_length
+        self.lengths = Lengths(longest, 0.0, longest, learned=0.5, sampled=False)
 
     def __enter__(self) -> Scene:
         return self
@@ -99,6 +116,11 @@ class Scene:
         return min(self.config.batch_size, -(-self.rows_per_step // self.processes.count))
 
     @property
+    def crowded_tokens(self) -> int:
+        """Tokens per row of the fullest micro-batch to be expected."""
+        return self.lengths.crowded(self.micro_batch)
+
+    @property
     def toy_batch(self) -> int:
         """Rows at once in the rehearsal."""
         on_cpu = self.processes.device.type == "cpu"
@@ -114,7 +136,7 @@ class Scene:
             "global_batch_size": None,
             "gradient_accumulation_steps": 1,
             "num_workers": min(1, self.config.num_workers),
-            "generation_eval_samples": TOY_EVAL_ROWS,
+            "generation_eval_samples": min(TOY_EVAL_ROWS, self.config.generation_eval_samples),
             "max_new_tokens_eval": 8,
             "eval_steps": None,
             "logging_steps": 1,

@@ -1,0 +1,214 @@
+"""The dry run passes where a run will work, and where it will not, the check that says so is the right one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm import durable
+from ci_llm.check.checks import Check, try_all
+from ci_llm.check.dry_run import CHECKS
+from ci_llm.cli import main
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import ConfigError
+from tests.forkserver import ROOT, ForkServer
+
+NAMES = [check.name for check in CHECKS]
+PRESETS = ROOT / "configs"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(__name__, environment={"HF_HUB_OFFLINE": "1"}) as started:
+        yield started
+
+
+def dry_run(folder: str, words: list[str], flipping: bool = False) -> int:
+    """A trial for the fork server: `ci-llm check` in `folder`."""
+    os.chdir(folder)
+    if flipping:
+        flip_a_bit_of_whatever_is_large()
+    return main(["check", *words])
+
+
+def flip_a_bit_of_whatever_is_large() -> None:
+    """A disk that takes one thing and keeps another, and reports no error."""
+    write = durable.DISK.write
+
+    def faulty(handle: int, data: Any) -> int:
+        changed = bytearray(data)
+        if len(changed) > 100_000:
+            changed[50_000] ^= 1
+        return write(handle, changed)
+
+    durable.DISK.write = faulty  # type: ignore[method-assign]
+
+
+class Told:
+    """What a dry run said: the verdict and the lines of each check by name, and its exit codes."""
+
+    def __init__(self, text: str, codes: list[int]) -> None:
+        self.text, self.codes = text, codes
+        self.verdicts: dict[str, str] = {}
+        self.lines: dict[str, str] = {}
+        width, name = max(map(len, NAMES)), ""
+        for line in text.splitlines():
+            mark, words = line[:8].strip(), line[8 + width + 8 :].strip()
+            if mark in ("ok", "FAILED", "skipped"):
+                name = line[8 : 8 + width].strip()
+                self.verdicts[name], self.lines[name] = mark, words
+            elif name and not mark:
+                self.lines[name] += f"\n{words}"
+
+    def of(self, verdict: str) -> list[str]:
+        return [name for name in NAMES if self.verdicts.get(name) == verdict]
+
+
+def told(server: ForkServer, folder: Path, *words: str, ranks: int = 1, **how: Any) -> Told:
+    """A dry run for the embedded default, at few agents to be quick, changed by `words`."""
+    shutil.copy(ROOT / "configs.yaml", folder)
+    before = sorted(folder.rglob("*"))
+    log = folder.parent / f"{folder.name}.log"
+    codes = server.run(dry_run, log, ranks=ranks, folder=str(folder), words=list(words), **how)
+    assert sorted(folder.rglob("*")) == before, "the dry run left something behind"
+    return Told(log.read_text(), codes)
+
+
+def test_the_embedded_default_passes(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path)
+    assert found.codes == [0], found.text
+    assert found.of("ok") == NAMES
+    assert f"all {len(NAMES)} checks passed" in found.text
+    assert "bit for bit" in found.lines["checkpoint"]
+    assert "SIGTERM in step 3: finished, saved and read back" in found.lines["interruption"]
+    assert "⟦" in found.lines["template"]
+    assert "260 steps" in found.lines["time"]
+
+
+@pytest.mark.slow
+def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path, ranks=2)
+    assert found.codes == [0, 0], found.text
+    assert found.of("ok") == NAMES
+    assert "2 processes met" in found.lines["port"]
+
+
+def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = told(server, tmp_path, "output_dir=file/run")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["disk"]
+    assert "output_dir: file/run" in found.lines["disk"]
+    assert "cure:" in found.lines["disk"]
+    assert found.lines["model"] == "needs template"
+    assert {"data", "estimate", "batch", "time"} <= set(found.of("ok"))
+
+
+def test_a_disk_that_changes_bits_fails_the_check_of_the_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path, flipping=True)
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["checkpoint"], found.text
+    assert found.of("skipped") == ["interruption", "conclusion"]
+
+
+def test_a_template_that_fails_fails_the_check_of_the_template(server: ForkServer, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(BASE_FOLDER, base)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ raise_exception('no such role') }}"
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = told(server, tmp_path, "model_name=base")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["template"], found.text
+    assert "no such role" in found.lines["template"]
+    assert {"model", "two steps", "conclusion"} <= set(found.of("skipped"))
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (("batch_size=1000000000",), r"batch_size=\d+ or use_gradient_checkpointing=true"),
+        (("max_seq_length=513",), "max_seq_length=512"),
+    ],
+)
+def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
+    server: ForkServer, tmp_path: Path, words: tuple[str, ...], cure: str
+) -> None:
+    found = told(server, tmp_path, *words)
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["batch"], found.text
+    assert re.search(cure, found.lines["batch"])
+    assert words[0].replace("=", ": ") in found.lines["batch"]
+    assert {"storage", "time"} <= set(found.of("ok")), "estimates need no batch that fits"
+
+
+def test_missing_data_fail_the_check_of_the_data_and_the_estimates_are_told(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path, "dataset_name=nowhere.jsonl", "max_train_steps=10")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["data"]
+    assert "at most" in found.lines["time"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", sorted(path.name for path in PRESETS.glob("*2*b_gsm8k.yaml")))
+def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: Path, preset: str) -> None:
+    """The embedded data and base take the place of what would have to be downloaded, and the report says so."""
+    own = ["dataset_name=embedded", "dataset_subset=null", "batch_size=1", "use_gradient_checkpointing=true"]
+    found = told(server, tmp_path, "--config", str(PRESETS / preset), *own, "model_dtype=fp32", "mixed_precision=no")
+    assert set(found.of("FAILED")) <= {"batch"}, found.text
+    assert found.codes == [int(found.of("FAILED") != [])]
+    assert "billion parameters" in found.lines["estimate"]
+    assert "GB" in found.lines["batch"]
+    assert "at most" in found.lines["time"]
+    assert "of" in found.lines["storage"]
+
+
+# ------------------------------------------------------------------------------------------- without a run
+
+
+def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
+    def wrong(_: None) -> str:
+        raise ConfigError("what", where="where", cure="cure")
+
+    def broken(_: None) -> str:
+        raise ZeroDivisionError
+
+    checks: list[Check[None]] = [
+        Check("a", (), lambda _: "found\nmore"),
+        Check("b", (), wrong),
+        Check("c", ("a", "b"), lambda _: "never"),
+        Check("d", ("c",), lambda _: "never"),
+        Check("e", (), broken),
+        Check("f", ("a",), lambda _: ""),
+    ]
+    outcomes = {outcome.name: outcome for outcome in try_all(checks, None, stopped=lambda: None)}
+    assert [outcomes[name].verdict for name in "abcdef"] == [
+        "passed",
+        "failed",
+        "skipped",
+        "skipped",
+        "failed",
+        "passed",
+    ]
+    assert outcomes["a"].lines == ("found", "more")
+    assert outcomes["b"].lines == ("what", "  where: where", "  cure:  cure")
+    assert outcomes["c"].lines == ("needs b",)
+    assert outcomes["d"].lines == ("needs c",)
+    assert "ZeroDivisionError" in outcomes["e"].lines[0]
+
+
+def test_once_stopped_nothing_is_tried_any_more() -> None:
+    (outcome,) = try_all([Check("a", (), lambda _: "never")], None, stopped=lambda: "signal:SIGINT")
+    assert (outcome.verdict, outcome.lines) == ("skipped", ("signal:SIGINT",))
+
+
+def test_every_check_needs_checks_before_it() -> None:
+    for number, check in enumerate(CHECKS):
+        assert set(check.needs) <= set(NAMES[:number]), check.name
