@@ -97,6 +97,7 @@ class Cell:
             "logging_steps": 1,
             "eval_steps": 4,
             "eval_samples": 4,
+            "max_new_tokens_eval": 8,
             "save_steps": "null",
             "save_interval_seconds": "null",
             "report_to": "none",
