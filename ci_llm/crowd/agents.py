@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ci_llm.crowd.linear import linear, linear_each
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.rng import generator_for
 
@@ -65,8 +64,8 @@ class _FusedLinear(torch.autograd.Function):
         agents, rows, width = x.shape
         a, b = _effective(stacked, masks, x.dtype)
         z = x if dropped is None else dropped
-        h = linear_each(z, a)
-        y = linear(x.reshape(agents * rows, width), weight, bias)
+        h = torch.bmm(z, a.mT)
+        y = nn.functional.linear(x.reshape(agents * rows, width), weight, bias)
         y = y.view(agents, rows, -1).baddbmm_(h, b.transpose(1, 2), alpha=scaling)
         ctx.save_for_backward(z, weight, a, b, h)
         ctx.scaling, ctx.masks, ctx.dropped, ctx.dtype = (
@@ -83,12 +82,12 @@ class _FusedLinear(torch.autograd.Function):
         z, weight, a, b, h = ctx.saved_tensors
         agents, rows, _ = grad.shape
         grad = grad.contiguous()
-        grad_h = linear_each(grad, b.mT).mul_(ctx.scaling)
-        grad_b = linear_each(h.mT, grad.mT).mul_(ctx.scaling).mT
-        grad_a = linear_each(grad_h.mT, z.mT)
+        grad_h = torch.bmm(grad, b).mul_(ctx.scaling)
+        grad_b = torch.bmm(grad.mT, h).mul_(ctx.scaling)
+        grad_a = torch.bmm(grad_h.mT, z)
         grad_x = grad_z = None
         if ctx.needs_input_grad[0]:
-            grad_x = linear(grad.view(agents * rows, -1), weight.t()).view(agents, rows, -1)
+            grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
         if ctx.dropped:
             grad_z = torch.bmm(grad_h, a)
         elif grad_x is not None:
@@ -109,7 +108,7 @@ class _LowRank(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         a, b = _effective(stacked, masks, z.dtype)
-        h = linear_each(z, a)
+        h = torch.bmm(z, a.mT)
         ctx.save_for_backward(z, a, b, h)
         ctx.scaling, ctx.masks, ctx.dtype = scaling, masks, parameters[0].dtype
         return torch.bmm(h, b.transpose(1, 2)).mul_(scaling)
@@ -119,9 +118,9 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, a, b, h = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_h = linear_each(grad, b.mT).mul_(ctx.scaling)
-        grad_b = linear_each(h.mT, grad.mT).mul_(ctx.scaling).mT
-        grad_a = linear_each(grad_h.mT, z.mT)
+        grad_h = torch.bmm(grad, b).mul_(ctx.scaling)
+        grad_b = torch.bmm(grad.mT, h).mul_(ctx.scaling)
+        grad_a = torch.bmm(grad_h.mT, z)
         grad_z = torch.bmm(grad_h, a) if ctx.needs_input_grad[0] else None
         return grad_z, None, None, None, *_per_agent(ctx, grad_a, grad_b)
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ci_llm.crowd.linear import linear
-
 LOGITS_PER_CHUNK = 8_388_608  # 256 rows of a 32k vocabulary, 32 MB in fp32
 
 
@@ -45,7 +43,8 @@ class Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., D] -> [..., V] in fp32 (fp64 where the states are)."""
-        z = linear(states.flatten(0, -2), self.weight.to(states.dtype), _cast(self.bias, states.dtype))
+        weight, bias = self.weight.to(states.dtype), _cast(self.bias, states.dtype)
+        z = torch.nn.functional.linear(states.flatten(0, -2), weight, bias)
         z = self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
         return z.view(*states.shape[:-1], z.shape[-1])
 
@@ -80,7 +79,7 @@ class _TargetLogProbs(torch.autograd.Function):
                 z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
                 if bend is not None:
                     z.mul_(bend)
-                slopes[chunk] = linear(z.to(states.dtype), weight.t())
+                torch.mm(z.to(states.dtype), weight, out=slopes[chunk])
         ctx.save_for_backward(slopes)
         return log_probs
 
