@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from ci_llm.check.dry_run import CHECKS
 from ci_llm.cli import main
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
+from tests.children import Child
 from tests.forkserver import ROOT, ForkServer
 
 NAMES = [check.name for check in CHECKS]
@@ -36,6 +39,13 @@ def dry_run(folder: str, words: list[str], flipping: bool = False) -> int:
     if flipping:
         flip_a_bit_of_whatever_is_large()
     return main(["check", *words])
+
+
+def dry_run_with_a_bad_disk_on_one(folder: str, words: list[str]) -> int:
+    """The same in a world of which only process 1 cannot write."""
+    if os.environ["RANK"] == "1":
+        words = [*words, "output_dir=/proc/nothing"]
+    return dry_run(folder, words)
 
 
 def flip_a_bit_of_whatever_is_large() -> None:
@@ -100,6 +110,17 @@ def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None
     assert "2 processes met" in found.lines["port"]
 
 
+@pytest.mark.slow
+def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    codes = server.run(dry_run_with_a_bad_disk_on_one, log, ranks=2, folder=str(tmp_path), words=[])
+    text = log.read_text()
+    assert codes == [1, 1]
+    assert "process 1: disk failed: nothing can be written here" in text
+    assert Told(text, codes).of("FAILED") == ["accelerate"]
+    assert list(tmp_path.iterdir()) == [log]
+
+
 def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = told(server, tmp_path, "output_dir=file/run")
@@ -156,6 +177,17 @@ def test_missing_data_fail_the_check_of_the_data_and_the_estimates_are_told(serv
     assert "at most" in found.lines["time"]
 
 
+def test_a_folder_without_weights_fails_the_check_of_the_model_and_the_estimates_are_told(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    shutil.copytree(BASE_FOLDER, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
+    found = told(server, tmp_path, "model_name=base")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["model"], found.text
+    assert "model.safetensors" in found.lines["model"]
+    assert "about" in found.lines["time"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(path.name for path in PRESETS.glob("*2*b_gsm8k.yaml")))
 def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: Path, preset: str) -> None:
@@ -168,6 +200,17 @@ def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: P
     assert "GB" in found.lines["batch"]
     assert "at most" in found.lines["time"]
     assert "of" in found.lines["storage"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Child(sys.executable, ROOT / "dry_run_sanity_check.py", f"output_dir={tmp_path / 'run'}") as child:
+        child.read_until("disk")
+        child.signal(signal.SIGINT)
+        assert child.wait() == 1
+        child.read_until("checks skipped")
+    assert any(line.split()[:2] == ["skipped", "time"] for line in child.seen)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------- without a run
