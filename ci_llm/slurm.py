@@ -68,7 +68,7 @@ def read_job(environ: Mapping[str, str] = os.environ) -> Job | None:
 # ------------------------------------------------------------------------------------------------- asking SLURM
 
 
-def ask(command: Sequence[str]) -> str | None:
+def ask(command: Sequence[str], timeout_s: float = _ANSWER_S) -> str | None:
     """What a command of SLURM answers; None if it is not installed, fails, or stays silent."""
     try:
         done = subprocess.run(
@@ -77,7 +77,7 @@ def ask(command: Sequence[str]) -> str | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_ANSWER_S,
+            timeout=timeout_s,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -107,10 +107,12 @@ class Pace:
 
     Attributes:
         began: when the step under way began, by `clock`; None between two steps.
+        at_boundary: called after each step, when weights and state have moved.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.at_boundary: Callable[[], None] = lambda: None
         self.began: float | None = None
         # Tuples that are replaced: a reader in another thread sees the old one or the new one.
         self.steps_s: tuple[float, ...] = ()
@@ -128,6 +130,7 @@ class Pace:
         if last_save is not None and last_save is not self._last_save:
             self._last_save = last_save
             self.saves_s = (*self.saves_s[1 - MEASUREMENTS :], last_save.seconds)
+        self.at_boundary()
 
 
 class Walltime:

@@ -94,18 +94,31 @@ def arguments(**keys: Any) -> list[str]:
 
 
 def train_signalled(
-    folder: str, words: list[str], place: str | None, call: int, sent: str, rank: int | None, tripwire: int | None
+    folder: str,
+    words: list[str],
+    place: str | None,
+    call: int,
+    sent: str,
+    rank: int | None,
+    tripwire: int | None,
+    stall_s: float,
 ) -> int:
     """A trial for the fork server: `train.py`, which sends itself a signal at a moment.
 
     Args:
         rank: of the only process that does; None: all of them.
         tripwire: the call of `place` that no other process may come to any more.
+        stall_s: how long the call takes from then on.
     """
+
+    def strike() -> None:
+        os.kill(os.getpid(), signal.Signals[sent])
+        time.sleep(stall_s)
+
     torch.set_num_threads(1)
     os.chdir(folder)
     if place is not None and rank in (None, int(os.environ.get("RANK", "0"))):
-        interfere(place, call, lambda: os.kill(os.getpid(), signal.Signals[sent]))
+        interfere(place, call, strike)
     elif place is not None and tripwire is not None:
         interfere(place, tripwire, lambda: os._exit(99))
     return main(["train", *words])

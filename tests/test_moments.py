@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ci_llm.run.lifeboat import MARGIN_S, time_to_go_s
 from ci_llm.status import read_status
 from tests import moments
 from tests.children import DEADLINE_S, ROOT
@@ -29,7 +31,8 @@ def server() -> Iterator[ForkServer]:
 def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:
     """One attempt; the exit codes of its processes."""
     folder.mkdir(exist_ok=True)
-    settings: dict[str, Any] = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "keys": {}} | options
+    defaults = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "stall_s": 0.0, "keys": {}}
+    settings: dict[str, Any] = defaults | options
     return server.run(
         moments.train_signalled,
         folder / "log",
@@ -106,6 +109,40 @@ def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: Fork
     assert (status.status, status.reason) == ("failed", "peer_lost")
     assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
     assert train(server, tmp_path, ranks=2) == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_outlasts_the_grace_is_given_up_and_the_last_boundary_saved(
+    ranks: int, server: ForkServer, tmp_path: Path
+) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # the first micro-step of step 3
+    keys = {"max_train_samples": 16 * ranks, "grace_s": 4, "save_steps": "null"}
+    began = time.monotonic()
+    codes = train(server, tmp_path / "cut", moment, ranks=ranks, stall_s=1000.0, keys=keys)
+    assert time.monotonic() - began < DEADLINE_S / 2
+    said, status = (tmp_path / "cut" / "log").read_text(), read_status(tmp_path / "cut" / "run")
+    assert codes == [0] * ranks, said
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 2), said
+    assert "step 3 would not end within the grace" in said
+    assert "step 2 is saved" in said
+    for folder in ("cut", "whole"):
+        assert train(server, tmp_path / folder, ranks=ranks, keys=keys) == [0] * ranks
+    assert "exactness: bitwise" in (tmp_path / "cut" / "log").read_text()
+    assert learned(tmp_path / "cut") == learned(tmp_path / "whole")
+
+
+def test_a_long_step_that_ends_within_the_grace_is_finished(server: ForkServer, tmp_path: Path) -> None:
+    train(server, tmp_path, Moment("ci_llm.crowd.model.Crowd.forward", 5), stall_s=1.0, keys={"grace_s": 60})
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.step) == ("interrupted", 3)
+
+
+def test_when_a_step_is_given_up() -> None:
+    until = MARGIN_S + 100.0
+    assert time_to_go_s(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
+    assert time_to_go_s(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
+    assert time_to_go_s(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
+    assert time_to_go_s(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
 
 
 def test_before_the_configuration_is_read_nothing_is_created(tmp_path: Path) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import psutil
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
@@ -26,13 +22,15 @@ from ci_llm.logs.trackers import require_installed
 from ci_llm.processes import PeerLost, Processes
 from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
+from ci_llm.run.interruption import command_line, leave, walltime_watched
 from ci_llm.run.judge import asked_to_stop, evaluate, examine_crowd
+from ci_llm.run.lifeboat import Lifeboat
 from ci_llm.run.loop import steps, train
 from ci_llm.run.resume import contents, describe, find_source, restore
 from ci_llm.run.run import Run
-from ci_llm.slurm import Job, attempts_in_vain, end_now, end_of, put_back, read_job, record_attempt
+from ci_llm.slurm import read_job, record_attempt
 from ci_llm.status import PEER_LOST, Failure, RunStatus, write_failure
-from ci_llm.walltime import Deadline, Walltime, find_deadline
+from ci_llm.walltime import find_deadline
 
 PROBE_BYTES = 1 << 20
 
@@ -99,7 +97,7 @@ def _conduct(run: Run) -> int:
     batches = steps(run)  # forks its workers now, before the run has threads
     attempt = _begin(run)
     try:
-        with _hardware_monitored(run), _walltime_watched(run):
+        with _hardware_monitored(run), walltime_watched(run) as walltime, Lifeboat(run, attempt, walltime):
             if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
@@ -111,23 +109,8 @@ def _conduct(run: Run) -> int:
         run.log.say(f"completed at step {run.state.step}")
         _say_next(run)
         return 0
-    _leave(run, stop)
+    leave(run, stop)
     return run.config.interrupted_exit_code
-
-
-def _leave(run: Run, reason: str) -> None:
-    """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue."""
-    command = command_line(run.processes.launch)
-    saved = run.manager.all_steps()[-1:] if run.processes.is_main else []
-    mine = run.status.finish("interrupted", reason, command)
-    where = f"step {saved[0]} is saved" if saved else "no step was taken"
-    run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
-    if mine:  # a job that another attempt has taken over is that attempt's to put back
-        config = run.config
-        in_vain = attempts_in_vain(config.run_folder, run.state.step)
-        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
-        if line:
-            run.log.say(line)
 
 
 def go_on(run: Run) -> None:
@@ -193,21 +176,6 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
         monitor.stop()
 
 
-def _walltime_watched(run: Run) -> Walltime:
-    """The end of the job becomes a request to stop, on the main process; the ballot tells the others."""
-    deadline = _deadline(run.config, end_of) if run.processes.is_main else None
-    if deadline is not None:
-        run.log.say(f"walltime  stops in time before {deadline}")
-    elif run.config.stop_before_walltime is True:
-        run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
-    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, end_now))
-
-
-def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
-    job = read_job() if config.stop_before_walltime else None
-    return find_deadline(config.max_runtime, None if job is None else end(job))
-
-
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
     run.manager.save(run.state.step, contents(run), force=True, info=describe(run))
@@ -255,15 +223,3 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, PeerLost):
         return PEER_LOST
     return f"error:{type(error).__name__}"
-
-
-def command_line(launch: Launch) -> str:
-    """What a person types to start this run again: the launcher's command where there is one."""
-    own = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
-    if launch.launcher in ("accelerate", "torchrun"):
-        try:
-            own = psutil.Process().parent().cmdline()[1:] or own  # type: ignore[union-attr]
-            own[0] = Path(own[0]).name
-        except (psutil.Error, AttributeError):
-            return shlex.join(own)
-    return shlex.join(own)

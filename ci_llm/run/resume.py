@@ -7,7 +7,7 @@ same samples in the same optimizer steps; sums may round differently).
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -77,9 +77,14 @@ def _refuse_to_forget(manager: CheckpointManager) -> None:
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
-def contents(run: Run) -> dict[str, Any]:
-    """The state of a run as the manager wants it: keys name files. A collective, because generators are gathered."""
-    generators = run.processes.gather_object(rng.capture())
+def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
+    """The state of a run as the manager wants it: keys name files.
+
+    Args:
+        generators: `rng.capture()` of every process by index, None where it is not known; gathered by default, which
+            makes this a collective.
+    """
+    generators = generators or run.processes.gather_object(rng.capture())
     return {
         **run.crowd.adapter_files(),
         "ci_llm_meta_config": run.crowd.meta(run.base.fingerprint),
@@ -91,7 +96,7 @@ def contents(run: Run) -> dict[str, Any]:
         },
         "train_state": run.state.to_dict(),
         "trackers": run.log.tracker_state(),
-        "rng": {f"process{i}": generator for i, generator in enumerate(generators)},
+        "rng": {f"process{i}": state for i, state in enumerate(generators) if state is not None},
         "config.yaml": run.config.dump().encode(),
         **run.tokenizer_files,
     }
@@ -222,7 +227,10 @@ def _restore_surroundings(run: Run, source: Source) -> list[str]:
         if now["versions"].get(name) != version
     ]
     if before["processes"] == run.processes.count:
-        rng.restore(source.checkpoint.state["rng"][f"process{run.processes.index}"])
+        generators: Any = source.checkpoint.state["rng"]
+        odd += [f"no generators of process {i}" for i in range(run.processes.count) if f"process{i}" not in generators]
+        if (own := generators.get(f"process{run.processes.index}")) is not None:
+            rng.restore(own)
     if not now["deterministic"]:
         odd.append("no deterministic algorithms on this device")
     return [f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"]

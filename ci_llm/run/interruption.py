@@ -1,0 +1,76 @@
+"""A run that ends before its work is done: when it has to, what it says then, and how it comes back."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from ci_llm.config import Config
+from ci_llm.launch import Launch
+from ci_llm.run.run import Run
+from ci_llm.slurm import Job, ask, attempts_in_vain, end_now, end_of, put_back, read_job
+from ci_llm.walltime import REASON, Deadline, Walltime, find_deadline
+
+_BRIEFLY_S = 3.0  # who is about to be killed cannot wait long for an answer
+
+
+def walltime_watched(run: Run) -> Walltime:
+    """The end of the job becomes a request to stop, on the main process; the ballot tells the others."""
+    deadline = _deadline(run.config, end_of) if run.processes.is_main else None
+    if deadline is not None:
+        run.log.say(f"walltime  stops in time before {deadline}")
+    elif run.config.stop_before_walltime is True:
+        run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
+    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, end_now))
+
+
+def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
+    job = read_job() if config.stop_before_walltime else None
+    return find_deadline(config.max_runtime, None if job is None else end(job))
+
+
+def kill_at(run: Run, deadline: Deadline | None) -> float:
+    """When a run that was told to stop will be killed, by `time.monotonic()`.
+
+    At the end of its time if that was the reason; else after the grace, of which SLURM may know more than `grace_s`.
+    """
+    heard_at = run.interrupts.stop_requested_at or time.monotonic()
+    if deadline is not None and run.interrupts.stop_reason == REASON:
+        end: float | None = deadline.at
+    else:
+        end = end_now(job, partial(ask, timeout_s=_BRIEFLY_S)) if (job := read_job()) else None
+    left = end - time.time() if end is not None else 0.0
+    return time.monotonic() + left if left > 0 else heard_at + run.config.grace_s
+
+
+def leave(run: Run, reason: str) -> None:
+    """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue."""
+    command = command_line(run.processes.launch)
+    saved = run.manager.all_steps()[-1:] if run.processes.is_main else []
+    mine = run.status.finish("interrupted", reason, command)
+    where = f"step {saved[0]} is saved" if saved else "no step was taken"
+    run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
+    if mine:  # a job that another attempt has taken over is that attempt's to put back
+        config = run.config
+        in_vain = attempts_in_vain(config.run_folder, run.state.step)
+        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
+        if line:
+            run.log.say(line)
+
+
+def command_line(launch: Launch) -> str:
+    """What a person types to start this run again: the launcher's command where there is one."""
+    own = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    if launch.launcher in ("accelerate", "torchrun"):
+        try:
+            own = psutil.Process().parent().cmdline()[1:] or own  # type: ignore[union-attr]
+            own[0] = Path(own[0]).name
+        except (psutil.Error, AttributeError):
+            return shlex.join(own)
+    return shlex.join(own)
