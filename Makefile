@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: install install-dev train test check lint bench clean
+.PHONY: install install-dev train test test-slurm check lint bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -28,6 +28,10 @@ train: install
 # Everything.
 test: install-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Preemption, walltime, requeue, a dead node, on a real SLURM; wants the machine to itself.
+test-slurm: install-dev
+	CI_LLM_CLUSTER=1 $(BIN)/python -m pytest tests/slurm
 
 # Lint, types and the fast tests.
 check: lint
