@@ -123,6 +123,8 @@ def check(words: list[str]) -> int:
     from ci_llm.interrupts import Interrupts, die_with_parent
     from ci_llm.launch import read_launch
 
+    # Threads that spin while they wait make two toy steps last minutes on a machine that others use too (measured).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
         config, launch = _configuration(words), read_launch()
         if launch.dies_unheard:

@@ -17,6 +17,7 @@ import pytest
 from ci_llm import durable
 from ci_llm.check.checks import Check, try_all
 from ci_llm.check.dry_run import CHECKS
+from ci_llm.check.memory import group_limits
 from ci_llm.cli import main
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
@@ -250,6 +251,29 @@ def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
 def test_once_stopped_nothing_is_tried_any_more() -> None:
     (outcome,) = try_all([Check("a", (), lambda _: "never")], None, stopped=lambda: "signal:SIGINT")
     assert (outcome.verdict, outcome.lines) == ("skipped", ("signal:SIGINT",))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_job_is_that_of_its_group_without_the_cache_of_files(tmp_path: Path, version: int) -> None:
+    line, mount, limit, used, prefix = {
+        1: (
+            "4:memory:/slurm/job_7",
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_",
+        ),
+        2: ("0::/slurm/job_7", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+    }[version]
+    group = tmp_path / mount / "slurm/job_7"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    for folder, bound in ((group, "4000"), (group.parent, "max")):
+        (folder / limit).write_text(f"{bound}\n")
+        (folder / used).write_text("3000\n")
+        (folder / "memory.stat").write_text(f"anon 500\n{prefix}active_file 1500\n{prefix}inactive_file 1000\n")
+    assert list(group_limits(tmp_path)) == [(3500, 4000)]
 
 
 def test_every_check_needs_checks_before_it() -> None:

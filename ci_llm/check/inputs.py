@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ci_llm.check.memory import free_memory
 from ci_llm.check.scene import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, Lengths, Scene
 from ci_llm.check.shapes import find_shape
 from ci_llm.check.trace import Untraceable, trace
@@ -159,24 +155,3 @@ def _too_large(scene: Scene, what: str, free: float) -> ConfigError:
         where=f"batch_size: {scene.config.batch_size}, model_name: {scene.config.model_name}",
         cure=" or ".join(cures),
     )
-
-
-def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, all) bytes where tensors of this process would lie; of the job, where a job has less than the machine."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free), int(total)
-    memory = psutil.virtual_memory()
-    limits = [(limit - used, limit) for limit, used in _cgroups()]
-    return min([(int(memory.available), int(memory.total)), *limits])
-
-
-def _cgroups() -> Iterator[tuple[int, int]]:
-    """(limit, in use) of every control group above this process that has a limit: SLURM's, a container's."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
-        group = Path("/sys/fs/cgroup", own)
-        for folder in (group, *group.parents):
-            if (folder / "memory.max").is_file() and (limit := (folder / "memory.max").read_text().strip()) != "max":
-                yield int(limit), int((folder / "memory.current").read_text())
