@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
+# One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: install install-dev train test test-slurm check lint bench clean
 
@@ -27,15 +29,15 @@ train: install
 
 # Everything.
 test: install-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	$(PYTEST) -n $(JOBS) --dist loadgroup
 
 # Preemption, walltime, requeue, a dead node, on a real SLURM; wants the machine to itself.
 test-slurm: install-dev
-	CI_LLM_CLUSTER=1 $(BIN)/python -m pytest tests/slurm
+	CI_LLM_CLUSTER=1 $(PYTEST) tests/slurm
 
 # Lint, types and the fast tests.
 check: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" -q
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not slow" -q
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -62,7 +62,7 @@ RANK = System(
 )
 STEPS = System("one agent, 1040 steps", {"num_agents": "1", "max_train_steps": "1040", "learning_rate": "4e-3"})
 SYSTEMS = (CROWD, RANK, STEPS)
-LEARNING_RATES = ("2e-3", "4e-3", "8e-3", "1.6e-2")
+LEARNING_RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
 SEED_OF_CHOICES = 7
 
 

@@ -114,6 +114,8 @@ def _quiet_libraries() -> None:
     """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # On a shared machine threads that spin while they wait take the core from the one they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def check(words: list[str]) -> int:
