@@ -57,10 +57,14 @@ class System:
 
 
 CROWD = System("crowd")
+# The best exact match on the validation split, with seed 7. At 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2:
+#   crowd                  0.397  0.434  0.431  0.463  0.209   8e-3 is in configs.yaml
+#   one agent of rank 32   0.381  0.422  0.403  0.159  0.000
+#   one agent, 1040 steps  0.412  0.422  0.419  0.356  0.000
 RANK = System(
-    "one agent of rank 32", {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64", "learning_rate": "4e-3"}
+    "one agent of rank 32", {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64", "learning_rate": "2e-3"}
 )
-STEPS = System("one agent, 1040 steps", {"num_agents": "1", "max_train_steps": "1040", "learning_rate": "4e-3"})
+STEPS = System("one agent, 1040 steps", {"num_agents": "1", "max_train_steps": "1040", "learning_rate": "2e-3"})
 SYSTEMS = (CROWD, RANK, STEPS)
 LEARNING_RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
 SEED_OF_CHOICES = 7
