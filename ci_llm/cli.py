@@ -15,6 +15,8 @@ from ci_llm.errors import CiLlmError, ConfigError
 if TYPE_CHECKING:
     from ci_llm.config import Config
 
+ABORTED = 130  # what a shell says of a program that Ctrl-C has ended
+
 USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train in one fused pass on one frozen base.
 
   python train.py [--config FILE] [key=value ...]     train, or go on where an earlier call stopped
@@ -47,6 +49,8 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Run a command; an error with a cure becomes a short explanation on stderr and its exit code."""
     try:
         return command()
+    except KeyboardInterrupt:  # a person who insists knows why
+        return ABORTED
     except CiLlmError as error:
         if debug:
             traceback.print_exc()

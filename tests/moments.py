@@ -102,6 +102,7 @@ def train_signalled(
     rank: int | None,
     tripwire: int | None,
     stall_s: float,
+    times: int,
 ) -> int:
     """A trial for the fork server: `train.py`, which sends itself a signal at a moment.
 
@@ -109,10 +110,12 @@ def train_signalled(
         rank: of the only process that does; None: all of them.
         tripwire: the call of `place` that no other process may come to any more.
         stall_s: how long the call takes from then on.
+        times: how often the signal is sent.
     """
 
     def strike() -> None:
-        os.kill(os.getpid(), signal.Signals[sent])
+        for _ in range(times):
+            os.kill(os.getpid(), signal.Signals[sent])
         time.sleep(stall_s)
 
     torch.set_num_threads(1)

@@ -31,8 +31,8 @@ def server() -> Iterator[ForkServer]:
 def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:
     """One attempt; the exit codes of its processes."""
     folder.mkdir(exist_ok=True)
-    defaults = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "stall_s": 0.0, "keys": {}}
-    settings: dict[str, Any] = defaults | options
+    defaults = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "stall_s": 0.0, "times": 1}
+    settings: dict[str, Any] = defaults | {"keys": {}} | options
     return server.run(
         moments.train_signalled,
         folder / "log",
@@ -99,6 +99,16 @@ def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undi
     assert (tmp_path / "run" / "checkpoint_step_3").is_dir()
     assert not (tmp_path / "run" / "checkpoint_step_2").exists()
     assert learned(tmp_path) == learned(undisturbed)
+
+
+def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: ForkServer, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
+    assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0) == [130]
+    said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
+    assert "SIGINT: saving step 3 (again to abort now)" in said
+    assert "interrupted (signal:SIGINT): step 2 is saved" in said
+    assert "Traceback" not in said
+    assert (status.status, status.reason) == ("interrupted", "signal:SIGINT")
 
 
 def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: ForkServer, tmp_path: Path) -> None:

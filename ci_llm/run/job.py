@@ -101,6 +101,9 @@ def _conduct(run: Run) -> int:
             if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
+    except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
+        leave(run, "signal:SIGINT")
+        raise
     except BaseException as error:
         _record_failure(run, attempt, error)
         raise
