@@ -29,7 +29,7 @@ from benchmarks.gsm8k import LONGEST, VOCABULARY, batches
 from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
 from ci_llm.ballot import Ballot
 from ci_llm.config import Config
-from ci_llm.crowd.agents import LoraSettings
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch, padded

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
-    from ci_llm.crowd.agents import LoraSettings as LoraSettings
+    from ci_llm.crowd.lora import LoraSettings as LoraSettings
     from ci_llm.crowd.model import Crowd as Crowd
     from ci_llm.crowd.objective import Objective as Objective
     from ci_llm.data.batches import Batch as Batch
@@ -29,7 +29,7 @@ _HOMES = {
     "Config": "ci_llm.config",
     "Crowd": "ci_llm.crowd.model",
     "Interrupts": "ci_llm.interrupts",
-    "LoraSettings": "ci_llm.crowd.agents",
+    "LoraSettings": "ci_llm.crowd.lora",
     "Objective": "ci_llm.crowd.objective",
     "load_config": "ci_llm.config",
     "read_status": "ci_llm.status",

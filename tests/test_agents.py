@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ci_llm.crowd.agents import LoraSettings, _FusedLinear, _LowRank
+from ci_llm.crowd.lora import LoraSettings, _FusedLinear, _LowRank
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from ci_llm.crowd.agents import LoraSettings
 from ci_llm.crowd.answers import (
     AnswerScores,
     AnswerStyle,
@@ -23,6 +22,7 @@ from ci_llm.crowd.answers import (
 )
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.generate import Decoding
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message

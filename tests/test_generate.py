@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ci_llm import Crowd, cli
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.crowd.agents import LoraSettings
 from ci_llm.crowd.aggregate import Aggregator, aggregate
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.generate import Decoding, _OneVoice
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer, prompts_of
 from ci_llm.data.rows import Completion, Rows, find_form
 from ci_llm.data.templates import Encoder

@@ -10,8 +10,8 @@ import peft
 import pytest
 import torch
 
-from ci_llm.crowd.agents import LoraSettings
 from ci_llm.crowd.init_from import start_from
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
 from tests.tiny import base

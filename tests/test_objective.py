@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.agents import LoraSettings
 from ci_llm.crowd.aggregate import aggregate, mean_of_probabilities
 from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.head import Head, target_log_probs
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ci_llm.crowd.agents import LoraSettings, adapter_config, attach
+from ci_llm.crowd.agents import adapter_config, attach
 from ci_llm.crowd.aggregate import Aggregator
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.generate import Decoding, TokenIds, Written, write
 from ci_llm.crowd.head import Head, target_log_probs
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.data.batches import Batch, padded

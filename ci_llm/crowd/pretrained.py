@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.checkpoints.manifest import digest, read_manifest
 from ci_llm.checkpoints.snapshot import read_snapshot
-from ci_llm.crowd.agents import LoraSettings
 from ci_llm.crowd.base import Base, load_base
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
-from ci_llm.crowd.agents import LoraSettings
 from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.init_from import start_from
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of
