@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
@@ -291,6 +293,14 @@ def attempt(folder: Path, steps: range, value: float, *, resumed_from: int = 0) 
     log.close()
 
 
+@pytest.fixture
+def seconds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard orders its files by the second in their names, and attempts in one test share a second."""
+    clock = SimpleNamespace(time=map(float, itertools.count(1_700_000_000)).__next__)
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
+
+
+@pytest.mark.usefixtures("seconds_apart")
 def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -305,6 +315,7 @@ def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
     assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), "a second run beside the first"
 
 
+@pytest.mark.usefixtures("seconds_apart")
 def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
