@@ -164,6 +164,8 @@ def status(words: list[str]) -> int:
     found = read_status(words[0] if named else _configuration(words).run_folder)
     reason = f" ({found.reason})" if found.reason else ""
     print(f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}")
+    if found.best_step is not None:
+        print(f"best crowd in an evaluation so far: after step {found.best_step}")
     if found.next_command:
         print(f"go on with: {found.next_command}")
     return found.exit_code

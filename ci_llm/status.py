@@ -75,6 +75,7 @@ class Status:
         heartbeat: unix seconds of the last sign of life.
         pid_space: where `pid` means something: one boot of one machine, and the PID namespace of a container.
         next_command: what a person types to go on.
+        best_step: the optimizer step after which the crowd was best in an evaluation so far.
     """
 
     status: State
@@ -87,6 +88,7 @@ class Status:
     started: float
     heartbeat: float
     next_command: str | None = None
+    best_step: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -107,7 +109,7 @@ class RunStatus:
         warn: called with one line when the disk refuses a heartbeat; the run goes on.
         interval_s: seconds between heartbeats, which is all that keeping the file current costs.
 
-    `step` may be set as often as one likes: the next heartbeat writes it.
+    `step` and `best_step` may be set as often as one likes: the next heartbeat writes them.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class RunStatus:
         self._active = is_main
         self._still_mine, self._warn, self._interval_s = still_mine, warn, interval_s
         self.step = 0
+        self.best_step: int | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
@@ -158,6 +161,7 @@ class RunStatus:
                 step=self.step,
                 heartbeat=time.time(),
                 next_command=next_command,
+                best_step=self.best_step,
             )
             write_json(self._path, asdict(current))
         return self._active

@@ -26,9 +26,11 @@ def space(scene: Scene) -> str:
     if one is None:
         return "not estimated: this architecture cannot be traced"
     kept = scene.config.save_total_limit or _number_of_saves(scene)
-    needed = one * (kept + 2)
+    best = scene.config.keeps_best
+    needed = one * (kept + 2 + best)
     free = shutil.disk_usage(beside(scene.config.run_folder)).free
-    what = f"{kept} checkpoints, one being written and the final one, {size(one)} each: {size(needed)}"
+    which = f"{kept} checkpoints, {'the best one, ' if best else ''}one being written and the final one"
+    what = f"{which}, {size(one)} each: {size(needed)}"
     if needed > free:
         raise ConfigError(
             f"{what}; {size(free)} are free",

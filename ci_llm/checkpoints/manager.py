@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +170,15 @@ class CheckpointManager:
         votes = self._own_votes(step)
         return bool(votes.newer and (votes.due or votes.stop or votes.save_requested))
 
-    def save(self, step: int, state: State, *, force: bool = False, info: Mapping[str, object] | None = None) -> bool:
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        force: bool = False,
+        info: Mapping[str, object] | None = None,
+        keep: Collection[int] = (),
+    ) -> bool:
         """Save `state` as `step` if that is due. Returns whether it is saved; with `async_save`, begun.
 
         A step that is not newer than the newest is never saved. A disk that fails drops the new checkpoint,
@@ -181,6 +189,7 @@ class CheckpointManager:
                 objects with `state_dict`, and bytes for files to be kept verbatim.
             force: due whatever the policy says; the same on every process.
             info: plain values for the manifest: epoch, position, fingerprints.
+            keep: steps that are not pruned, beside the `max_to_keep` newest: the best one, for instance.
 
         Raises:
             CheckpointError: the state holds a value that cannot be saved; the save before failed behind.
@@ -194,7 +203,7 @@ class CheckpointManager:
             return False
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
-        [saved] = together(self._processes, lambda: [self._write(step, state, info or {})])
+        [saved] = together(self._processes, lambda: [self._write(step, state, info or {}, frozenset(keep))])
         if saved:
             self._votes = step, votes._replace(newer=0)
         return saved > 0
@@ -208,9 +217,9 @@ class CheckpointManager:
             self._interrupts.install()
         return self._agree(step).stop > 0
 
-    def finish(self, extra: Mapping[str, bytes] | None = None) -> bool:
-        """Make `final_checkpoint` of the newest committed step and `extra` files. A collective."""
-        [made] = together(self._processes, lambda: [self._finish(extra or {})])
+    def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
+        """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
+        [made] = together(self._processes, lambda: [self._finish(extra or {}, step)])
         return made > 0
 
     def wait_until_finished(self) -> None:
@@ -337,28 +346,28 @@ class CheckpointManager:
         if self._is_main and step == self._newest():
             self._say(f"step {step} is saved already")
 
-    def _write(self, step: int, state: State, info: Mapping[str, object]) -> bool:
+    def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int]) -> bool:
         if not self._is_main:
             return False
         self.wait_until_finished()
         snapshot, info = take_snapshot(state), _copy_of(info)
         if self._behind is None:
-            saved = self._commit(step, snapshot, info).saved
+            saved = self._commit(step, snapshot, info, keep).saved
         else:
-            self._in_flight = self._behind.submit(self._commit, step, snapshot.copied(), info)
+            self._in_flight = self._behind.submit(self._commit, step, snapshot.copied(), info, keep)
             saved = True
         if saved:
             self._known_newest = [step]
         return saved
 
-    def _commit(self, step: int, snapshot: Snapshot, info: Mapping[str, object]) -> SaveResult:
-        result = self.store.save(step, snapshot.files, forms=snapshot.forms, info=info)
+    def _commit(self, step: int, snapshot: Snapshot, info: Mapping[str, object], keep: Collection[int]) -> SaveResult:
+        result = self.store.save(step, snapshot.files, forms=snapshot.forms, info=info, keep=keep)
         self._tell(result)
         return result
 
-    def _finish(self, extra: Mapping[str, bytes]) -> bool:
+    def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:
         self.wait_until_finished()
-        return self._is_main and self._tell(self.store.finish(extra))
+        return self._is_main and self._tell(self.store.finish(extra, step=step))
 
     def _tell(self, result: SaveResult) -> bool:
         self.last_result = result

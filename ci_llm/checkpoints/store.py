@@ -18,7 +18,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -220,8 +220,12 @@ class CheckpointStore:
         *,
         forms: Mapping[str, str] | None = None,
         info: Mapping[str, object] | None = None,
+        keep: Collection[int] = (),
     ) -> SaveResult:
         """Commit one checkpoint and prune old ones. A disk that fails drops this one, never an older one.
+
+        Args:
+            keep: steps that pruning spares; they are kept beside the newest ones of the limit.
 
         Raises:
             WriterBusy: another attempt holds the folder.
@@ -239,21 +243,24 @@ class CheckpointStore:
         note = self._commit(target, files, manifest)
         if note:
             return SaveResult(step, False, note, seconds=time.monotonic() - began)
-        pruned, note = self._prune(step)
+        pruned, note = self._prune(step, keep)
         return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began, pruned)
 
-    def finish(self, extra: Mapping[str, bytes] | None = None) -> SaveResult:
-        """Make `final_checkpoint` anew from the newest committed step, with `extra` files beside its own.
+    def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> SaveResult:
+        """Make `final_checkpoint` anew from a committed step, with `extra` files beside its own.
 
         It is a copy and not a set of links: people edit what they publish, and the committed step must not
         change with it.
 
+        Args:
+            step: the newest one by default.
+
         Raises:
-            CheckpointError: nothing is committed yet. DamagedCheckpoint, WriterBusy.
+            CheckpointError: nothing is committed yet, or not this step. DamagedCheckpoint, WriterBusy.
         """
         self._held()
         began = time.monotonic()
-        if (step := self.latest()) is None:
+        if step is None and (step := self.latest()) is None:
             raise CheckpointError("no step is committed to make it from", where=str(self.directory / FINAL))
         manifest, contents = self.read(step)
         added = {name: FileImage((data,)) for name, data in (extra or {}).items()}
@@ -310,7 +317,7 @@ class CheckpointStore:
 
     # Removing
 
-    def _prune(self, saved: int) -> tuple[tuple[int, ...], str]:
+    def _prune(self, saved: int, keep: Collection[int]) -> tuple[tuple[int, ...], str]:
         """Remove the oldest beyond the limit; returns the steps removed, and why it stopped if it failed.
 
         The step just saved was read back and stays, whatever lies there with a higher number.
@@ -318,7 +325,7 @@ class CheckpointStore:
         older = [step for step in self.numbered_steps() if step < saved]
         excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
         pruned: list[int] = []
-        for step in excess:
+        for step in (step for step in excess if step not in keep):
             try:
                 self._remove(step_folder(self.directory, step))
             except OSError as error:

@@ -80,4 +80,8 @@ WORDS: dict[str, dict[str, str]] = {
     "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
     "mixed_precision": {"float16": "fp16", "bfloat16": "bf16", "fp32": "no", "none": "no"},
     "diversity": {"null": "none"},
+    "metric_for_best_model": {
+        **dict.fromkeys(("loss", "eval_loss", "eval_nll", "eval/crowd/nll"), "nll"),
+        **dict.fromkeys(("accuracy", "eval_accuracy", "eval_exact_match", "eval/crowd/exact_match"), "exact_match"),
+    },
 }

@@ -45,11 +45,17 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"mixed_precision {c.mixed_precision} would undo model_dtype fp64",
             "set mixed_precision to no, or model_dtype to fp32",
         )
-    if c.early_stopping_patience is not None and c.eval_steps is None:
+    for key in ("early_stopping_patience", "load_best_model_at_end"):
+        if getattr(c, key) and c.eval_steps is None:
+            yield Clash(
+                (key, "eval_steps"), f"{key} compares evaluations, and eval_steps null makes none", "set eval_steps"
+            )
+    greater = c.metric_for_best_model == "exact_match"
+    if c.greater_is_better not in (None, greater):
         yield Clash(
-            ("early_stopping_patience", "eval_steps"),
-            "early_stopping_patience counts evaluations, and eval_steps null makes none",
-            "set eval_steps",
+            ("greater_is_better", "metric_for_best_model"),
+            f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better",
+            "leave greater_is_better away",
         )
     if c.experiment_name is not None and ("/" in c.experiment_name or c.experiment_name in (".", "..")):
         yield Clash(

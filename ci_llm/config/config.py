@@ -75,6 +75,11 @@ class Config(
         """`output_dir`, or its sub-folder `experiment_name`."""
         return Path(self.output_dir, self.experiment_name or "")
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
+        return self.early_stopping_patience is not None or self.load_best_model_at_end
+
     def notices(self) -> list[str]:
         """What to tell once at the start: settings without effect, and doubtful ones."""
         return find_notices(self)

@@ -1,9 +1,10 @@
 """The keys of a run, group by group: name, type, default, one line with its unit, and what its change means.
 
-Every key is declared by one of four words, which say what a change between two attempts of a run means:
+Every key is declared by one of five words, which say what a change between two attempts of a run means:
 
 exact       other samples, other maths or another order: refused on a resume unless `allow_inexact_resume`
 schedule    a longer or shorter run: allowed, and said
+ending      where a run ends and which step is its best; each step stays what it is: allowed, and said
 rounding    the same sums in another order: allowed, but no longer the same bits
 free        logging, saving, places: allowed, nothing to say
 """
@@ -50,6 +51,11 @@ def exact(default: Any, doc: str) -> Any:
 def schedule(default: Any, doc: str) -> Any:
     """A key that says how long the run is."""
     return _key(default, doc, "schedule", False)
+
+
+def ending(default: Any, doc: str) -> Any:
+    """A key that may end the run sooner or later, or names its best step; every step keeps its bits."""
+    return _key(default, doc, "schedule", True)
 
 
 def rounding(default: Any, doc: str) -> Any:
@@ -168,7 +174,17 @@ class EvaluationKeys(Keys):
         100, "rows of the final evaluation that agents and crowd answer by generation; 0: none"
     )
     max_new_tokens_eval: Count = free(256, "tokens generated per answer in an evaluation")
-    early_stopping_patience: Count | None = schedule(None, "end after n evaluations without a better crowd; null: off")
+    early_stopping_patience: Count | None = ending(
+        None, "end after n evaluations in a row without a better crowd; null: off"
+    )
+    early_stopping_threshold: Amount = ending(0.0, "a better crowd is better by more than this")
+    metric_for_best_model: Literal["nll", "exact_match"] = ending(
+        "nll", "what says that the crowd is better: nll or exact_match of an evaluation"
+    )
+    greater_is_better: bool | None = free(None, "null: as metric_for_best_model means it")
+    load_best_model_at_end: bool = free(
+        False, "judge the best step at the end, and make final_checkpoint of it; false: of the last step"
+    )
 
 
 class LogKeys(Keys):
@@ -232,6 +248,7 @@ class DeclinedKeys(Keys):
 NO_EFFECT: dict[str, str] = {
     "parallel_mode": "all agents always train in one fused pass",
     "dirichlet_alpha_aggregator": "the mean of a symmetric Dirichlet is uniform, whatever its alpha",
+    "greater_is_better": "metric_for_best_model says it: less nll, more exact_match",
     "use_deepspeed": "declined: DeepSpeed owns backward, step and checkpoint",
     "deepspeed_config_file": "declined together with use_deepspeed",
 }
@@ -241,7 +258,6 @@ NOT_YET: frozenset[str] = frozenset(
     {
         "checkpoint_backend",
         "compile",
-        "early_stopping_patience",
         "good_after_steps",
         "hang_timeout",
         "max_consecutive_nonfinite",

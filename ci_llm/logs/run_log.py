@@ -127,11 +127,12 @@ class RunLog:
             kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
             write_bytes(path, b"".join(line + b"\n" for line in kept))
 
-    def has_metric(self, step: int, name: str) -> bool:
-        """Whether metrics.jsonl holds `name` at `step`."""
+    def metrics_of(self, step: int) -> dict[str, Any]:
+        """All that metrics.jsonl holds of `step`."""
         path = self._folder / METRICS_NAME
         lines = path.read_bytes().splitlines() if path.exists() else []
-        return any(_step_of(line) == step and name in json.loads(line) for line in lines)
+        found = (json.loads(line) for line in lines if _step_of(line) == step)
+        return {name: value for record in found for name, value in record.items()}
 
     def start_trackers(
         self,

@@ -32,6 +32,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.processes import Processes
 from ci_llm.run.run import Run
 from ci_llm.run.state import TrainState
+from ci_llm.run.validation import Validation
 from ci_llm.status import RunStatus
 
 INITIAL_LOSS_SCALE = 2.0**16  # PyTorch's GradScaler starts there as well
@@ -100,6 +101,7 @@ def join(
             effective_batch=rows_per_step,
             skipped=(0,) * config.num_agents,
             loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
+            validation=Validation(config.metric_for_best_model),
         ),
         plan=plan,
         total_steps=total_steps,

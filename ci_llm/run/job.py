@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
-from ci_llm.crowd.answers import merged
-from ci_llm.crowd.evaluate import evaluation_record
+from ci_llm.crowd.answers import AnswerScores, merged
+from ci_llm.crowd.evaluate import Scores, evaluation_record
 from ci_llm.durable import write_json
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
@@ -20,10 +21,11 @@ from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
 from ci_llm.processes import PeerLost, Processes
+from ci_llm.run.best import count_in, is_over, kept_steps, result_in_place
 from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
 from ci_llm.run.interruption import command_line, leave, walltime_watched
-from ci_llm.run.judge import asked_to_stop, evaluate, examine_crowd
+from ci_llm.run.judge import asked_to_stop, evaluate, evaluation_metrics, examine_crowd, recollect
 from ci_llm.run.lifeboat import Lifeboat
 from ci_llm.run.loop import steps, train
 from ci_llm.run.resume import contents, describe, find_source, restore
@@ -90,7 +92,7 @@ def check_folder(folder: Path) -> None:
 
 def _conduct(run: Run) -> int:
     go_on(run)
-    if run.state.step >= run.total_steps and _is_concluded(run):
+    if is_over(run) and _is_concluded(run):
         run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _say_next(run)
         return 0
@@ -129,6 +131,7 @@ def go_on(run: Run) -> None:
     run.log.say(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
     for line in lines:
         run.log.say(f"          {line}")
+    recollect(run)
 
 
 def _begin(run: Run) -> int:
@@ -158,6 +161,7 @@ def _begin(run: Run) -> int:
         still_mine=manager.store.still_mine,
         warn=run.log.say,
     )
+    run.status.best_step = run.state.validation.best_step
     run.status.start(step)
     steps, rows = run.total_steps, run.state.effective_batch
     passes = math.ceil(rows / processes.count / run.config.batch_size)
@@ -181,25 +185,40 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
-    run.manager.save(run.state.step, contents(run), force=True, info=describe(run))
+    run.manager.save(run.state.step, contents(run), force=True, info=describe(run), keep=kept_steps(run))
 
 
 def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
     run.interrupts.plan = "the last step is saved; leaving"
     scores = evaluate(run)
-    answers = examine_crowd(run) if scores is not None else None
+    if scores is not None:
+        count_in(run, evaluation_metrics(scores))
+    with result_in_place(run) as step:
+        if scores is not None and step != run.state.step:
+            scores = evaluate(run)
+        answers = examine_crowd(run) if scores is not None else None
     if (stop := asked_to_stop(run)) is not None or scores is None:
         return stop
-    config = run.config
-    record = merged(evaluation_record(scores, config.dataset_name, config.aggregator), answers)
+    record = _record(run, step, scores, answers)
     run.log.say(score_table(record))
-    folder = config.run_folder / "final_checkpoint"
-    card = model_card(record, run.base.name, config.dataset_name, run.state.step, folder)
-    run.manager.finish({"README.md": card.encode()})
+    card = model_card(record, run.base.name, run.config.dataset_name, step, run.config.run_folder / "final_checkpoint")
+    run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
     if run.processes.is_main and run.manager.store.still_mine():
-        write_json(config.run_folder / "evaluation.json", record)
+        write_json(run.config.run_folder / "evaluation.json", record)
     return None
+
+
+def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
+    """`evaluation.json`: of the step that is the result of the run, and which step was the best on the way."""
+    config = run.config
+    return {
+        **merged(evaluation_record(scores, config.dataset_name, config.aggregator), answers),
+        "step": step,
+        "last_step": run.state.step,
+        "stopped_early": run.state.step < run.total_steps,
+        "best": run.state.validation.record(),
+    }
 
 
 def _is_concluded(run: Run) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ci_llm.ballot import Ballot
 from ci_llm.crowd.answers import AnswerScores, Examination, examine
 from ci_llm.crowd.evaluate import Scores, score
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
+from ci_llm.run.best import count_in, is_over
 from ci_llm.run.run import Run
+from ci_llm.run.validation import Validation
 
 
 def asked_to_stop(run: Run) -> str | None:
@@ -54,7 +57,11 @@ def evaluate_and_log(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
     scores = evaluate(run)
     if scores is not None:
-        run.log.metrics(run.state.step, evaluation_metrics(scores))
+        metrics = evaluation_metrics(scores)
+        run.log.metrics(run.state.step, metrics)
+        count_in(run, metrics)
+        if is_over(run):
+            run.log.say(f"early stopping after step {run.state.step}: {run.state.validation}")
     return asked_to_stop(run)
 
 
@@ -112,6 +119,19 @@ def evaluation_due(run: Run) -> bool:
 
 def evaluation_missed(run: Run) -> bool:
     """Whether the attempt before ended between the step this one goes on from and the evaluation due there."""
-    if run.state.step == 0 or not evaluation_due(run):
-        return False
-    return not run.processes.broadcast_object(run.log.has_metric(run.state.step, "eval/crowd/nll"))
+    return run.state.step > 0 and evaluation_due(run) and run.state.validation.step != run.state.step
+
+
+def recollect(run: Run) -> None:
+    """At the start of an attempt: what the one before has seen of the step that this one goes on from. A collective.
+
+    The checkpoint of that step may be older than the evaluation after it, which then stands in metrics.jsonl.
+    """
+    metric = run.config.metric_for_best_model
+    if run.state.validation.metric != metric:
+        run.log.say(f"          best so far was by {run.state.validation.metric}: from here on by {metric}, anew")
+        run.state = replace(run.state, validation=Validation(metric))
+    if evaluation_missed(run):
+        known = run.processes.broadcast_object(run.log.metrics_of(run.state.step))
+        if f"eval/crowd/{metric}" in known:
+            count_in(run, known)

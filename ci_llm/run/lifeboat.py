@@ -19,6 +19,7 @@ from ci_llm import rng
 from ci_llm.checkpoints.snapshot import read_snapshot, take_snapshot
 from ci_llm.durable import make_folders, write_bytes
 from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.run.best import kept_steps
 from ci_llm.run.interruption import kill_at, leave
 from ci_llm.run.resume import contents, describe
 from ci_llm.run.run import Run
@@ -136,7 +137,7 @@ class Lifeboat:
         run.manager.wait_until_finished()
         if step:
             snapshot = take_snapshot(contents(run, self._all_generators()))
-            run.manager.store.save(step, snapshot.files, forms=snapshot.forms, info=describe(run))
+            run.manager.store.save(step, snapshot.files, forms=snapshot.forms, info=describe(run), keep=kept_steps(run))
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
         """Of every process at the boundary, by index; None where a process has not left them in time."""

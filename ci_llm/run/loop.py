@@ -19,6 +19,7 @@ from torch import Tensor
 from ci_llm.ballot import Ballot, Verdict
 from ci_llm.data.batches import Batch, stream
 from ci_llm.rng import seed_everything
+from ci_llm.run.best import is_best, is_over
 from ci_llm.run.judge import evaluate_and_log, evaluation_due, evaluation_missed
 from ci_llm.run.run import Run
 
@@ -34,7 +35,7 @@ class Sums:
 
 
 def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None:
-    """Train from where `run.state` stands to the last step.
+    """Train from where `run.state` stands to the last step, or until patience with the evaluations is over.
 
     Args:
         batches: `steps(run)`.
@@ -44,7 +45,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
     stop = evaluate_and_log(run) if evaluation_missed(run) else None
-    for step, micro_batches in batches if stop is None else ():
+    for step, micro_batches in batches if stop is None and not is_over(run) else ():
         run.interrupts.plan = f"saving step {step + 1}"
         run.pace.begin_step()
         sums = compute_gradients(run, step, micro_batches)
@@ -57,9 +58,11 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
-        if stop is None and evaluation_due(run) and (stop := evaluate_and_log(run)) is not None:
-            save(run)
-        if stop is not None:
+        if stop is None and evaluation_due(run):
+            stop = evaluate_and_log(run)
+            if (stop or is_best(run) or is_over(run)) and not verdict.save:
+                save(run)
+        if stop is not None or is_over(run):
             break
     return stop
 

@@ -162,7 +162,7 @@ def restore(run: Run, source: Source) -> list[str]:
     run.state = TrainState.from_dict(saved["train_state"])
     run.remembered_trackers = dict(saved.get("trackers", {}))
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
-    if any(c.kind == "schedule" for c in changes):
+    if any(c.kind == "schedule" and not c.keeps_bits for c in changes):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
     return lines + _restore_surroundings(run, source)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from ci_llm.run.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class TrainState:
         skipped: per agent, the steps in which it was left out because its gradient was not finite.
         loss_scale: the factor on fp16 losses; None in every other precision.
         clean_steps: steps since the last overflow or the last growth of the loss scale.
+        validation: what the evaluations on the way have shown.
     """
 
     step: int = 0
@@ -28,6 +31,7 @@ class TrainState:
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
     clean_steps: int = 0
+    validation: Validation = field(default_factory=Validation)
 
     def advance(self, samples: int, tokens: int, sick: list[int]) -> TrainState:
         """The state after one optimizer step over `samples` rows."""
@@ -54,4 +58,5 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        return cls(**{**values, "skipped": tuple(values["skipped"])})
+        validation = Validation.from_dict(values.get("validation", {}))
+        return cls(**{**values, "skipped": tuple(values["skipped"]), "validation": validation})
