@@ -19,8 +19,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from ci_llm.checkpoints.arena import Arena, Copy
+from ci_llm.checkpoints.fit import load_into
 from ci_llm.checkpoints.manager import CheckpointManager, SavePolicy, load_checkpoint
-from ci_llm.checkpoints.snapshot import DTYPES, load_into, read_snapshot, take_snapshot, write_safetensors
+from ci_llm.checkpoints.snapshot import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
 from ci_llm.typed_json import load_json
@@ -202,9 +204,9 @@ def random_tensor(dtype: torch.dtype, shape: list[int], seed: int, flip: bool) -
 
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "rng"]), trees, max_size=3))
 def test_any_nested_state_comes_back_bit_for_bit(state: dict[str, Any]) -> None:
-    snapshot = take_snapshot(state).copied()
-    files = {name: b"".join(image.parts) for name, image in snapshot.files.items()}
-    assert same(read_snapshot(snapshot.forms, files), state)
+    for snapshot in (take_snapshot(state), Copy(Arena(), hand_off(state)).finish()):
+        files = {name: b"".join(image.parts) for name, image in snapshot.files.items()}
+        assert same(read_snapshot(snapshot.forms, files), state)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=4), tensors, min_size=1, max_size=5))
@@ -443,7 +445,7 @@ def test_an_error_behind_surfaces_at_the_next_call(managers: Any, tmp_path: Path
     manager.wait_until_finished()
     (tmp_path / "run" / ".attempt-1").rename(tmp_path / "run" / ".attempt-9")
     assert manager.save(10, {"a": 2})
-    manager._in_flight.exception(60)
+    manager._behind._job.exception(60)
     with pytest.raises(WriterBusy, match="taken over"):
         manager.save(11, {"a": 3})
 

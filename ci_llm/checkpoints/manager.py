@@ -20,53 +20,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+from ci_llm.checkpoints.behind import Behind
 from ci_llm.checkpoints.collective import Processes, TorchProcesses, together
+from ci_llm.checkpoints.fit import load_into
 from ci_llm.checkpoints.manifest import Manifest, read_folder
-from ci_llm.checkpoints.snapshot import Snapshot, State, load_into, read_snapshot, take_snapshot
+from ci_llm.checkpoints.policy import SavePolicy
+from ci_llm.checkpoints.snapshot import Snapshot, State, read_snapshot, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.errors import CheckpointError
+from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
 from ci_llm.typed_json import decode, encode
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SavePolicy:
-    """When a checkpoint is due: a pure function, the clock is passed in.
-
-    Args:
-        every_steps: at each multiple of it; None never.
-        every_seconds: when so much time has passed since the last save was tried; None never.
-    """
-
-    every_steps: int | None = 1
-    every_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every_steps < 1:
-            raise CheckpointError("save at multiples of 1 or more", where="save_interval_steps")
-
-    def due(self, step: int, *, newest: int | None, elapsed_s: float, must: bool = False) -> bool:
-        """Whether to save `step`.
-
-        Args:
-            newest: newest committed step; nothing that is not newer is ever saved.
-            elapsed_s: seconds since the last save was tried.
-            must: the end, an interruption or a request: save whatever the intervals say.
-        """
-        if newest is not None and step <= newest:
-            return False
-        by_steps = self.every_steps is not None and step % self.every_steps == 0
-        by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
-        return must or by_steps or by_time
 
 
 @dataclass(frozen=True)
@@ -94,6 +67,14 @@ def _copy_of(info: Mapping[str, object]) -> dict[str, Any]:
         raise CheckpointError(f"the info cannot be saved: {error}") from error
 
 
+def _finish_at_exit(behind: Behind, say: Callable[[str], None]) -> None:
+    """Python waits for the thread by itself, but nobody would ask what became of the save."""
+    try:
+        behind.wait()
+    except CiLlmError as error:
+        say(f"the last checkpoint was not saved: {error}")
+
+
 class _Votes(NamedTuple):
     """What the processes say about one step; a count of processes each."""
 
@@ -115,7 +96,10 @@ class CheckpointManager:
         save_interval_steps: `save` saves at each multiple of it; None never by steps.
         save_interval_seconds: and when so much time has passed since the last; None never by time.
         max_to_keep: numbered checkpoints to keep; None keeps all.
-        async_save: copy the state, return, write it behind. One save is in flight; the next one waits.
+        async_save: copy the state, return, write it behind. One save is in flight: the next one waits for it, and
+            says so. A save in flight at the end of the process is finished. False: `save` returns when it is durable.
+        optimizers: those of the loop. With `async_save` what they own is copied behind the training, too, and each
+            waits for that before its next step; whoever else changes it calls `wait_until_copied` before.
         accelerator: an `Accelerator`, for the device of its collectives.
         processes: what to speak to other processes with; `torch.distributed` by default, if initialised.
         interrupts: notes of signals that the caller installs. By default the manager installs its own at the
@@ -135,6 +119,7 @@ class CheckpointManager:
         max_to_keep: int | None = None,
         async_save: bool = True,
         accelerator: Any = None,
+        optimizers: Iterable[Any] = (),
         processes: Processes | None = None,
         interrupts: Interrupts | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
@@ -157,8 +142,9 @@ class CheckpointManager:
         device = accelerator.device if accelerator is not None else None
         self._processes: Processes = processes or TorchProcesses(device)
         self._say, self._clock = say, clock
-        self._behind = ThreadPoolExecutor(1, "ci_llm checkpoint") if async_save else None
-        self._in_flight: Future[SaveResult] | None = None
+        self._behind = Behind(optimizers) if async_save else None
+        if self._behind is not None:
+            weakref.finalize(self, _finish_at_exit, self._behind, say)
         self._tried_at = clock()
         self._known_newest: list[int | None] = []
         self._votes: tuple[int, _Votes] | None = None
@@ -222,11 +208,20 @@ class CheckpointManager:
         [made] = together(self._processes, lambda: [self._finish(extra or {}, step)])
         return made > 0
 
+    def watch(self, optimizer: Any) -> None:
+        """Add to the `optimizers` one that was made later than the manager."""
+        if self._behind is not None:
+            self._behind.watch(optimizer)
+
+    def wait_until_copied(self) -> None:
+        """Return when the state given to `save` may be changed by others than its optimizers."""
+        if self._behind is not None:
+            self._behind.wait_until_copied()
+
     def wait_until_finished(self) -> None:
         """Return when nothing is in flight. Raises what a save behind has raised."""
-        future, self._in_flight = self._in_flight, None
-        if future is not None:
-            future.result()
+        if self._behind is not None:
+            self._behind.wait()
 
     # Coming back
 
@@ -294,7 +289,7 @@ class CheckpointManager:
             self.wait_until_finished()
         finally:
             if self._behind is not None:
-                self._behind.shutdown()
+                self._behind.close()
             self.store.close()
             if self._own_interrupts:
                 self._interrupts.restore()
@@ -324,7 +319,7 @@ class CheckpointManager:
         requested = self._interrupts.save_requested
         if not self._is_main:
             return _Votes(stop, requested, 0, 0)
-        if self._in_flight is not None and self._in_flight.done():
+        if not self._is_busy():
             self.wait_until_finished()
         newest = self._newest()
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
@@ -349,18 +344,25 @@ class CheckpointManager:
     def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int]) -> bool:
         if not self._is_main:
             return False
-        self.wait_until_finished()
-        snapshot, info = take_snapshot(state), _copy_of(info)
+        commit = partial(self._commit, step, _copy_of(info), keep)
         if self._behind is None:
-            saved = self._commit(step, snapshot, info, keep).saved
+            saved = commit(take_snapshot(state)).saved
         else:
-            self._in_flight = self._behind.submit(self._commit, step, snapshot.copied(), info, keep)
+            self._say_if_busy(step)
+            self._behind.begin(state, commit)
             saved = True
         if saved:
             self._known_newest = [step]
         return saved
 
-    def _commit(self, step: int, snapshot: Snapshot, info: Mapping[str, object], keep: Collection[int]) -> SaveResult:
+    def _is_busy(self) -> bool:
+        return self._behind is not None and self._behind.busy
+
+    def _say_if_busy(self, step: int) -> None:
+        if self._is_busy():
+            self._say(f"saving step {step} waits for the save before it: saves are due faster than they are written")
+
+    def _commit(self, step: int, info: Mapping[str, object], keep: Collection[int], snapshot: Snapshot) -> SaveResult:
         result = self.store.save(step, snapshot.files, forms=snapshot.forms, info=info, keep=keep)
         self._tell(result)
         return result

@@ -14,7 +14,7 @@ Objects with `state_dict` are asked for it, wherever they stand. No pickle is wr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.manifest import FileImage, check_name, tensor_spans
-from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
 from ci_llm.typed_json import Json, decode, encode, load_json, parse_json, refuse
 
 State: TypeAlias = Mapping[str, Any]
@@ -57,58 +57,120 @@ class Snapshot:
     files: dict[str, FileImage]
     forms: dict[str, str]
 
-    def copied(self) -> Snapshot:
-        """The same with bytes of its own: what was taken from still may change."""
-        return Snapshot({name: _copy(image) for name, image in self.files.items()}, self.forms)
-
-
-def _copy(image: FileImage) -> FileImage:
-    copies = {id(part): bytes(part) for part in image.parts}
-    tensors = {name: copies[id(part)] for name, part in image.tensors.items()}
-    return FileImage(tuple(copies[id(part)] for part in image.parts), tensors)
-
 
 # Writing
 
 
-def take_snapshot(state: State) -> Snapshot:
-    """The files of `state`. Tensors on the CPU are viewed, not copied.
+@dataclass(frozen=True)
+class Entry:
+    """One key of a state at one moment: all of it but the contents of its tensors.
+
+    Attributes:
+        key: names its files.
+        form: how they are written, see above.
+        value: containers of its own; arrays are copied, tensors are those of the state.
+        tensors: the tensors and arrays in `value`, in the order in which its file holds them.
+    """
+
+    key: str
+    form: str
+    value: Any
+    tensors: Sequence[Tensor] = ()
+
+    @property
+    def file_names(self) -> list[str]:
+        if self.form == "bytes":
+            return [self.key]
+        plain, tensors = f"{self.key}.json", f"{self.key}.safetensors"
+        return {"tensors": [tensors], "plain": [plain], "tree": [plain, tensors]}[self.form]
+
+    def images(self, body: memoryview | None) -> dict[str, FileImage]:
+        """Its files, with the bytes of its tensors as they are now, or with those in `body`."""
+        if self.form == "bytes":
+            return {self.key: FileImage((self.value,))}
+        if self.form == "tensors":
+            return {f"{self.key}.safetensors": write_safetensors(self.value, body)}
+        tensors: dict[str, Tensor] = {}
+        tree = encode(self.value, _Collector(tensors))
+        text = json.dumps(tree, indent=None if tensors else 2, allow_nan=False) + "\n"
+        files = {f"{self.key}.json": FileImage((text.encode(),))}
+        return files | {f"{self.key}.safetensors": write_safetensors(tensors, body)} if tensors else files
+
+
+def hand_off(state: State) -> list[Entry]:
+    """What `state` is now, except for the contents of its tensors.
 
     Raises:
         CheckpointError: a value that is neither tensor nor plain, a name that no file may have, or two keys
             that would share a file; the message has the address.
     """
-    files: dict[str, FileImage] = {}
-    forms: dict[str, str] = {}
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise CheckpointError("a state is a dict, and its keys are strings: they name the files")
+    entries: list[Entry] = []
+    names: set[str] = set()
     for key, value in state.items():
         try:
-            forms[key], images = _files_of(key, value)
-            for name in images:
-                check_name(name)
+            entry = _entry(key, value)
+            own = {check_name(name) for name in entry.file_names}
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state cannot be saved: {error}", where=f"key {key!r}") from error
-        if clash := sorted(files.keys() & images.keys()):
+        if clash := sorted(names & own):
             raise CheckpointError(f"two keys of the state are both written as {clash[0]}", where=f"key {key!r}")
-        files |= images
-    return Snapshot(files, forms)
+        names |= own
+        entries.append(entry)
+    return entries
 
 
-def _files_of(key: str, value: object) -> tuple[str, dict[str, FileImage]]:
+def take_snapshot(state: State) -> Snapshot:
+    """The files of `state`. Tensors on the CPU are viewed, not copied. Raises as `hand_off` does."""
+    entries = hand_off(state)
+    return snapshot_of(entries, [None] * len(entries))
+
+
+def snapshot_of(entries: Sequence[Entry], bodies: Sequence[memoryview | None]) -> Snapshot:
+    """The files of a state that was handed off; `bodies` holds the bytes of each entry's tensors, None: look there."""
+    files: dict[str, FileImage] = {}
+    for entry, body in zip(entries, bodies, strict=True):
+        files |= entry.images(body)
+    return Snapshot(files, {entry.key: entry.form for entry in entries})
+
+
+def _entry(key: str, value: object) -> Entry:
     if isinstance(value, bytes):
-        return "bytes", {key: FileImage((value,))}
+        return Entry(key, "bytes", value)
     if hasattr(value, "state_dict"):
         value = value.state_dict()
-    if _is_flat(value):
-        return "tensors", {f"{key}.safetensors": write_safetensors(value)}
-    tensors: dict[str, Tensor] = {}
-    tree = encode(value, _Collector(tensors))
-    indent = None if tensors else 2
-    files = {f"{key}.json": FileImage(((json.dumps(tree, indent=indent, allow_nan=False) + "\n").encode(),))}
-    if not tensors:
-        return "plain", files
-    return "tree", files | {f"{key}.safetensors": write_safetensors(tensors)}
+    tensors: list[Tensor] = []
+    try:
+        own = _take(value, tensors)
+    except TypeError:
+        encode(value, _Collector({}))  # slower, and its error has the address
+        raise
+    tensors.sort(key=_widest_first)
+    if _is_flat(own):
+        return Entry(key, "tensors", own, tensors)
+    return Entry(key, "tree" if tensors else "plain", own, tensors)
+
+
+def _take(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` in containers of its own; its tensors and copies of its arrays are added to `tensors`."""
+    if isinstance(value, Tensor):
+        _require_plain_bytes(value)
+        tensors.append(value)
+        return value
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [_take(item, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: _take(item, tensors) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        tensors.append(torch.from_numpy(np.array(value, order="C")))
+        return tensors[-1].numpy()
+    if hasattr(value, "state_dict"):
+        return _take(value.state_dict(), tensors)
+    raise TypeError(f"a {type(value).__name__} has no plain form")
 
 
 def _is_flat(value: object) -> TypeGuard[dict[str, Tensor]]:
@@ -136,6 +198,7 @@ class _Collector:
         return refuse(value, where)
 
     def _keep(self, tensor: Tensor, where: str) -> str:
+        _require_plain_bytes(tensor, where)
         name = where or "value"
         while name in self.tensors or name == "__metadata__":
             name += "'"
@@ -143,32 +206,48 @@ class _Collector:
         return name
 
 
-def write_safetensors(tensors: Mapping[str, Tensor]) -> FileImage:
+def _widest_first(tensor: Tensor) -> int:
+    """Sorts tensors as a file holds them, so that each starts at a multiple of its item size."""
+    return -tensor.element_size()
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], body: memoryview | None = None) -> FileImage:
     """The safetensors file of `tensors`: 8 bytes of header length, the header as JSON, the raw bytes.
 
-    Wider types come first, so that every tensor starts at a multiple of its item size
-    (https://github.com/huggingface/safetensors#format). The library's own writer makes a copy of its own;
-    here the digests are of the very bytes that go to disk.
+    Wider types come first, as the format wants it (https://github.com/huggingface/safetensors#format). The
+    library's own writer makes a copy of its own; here the digests are of the very bytes that go to disk.
+
+    Args:
+        body: all raw bytes, in the order of the file; read from the tensors if None.
 
     Raises:
         TypeError: a type or layout that the format does not know.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    views = {name: _raw_bytes(tensors[name], name) for name in order}
+    order = sorted(tensors, key=lambda name: _widest_first(tensors[name]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, view in views.items():
-        begin, end = end, end + view.nbytes
+    spans: dict[str, slice] = {}
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
         kind = DTYPES[tensors[name].dtype]
         header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+        spans[name] = slice(begin, end)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return FileImage((len(text).to_bytes(8, "little") + text, *views.values()), views)
+    head = len(text).to_bytes(8, "little") + text
+    if body is not None:
+        return FileImage((head, body), {name: body[span] for name, span in spans.items()})
+    views = {name: _raw_bytes(tensors[name]) for name in order}
+    return FileImage((head, *views.values()), views)
 
 
-def _raw_bytes(tensor: Tensor, name: str) -> memoryview:
+def _require_plain_bytes(tensor: Tensor, where: str = "") -> None:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
-        raise TypeError(f"tensor {name!r} ({tensor.dtype}, {tensor.layout}, {tensor.device}) has no plain bytes")
+        raise TypeError(f"tensor {where!r} ({tensor.dtype}, {tensor.layout}, {tensor.device}) has no plain bytes")
+
+
+def _raw_bytes(tensor: Tensor) -> memoryview:
+    _require_plain_bytes(tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view
@@ -222,89 +301,3 @@ def read_safetensors(data: bytes) -> dict[str, Tensor]:
     except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
     return tensors
-
-
-def load_into(objects: MutableMapping[str, Any], state: State) -> None:
-    """Put a state back where it came from, strictly: all of it or an error before anything is touched.
-
-    Tensors are copied in place, objects get `load_state_dict`, plain values are replaced in their container.
-    Only files kept verbatim may stay unused.
-
-    Raises:
-        ForeignCheckpoint: a key, shape or type on one side has no counterpart on the other.
-    """
-    unused = {key for key, value in state.items() if not isinstance(value, bytes)} - objects.keys()
-    if unused:
-        raise ForeignCheckpoint(
-            f"the checkpoint holds {sorted(unused)}, which nothing here takes up",
-            cure="restore without `into` to get all of it as plain values",
-        )
-    taken = {key: state[key] for key in objects if key in state}
-    if missing := sorted(objects.keys() - taken.keys()):
-        raise ForeignCheckpoint(f"the checkpoint does not hold {missing}")
-    for key, target in objects.items():
-        _check_fit(target, taken[key], key)
-    objects.update({key: _put(target, taken[key]) for key, target in objects.items()})
-
-
-def _check_fit(target: object, saved: object, where: str) -> None:
-    if isinstance(target, Tensor):
-        same = isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (target.shape, target.dtype)
-        if not same:
-            raise _misfit(where, _describe(target), _describe(saved))
-    elif not _holds_objects(target):
-        if isinstance(target, (dict, list, tuple)) and type(saved) is not type(target):
-            raise _misfit(where, _describe(target), _describe(saved))
-    elif isinstance(target, MutableMapping):
-        if not isinstance(saved, dict) or saved.keys() != target.keys():
-            raise _misfit(where, _describe(target), _describe(saved))
-        for key, item in target.items():
-            _check_fit(item, saved[key], f"{where}.{key}")
-    elif isinstance(target, (list, tuple)):
-        if type(saved) is not type(target) or len(saved) != len(target):
-            raise _misfit(where, _describe(target), _describe(saved))
-        for i, item in enumerate(target):
-            _check_fit(item, saved[i], f"{where}[{i}]")
-
-
-def _holds_objects(value: object) -> bool:
-    """Whether anything in `value` has to be filled in place; otherwise it is plain, and replaced as a whole."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_objects, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_objects, value))
-    return isinstance(value, Tensor) or hasattr(value, "load_state_dict")
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)} of {value.dtype}"
-    if isinstance(value, Mapping):
-        return f"a dict with the keys {sorted(map(str, value))}"
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
-
-
-def _misfit(where: str, here: str, there: str) -> ForeignCheckpoint:
-    return ForeignCheckpoint(f"here is {here}, the checkpoint holds {there}", where=where)
-
-
-def _put(target: Any, saved: Any) -> Any:
-    """Load `saved` into `target` where that can be done in place; returns what belongs in its container."""
-    if hasattr(target, "load_state_dict"):
-        target.load_state_dict(saved)
-        return target
-    if isinstance(target, Tensor):
-        with torch.no_grad():
-            return target.copy_(saved)
-    if not _holds_objects(target):
-        return saved
-    if isinstance(target, MutableMapping):
-        target.update({key: _put(item, saved[key]) for key, item in target.items()})
-        return target
-    filled = [_put(item, value) for item, value in zip(target, saved, strict=True)]
-    if isinstance(target, tuple):
-        return tuple(filled)
-    target[:] = filled
-    return target

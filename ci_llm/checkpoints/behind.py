@@ -1,0 +1,99 @@
+"""One save in flight: the rest of its copy, and its commit, in a thread behind the training.
+
+The optimizers that are watched wait for the copy before they move. What went wrong behind is raised by whoever waits
+for the end of the save, and by nobody else: an optimizer step is no place to leave the other processes alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
+from ci_llm.checkpoints.snapshot import Snapshot, State, hand_off
+from ci_llm.checkpoints.store import SaveResult
+
+
+class Behind:
+    """Saves behind the training, one at a time.
+
+    Args:
+        optimizers: those that move the state; without any, a state is copied before `begin` returns.
+
+    Attributes:
+        stall_s: seconds that the training waited for the last save: for its beginning, and for its copy.
+    """
+
+    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
+        self.stall_s = 0.0
+        self._arena = Arena()
+        self._pool = ThreadPoolExecutor(1, "ci_llm checkpoint")  # its thread starts with the first save
+        self._job: Future[SaveResult] | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[Any] = []
+        for optimizer in optimizers:
+            self.watch(optimizer)
+
+    def watch(self, optimizer: Any) -> None:
+        """Leave what `optimizer` owns to the thread: it will not step before that is copied."""
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's steps the one inside
+        self._optimizers.append(inner)
+        self._hooks.append(inner.register_step_pre_hook(lambda *_: self.wait_until_copied()))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is not yet at its end."""
+        job = self._job
+        return job is not None and not job.done()
+
+    def begin(self, state: State, commit: Callable[[Snapshot], SaveResult]) -> None:
+        """Take `state` as it is now, and leave the rest to the thread. Waits for, and raises for, the save before.
+
+        Args:
+            commit: called there with the state's files, whose memory is used again by the next save.
+
+        Raises:
+            CheckpointError: the state holds a value that cannot be saved.
+        """
+        began = time.perf_counter()
+        self.wait()
+        copy = Copy(self._arena, hand_off(state), owned_memory(self._optimizers))
+        self._copied.clear()
+        self._job = self._pool.submit(self._save, copy, commit)
+        self.stall_s = time.perf_counter() - began
+
+    def wait_until_copied(self) -> None:
+        """Return when the state of the save in flight may be changed."""
+        if not self._copied.is_set():
+            began = time.perf_counter()
+            self._copied.wait()
+            self.stall_s += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Return when nothing is in flight. Raises what the save has raised, once."""
+        if (job := self._job) is not None:
+            try:
+                job.result()
+            finally:
+                if self._job is job:
+                    self._job = None
+
+    def close(self) -> None:
+        """Wait for the end of the thread, whatever came of the save; the optimizers are free again."""
+        self._pool.shutdown()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _save(self, copy: Copy, commit: Callable[[Snapshot], SaveResult]) -> SaveResult:
+        try:
+            snapshot = copy.finish()
+        finally:
+            self._copied.set()
+        return commit(snapshot)
