@@ -235,7 +235,7 @@ def choose_learning_rates(extra: Mapping[str, str], folder: Path, jobs: int) -> 
 def main() -> None:
     """Prints a markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="default: 42 43 44")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(42, 49)], help="default: 42 to 48")
     parser.add_argument("--max-train-samples", type=int, help="training rows (default: as in configs.yaml)")
     parser.add_argument("--learning-rates", action="store_true", help="compare learning rates on the validation split")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time, one core each (default: 1)")
