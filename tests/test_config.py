@@ -463,7 +463,7 @@ def test_any_dump_reads_back_and_is_plain_yaml(
         ("max_train_steps=7", "schedule", False),
         ("epochs=7", "schedule", False),
         ("batch_size=7", "free", False),
-        ("compile=true", "free", False),
+        ("use_gradient_checkpointing=true", "free", False),
         ("seed=7", "sample-exact", False),
         ("num_agents=7", "sample-exact", False),
         ("learning_rate=7", "sample-exact", False),

@@ -77,6 +77,16 @@ def test_what_a_run_leaves(finished: Path) -> None:
     assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
 
 
+def test_a_profile_of_the_first_steps_lies_in_the_folder_of_the_run(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, "profile_steps=2", "max_train_steps=3", "generation_eval_samples=0") == 0
+    assert sorted(path.name for path in (folder / "profile").iterdir()) == [
+        "attempt1_process0.json.gz",
+        "attempt1_process0.txt",
+    ]
+    assert "_FusedLinear" in (folder / "profile/attempt1_process0.txt").read_text()
+
+
 def test_a_checkpoint_holds_adapters_and_no_base(finished: Path) -> None:
     folder = finished / "checkpoint_step_6"
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}

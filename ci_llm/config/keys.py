@@ -83,7 +83,6 @@ class BaseModelKeys(Keys):
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = exact("no", "autocast precision of the forward pass")
     use_gradient_checkpointing: bool = rounding(False, "recompute layers in the backward pass: less memory, slower")
-    compile: bool = rounding(False, "compile the base with torch.compile")
 
 
 class AgentKeys(Keys):
@@ -198,7 +197,9 @@ class LogKeys(Keys):
     )
     monitor_gpu: bool = free(False, "write gpu_stats.json while training")
     log_memory_usage: bool = free(False, "log memory in use with every logged step")
-    profile_steps: Count | None = free(None, "profile the first n steps into the run's folder; null: off")
+    profile_steps: Count | None = free(
+        None, "trace the first n steps of an attempt into the sub-folder profile; null: off"
+    )
 
 
 class CheckpointKeys(Keys):
@@ -242,6 +243,12 @@ class DeclinedKeys(Keys):
 
     use_deepspeed: bool = free(False, "declined: DeepSpeed owns backward, step and checkpoint")
     deepspeed_config_file: Text | None = free(None, "declined with use_deepspeed")
+    streaming: bool = free(
+        False, "declined: which rows come next depends on shards and a buffer, so no resume is exact"
+    )
+    compile: bool = free(
+        False, "declined: no faster on packed rows, and compiled kernels depend on the lengths met first"
+    )
 
 
 #: Known and valid, without effect for good: the reason is said once when the value is not the default.
@@ -251,17 +258,19 @@ NO_EFFECT: dict[str, str] = {
     "greater_is_better": "metric_for_best_model says it: less nll, more exact_match",
     "use_deepspeed": "declined: DeepSpeed owns backward, step and checkpoint",
     "deepspeed_config_file": "declined together with use_deepspeed",
+    "streaming": "declined, the data set is loaded as a whole: which rows come next of a stream depends on shards and"
+    " a buffer, so that no resume could be exact",
+    "compile": "declined: packed rows have another length in every step; compiled for that, layers were no faster"
+    " (docs/benchmarks.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
 }
 
 #: Valid and documented, but read by nobody yet. Whoever makes a key work deletes it here.
 NOT_YET: frozenset[str] = frozenset(
     {
         "checkpoint_backend",
-        "compile",
         "good_after_steps",
         "hang_timeout",
         "max_consecutive_nonfinite",
         "nonfinite_lr_factor",
-        "profile_steps",
     }
 )

@@ -18,6 +18,7 @@ from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.launch import Launch
 from ci_llm.logs.hardware import HardwareMonitor
+from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
 from ci_llm.processes import PeerLost, Processes
@@ -98,6 +99,8 @@ def _conduct(run: Run) -> int:
         return 0
     batches = steps(run)  # forks its workers now, before the run has threads
     attempt = _begin(run)
+    who = f"attempt{attempt}_process{run.processes.index}"
+    batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who, say=run.log.say)
     try:
         with _hardware_monitored(run), walltime_watched(run) as walltime, Lifeboat(run, attempt, walltime):
             if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:

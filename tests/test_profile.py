@@ -1,0 +1,58 @@
+"""The first steps under the profiler: the same steps, and files that a person can open."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ci_llm.logs.profile import profiled
+
+
+def multiply(steps: list[int]) -> None:
+    for step in steps:
+        torch.ones(8, 8) @ torch.full((8, 8), float(step))
+
+
+def names_in(trace: Path) -> list[str]:
+    return [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+
+
+@pytest.mark.parametrize("count", [2, 4, 9])
+def test_every_step_comes_once_and_the_first_are_in_the_trace(count: int, tmp_path: Path) -> None:
+    said: list[str] = []
+    seen = []
+    for step in profiled(iter(range(4)), count, tmp_path, "attempt1_process0", say=said.append):
+        seen.append(step)
+        multiply([step])
+    assert seen == [0, 1, 2, 3]
+    names = names_in(tmp_path / "profile/attempt1_process0.json.gz")
+    traced = min(count, 4)
+    assert [name for name in names if name.startswith("ci_llm step")] == [
+        f"ci_llm step {number} of the attempt" for number in range(1, traced + 1)
+    ]
+    assert names.count("aten::mm") == traced
+    assert "aten::mm" in (tmp_path / "profile/attempt1_process0.txt").read_text()
+    assert "attempt1_process0.json.gz" in said[0]
+
+
+def test_off_it_leaves_nothing(tmp_path: Path) -> None:
+    assert list(profiled(iter("abc"), None, tmp_path, "name", say=print)) == ["a", "b", "c"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_attempt_that_ends_before_writes_nothing(tmp_path: Path) -> None:
+    steps = profiled(iter(range(9)), 5, tmp_path, "name", say=print)
+    assert next(iter(steps)) == 0
+    steps.close()  # type: ignore[attr-defined]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_refuses_is_said_and_the_steps_go_on(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    said: list[str] = []
+    assert list(profiled(iter(range(3)), 1, tmp_path, "name", say=said.append)) == [0, 1, 2]
+    assert "cannot be written, the run goes on" in said[0]
