@@ -27,13 +27,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: install
 	$(BIN)/python train.py
 
-# Everything.
+# Everything; last what starts ten nodes of a real SLURM, which would slow the others down.
 test: install-dev
-	$(PYTEST) -n $(JOBS) --dist loadgroup
+	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm
+	$(PYTEST) tests/slurm
 
-# Preemption, walltime, requeue, a dead node, on a real SLURM; wants the machine to itself.
+# Preemption, walltime, requeue, a dead node, on a real SLURM.
 test-slurm: install-dev
-	CI_LLM_CLUSTER=1 $(PYTEST) tests/slurm
+	$(PYTEST) tests/slurm
 
 # Lint, types and the fast tests.
 check: lint

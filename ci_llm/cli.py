@@ -74,6 +74,7 @@ def train(words: list[str]) -> int:
 
     with Interrupts() as interrupts:
         config = _configuration(words)
+        interrupts.listen_to(config.stop_signals, config.save_signals)
         if "--continue" in words:
             _require_checkpoint(config.run_folder)
         launch = read_launch()

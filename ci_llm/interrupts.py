@@ -31,6 +31,7 @@ ABORTED_EXIT_CODE: Final = 128 + signal.SIGINT
 _QUIT: Final = b"\0"  # no signal has the number 0
 _PR_SET_PDEATHSIG: Final = 1
 _POKE_S: Final = 0.05
+_HANG_UP: Final = getattr(signal, "SIGHUP", None)  # Windows knows none
 
 
 class Interrupts:
@@ -45,7 +46,7 @@ class Interrupts:
 
     The loop keeps `plan` current ("saving step 37"): it is what the announcement says. Only the main thread
     may install handlers; elsewhere `install` says so and changes nothing. A process forked from this one gets
-    the handlers of before, because it is not the run.
+    the handlers of before, because it is not the run. A SIGHUP that `nohup` has made ignored stays ignored.
 
     Raises:
         ConfigError: a name is no signal, or a signal that nobody can catch.
@@ -59,9 +60,7 @@ class Interrupts:
         announce: Callable[[str], None] | None = None,
         abort_grace_s: float = 2.0,
     ) -> None:
-        self._stop_signals, self._save_signals = _numbers(stop), _numbers(save)
-        if both := self._stop_signals & self._save_signals:
-            raise ConfigError(f"{_name(min(both))} cannot mean both stop and save")
+        self._stop_signals, self._save_signals = _meanings(stop, save)
         self.announce = announce or _to_stderr
         self.plan = "saving"
         self._abort_grace_s = abort_grace_s
@@ -129,9 +128,21 @@ class Interrupts:
         self._listener.start()
         _installed.append(self)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in sorted(self._stop_signals | self._save_signals):
-            self._old_handlers[number] = signal.signal(number, self._take_note)
+        self._take(self._stop_signals | self._save_signals)
         return self
+
+    def listen_to(self, stop: Iterable[str], save: Iterable[str]) -> None:
+        """Change what is listened to, once it is known. Notes stay; a signal that is in neither gets its old handler.
+
+        Raises:
+            ConfigError: as above; nothing is changed then.
+        """
+        self._stop_signals, self._save_signals = _meanings(stop, save)
+        if self.installed:
+            wanted, heard = self._stop_signals | self._save_signals, self._old_handlers.keys()
+            unwanted = heard - wanted
+            self._take(wanted - heard)
+            self._give(unwanted)
 
     def restore(self) -> None:
         """Give the handlers of before back and end the thread. The notes stay readable."""
@@ -151,14 +162,22 @@ class Interrupts:
     ) -> None:
         self.restore()
 
-    def _give_back(self) -> None:
-        """Undo `install`, except where somebody else has installed something over it."""
-        for number, old in self._old_handlers.items():
+    def _take(self, numbers: Iterable[int]) -> None:
+        for number in sorted(numbers):
+            if number != _HANG_UP or signal.getsignal(number) != signal.SIG_IGN:
+                self._old_handlers[number] = signal.signal(number, self._take_note)
+
+    def _give(self, numbers: Iterable[int]) -> None:
+        for number in sorted(numbers):
+            old = self._old_handlers.pop(number)
             if signal.getsignal(number) == self._take_note:
                 signal.signal(number, signal.SIG_DFL if old is None else old)
+
+    def _give_back(self) -> None:
+        """Undo `install`, except where somebody else has installed something over it."""
+        self._give(self._old_handlers)
         current = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(self._old_wakeup_fd if current == self._write_fd else current)
-        self._old_handlers.clear()
         _installed.remove(self)
 
     def _close(self) -> None:
@@ -302,9 +321,13 @@ def die_with_parent(signal_name: str = "SIGTERM") -> bool:
     return True
 
 
-def send_to_self(signal_name: str) -> None:
-    """Send this process a signal, as a scheduler would: a rehearsal."""
-    os.kill(os.getpid(), _number(signal_name))
+def send(pid: int, signal_name: str) -> bool:
+    """Send a process of this machine a signal; False if there is no such process."""
+    try:
+        os.kill(pid, _number(signal_name))
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def notify_of_parent_death(signal_name: str) -> bool:
@@ -317,8 +340,11 @@ def notify_of_parent_death(signal_name: str) -> bool:
     return True
 
 
-def _numbers(names: Iterable[str]) -> frozenset[int]:
-    return frozenset(_number(name) for name in names)
+def _meanings(stop: Iterable[str], save: Iterable[str]) -> tuple[frozenset[int], frozenset[int]]:
+    stops, saves = (frozenset(_number(name) for name in names) for names in (stop, save))
+    if both := stops & saves:
+        raise ConfigError(f"{_name(min(both))} cannot mean both stop and save")
+    return stops, saves
 
 
 def _number(name: str) -> int:

@@ -7,6 +7,7 @@ into those of torchrun, which torch and Accelerate understand on every kind of d
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -41,6 +42,7 @@ _DECLINED: Final = {
 }
 _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing connections (32768 on)
 _NUM_PORTS: Final = 16000
+_TORCHRUN_PATIENCE_S: Final = 30
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Launch:
         asked_for: the `--num_processes` of an `accelerate launch` that started a single process nevertheless;
             0 if it asked for several and the number is not in its command line.
         variables: to be set in the environment before torch's process group is made.
+        patience_s: seconds that the launcher waits for this process after a signal, before it kills it.
     """
 
     launcher: str
@@ -66,6 +69,7 @@ class Launch:
     num_local_processes: int
     asked_for: int | None
     variables: Mapping[str, str]
+    patience_s: float = math.inf
 
     @property
     def is_main(self) -> bool:
@@ -121,6 +125,7 @@ def read_launch(environ: Mapping[str, str] = os.environ, parent_command: Sequenc
         num_local_processes=num_local,
         asked_for=None,
         variables={name: str(value) for name, value in place.items()},
+        patience_s=_patience_s(dialect.launcher, environ),
     )
 
 
@@ -169,7 +174,13 @@ def _alone(dialect: _Dialect | None, environ: Mapping[str, str], parent_command:
     # Accelerate sets the meeting point whenever more than one process was asked for, and may then start one.
     asked_for = _asked_for(parent_command) if lone and "MASTER_ADDR" in environ else None
     launcher = "accelerate" if lone else dialect.launcher if dialect else "python"
-    return Launch(launcher, 1, 0, 0, 1, asked_for, {})
+    return Launch(launcher, 1, 0, 0, 1, asked_for, {}, _patience_s(launcher, environ))
+
+
+def _patience_s(launcher: str, environ: Mapping[str, str]) -> float:
+    if launcher != "torchrun":
+        return math.inf
+    return float(_integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_PATIENCE_S))
 
 
 def _command_of_parent() -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -112,6 +113,21 @@ def look_up(job: Job, ask: Ask = ask) -> Standing | None:
         may_requeue=said.get("Requeue", "0") != "0",
         end=_unix_seconds(said.get("EndTime", "")),
     )
+
+
+def killed_at(job: Job, ask: Ask = ask, now: float | None = None) -> float | None:
+    """Unix seconds at which SLURM kills a job that it has told to end; None if that is not known.
+
+    The end of a job that still runs is its limit, or that of a preemption's grace, to which SLURM then moves it. Told
+    to end at its limit, by scancel or by scontrol requeue, it is killed KillWait seconds later.
+    """
+    standing = look_up(job, ask)
+    if standing is None or standing.end is None:
+        return None
+    if standing.state == "RUNNING" and standing.end > (time.time() if now is None else now):
+        return standing.end
+    found = re.search(r"^KillWait\s*=\s*(\d+)", ask(["scontrol", "show", "config"]) or "", re.MULTILINE)
+    return standing.end + int(found[1]) if found else None
 
 
 def _unix_seconds(text: str) -> float | None:

@@ -28,6 +28,7 @@ State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
 PEER_LOST: Final = "peer_lost"
+_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from a boot time that is corrected now and then
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
 
@@ -252,12 +253,21 @@ def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (failure.reason == PEER_LOST, failure.time), default=None)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process of this machine exists and is not merely waiting to be reaped."""
+def is_alive(pid: int, started: float | None = None) -> bool:
+    """Whether a process of this machine exists and is not merely waiting to be reaped.
+
+    Args:
+        started: unix seconds of its start, where they are known: a later process of the same number is another one.
+    """
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return started is None or abs(process.create_time() - started) < _CLOCK_SLACK_S
     except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return True
 
 
 def pid_space() -> str:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
+from ci_llm import interrupts as interrupts_module
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts, deafen
 from tests.children import DEADLINE_S, Child
@@ -23,6 +24,14 @@ from tests.children import DEADLINE_S, Child
 def interrupts() -> Iterator[Interrupts]:
     with Interrupts(announce=lambda _line: None) as one:
         yield one
+
+
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    """SIGHUP as it is without `nohup`, with which the tests themselves may have been started."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def send(number: int) -> None:
@@ -60,12 +69,54 @@ def test_a_save_request_is_taken_once_and_stops_nothing(interrupts: Interrupts) 
     assert not interrupts.wait(0)
 
 
+@pytest.mark.usefixtures("hang_up")
 def test_which_signals_mean_what_is_a_choice() -> None:
     with Interrupts(stop=["SIGUSR1"], save=["SIGHUP"], announce=lambda _line: None) as one:
         send(signal.SIGHUP)
         assert (one.take_save_request(), one.stop_reason) == (True, None)
         send(signal.SIGUSR1)
         assert one.stop_reason == "signal:SIGUSR1"
+
+
+@pytest.mark.usefixtures("hang_up")
+def test_what_is_listened_to_may_change_and_notes_stay() -> None:
+    with Interrupts(announce=lambda _line: None) as one:
+        send(signal.SIGUSR1)
+        one.listen_to(stop=["SIGUSR1"], save=["SIGHUP"])
+        assert one.take_save_request()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        send(signal.SIGHUP)
+        assert (one.take_save_request(), one.stop_reason) == (True, None)
+        with pytest.raises(ConfigError, match="SIGUSR1"):
+            one.listen_to(stop=["SIGUSR1"], save=["SIGUSR1"])
+        send(signal.SIGUSR1)
+        assert one.stop_reason == "signal:SIGUSR1"
+    assert [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"), [(["env", "--default-signal=HUP"], "signal:SIGHUP"), (["nohup"], "None")]
+)
+def test_the_end_of_the_terminal_counts_unless_nohup_says_otherwise(start: list[str], expected: str) -> None:
+    source = """
+import os, signal
+from ci_llm.interrupts import Interrupts
+with Interrupts(stop=["SIGHUP"], announce=lambda line: None) as one:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("heard", one.stop_reason)
+"""
+    with Child(*start, sys.executable, "-u", "-c", source) as child:
+        assert child.read_until("heard") == f"heard {expected}"
+        assert child.wait() == 0
+
+
+def test_a_signal_to_a_process_that_is_gone_is_said() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert interrupts_module.send(child.pid, "SIGTERM")
+    assert child.wait(DEADLINE_S) == -signal.SIGTERM
+    assert not interrupts_module.send(child.pid, "SIGTERM")
+    assert child.stdin is not None
+    child.stdin.close()
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGNONE", "TERM"])

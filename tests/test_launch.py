@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -47,7 +48,7 @@ def test_plain_python_is_alone() -> None:
 
 def test_torchrun_speaks_for_itself() -> None:
     launch = read(TORCHRUN)
-    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN)
+    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, patience_s=30)
     assert not launch.is_main
 
 
@@ -97,6 +98,13 @@ def test_a_batch_script_is_not_a_task() -> None:
 
 def test_torchrun_inside_a_task_of_srun_wins() -> None:
     assert read({**STEP, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_how_long_a_launcher_waits_before_it_kills() -> None:
+    assert read(TORCHRUN).patience_s == 30
+    assert read({**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == 600
+    assert read({**STEP, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == math.inf
+    assert read({}).patience_s == math.inf
 
 
 def test_mpirun() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ci_llm.status import read_status
+from ci_llm.status import is_alive, read_status
 from tests.children import ROOT, SCRIPTS, Child
 from tests.moments import arguments
 from tests.slurm.cluster import until
@@ -42,14 +42,7 @@ def launch(launcher: str, folder: Path, **keys: object) -> Child:
 
 def left(folder: Path) -> list[psutil.Process]:
     """Every process that lives and has the run's folder on its command line: launcher, trainers, loader workers."""
-    return [one for one in psutil.process_iter() if _is_alive(one) and str(folder) in " ".join(_command(one))]
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [one for one in psutil.process_iter() if is_alive(one.pid) and str(folder) in " ".join(_command(one))]
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -62,7 +55,7 @@ def _command(process: psutil.Process) -> list[str]:
 def stop(child: Child, folder: Path) -> list[str]:
     """End the launcher and wait until everything below it has ended; what was said, no traceback of ours in it."""
     child.signal(signal.SIGTERM)
-    until("nothing of it is left", lambda: not left(folder), deadline_s=150)
+    until("nothing of it is left", lambda: not left(folder))
     child.wait()
     assert not [line for line in child.seen if 'File "' in line and "ci_llm" in line], child.seen
     return child.seen

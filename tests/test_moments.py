@@ -101,6 +101,23 @@ def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undi
     assert learned(tmp_path) == learned(undisturbed)
 
 
+def test_which_signals_stop_and_which_save_is_configured(server: ForkServer, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
+    swapped = {
+        "stop_signals": "[SIGUSR1]",
+        "save_signals": "[SIGTERM]",
+        "save_steps": "null",
+        "save_total_limit": "null",
+    }
+    assert train(server, tmp_path, moment, sent="SIGUSR1", keys=swapped) == [0]
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGUSR1", 3)
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 3)  # in step 5
+    assert train(server, tmp_path, moment, sent="SIGTERM", keys=swapped) == [0]
+    assert read_status(tmp_path / "run").status == "completed"
+    assert (tmp_path / "run" / "checkpoint_step_5").is_dir()
+
+
 def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: ForkServer, tmp_path: Path) -> None:
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
     assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0) == [130]

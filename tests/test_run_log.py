@@ -103,6 +103,16 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     assert not (tmp_path / LOG_NAME).exists()
 
 
+def test_an_attempt_that_loses_its_folder_while_a_file_opens_writes_nothing(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
+    log, answers = RunLog(tmp_path, terminal=screen), [True] * 3
+    log.open(1, still_mine=lambda: bool(answers and answers.pop()))  # its first line takes two answers
+    log.metrics(1, {"loss": 1.0})
+    assert lines(tmp_path) == []
+    assert len((tmp_path / LOG_NAME).read_text().splitlines()) == 1
+
+
 def test_a_full_disk_is_said_once_and_lines_stay_whole(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from ci_llm.slurm import (
     attempts_in_vain,
     end_now,
     end_of,
+    killed_at,
     look_up,
     objection,
     put_back,
@@ -40,6 +41,12 @@ SHOWN = (
     " SuspendTime=None Command=/home/me/CI LLM/slurm/train.sbatch --exp_name=a WorkDir=/home/me"
 )
 END = "2026-11-20T23:03:21"
+# Some of what `scontrol show config` prints.
+CONFIGURATION = """\
+JobRequeue              = 1
+KillOnBadExit           = 0
+KillWait                = 45 sec
+LaunchParameters        = (null)"""
 END_S = datetime.fromisoformat(END).timestamp()
 JOB = Job("7", 0)
 RUNNING = Standing("RUNNING", "None", is_batch=True, may_requeue=True, end=END_S)
@@ -50,13 +57,13 @@ class Cluster:
 
     def __init__(self, state: str = "RUNNING", reason: str = "None", end: str = END, **answers: str | None) -> None:
         shown = SHOWN.format(state=state, reason=reason, end=end)
-        self._answers = {"squeue": end, "show": shown, "requeue": ""} | answers
+        self._answers = {"squeue": end, "job": shown, "config": CONFIGURATION, "requeue": ""} | answers
         self.asked: list[str] = []
 
     def __call__(self, command: Sequence[str]) -> str | None:
-        word = command[0] if command[0] == "squeue" else command[1]
+        word = next(name for name in self._answers if name in command)
         self.asked.append(word)
-        assert any(JOB.id in part for part in command)
+        assert word == "config" or any(JOB.id in part for part in command)
         return self._answers[word]
 
 
@@ -79,19 +86,30 @@ def test_the_end_is_taken_from_the_environment_else_from_squeue_else_from_scontr
     assert cluster.asked == ["squeue"]
     cluster = Cluster(squeue=None)
     assert end_now(JOB, cluster) == END_S
-    assert cluster.asked == ["squeue", "show"]
+    assert cluster.asked == ["squeue", "job"]
 
 
 @pytest.mark.parametrize("word", ["N/A", "NONE", "Unknown", "UNLIMITED", ""])
 def test_a_job_may_have_no_end(word: str) -> None:
     assert end_now(JOB, Cluster(end=word)) is None
-    assert end_now(JOB, Cluster(squeue=None, show=None)) is None
+    assert end_now(JOB, Cluster(squeue=None, job=None)) is None
 
 
 def test_what_scontrol_shows_is_understood() -> None:
     assert look_up(JOB, Cluster()) == RUNNING
     assert look_up(JOB, Cluster("COMPLETING", "TimeLimit")) == replace(RUNNING, state="COMPLETING", reason="TimeLimit")
-    assert look_up(JOB, Cluster(show=None)) is None
+    assert look_up(JOB, Cluster(job=None)) is None
+
+
+def test_when_a_job_that_was_told_to_end_is_killed() -> None:
+    cluster = Cluster()
+    assert killed_at(JOB, cluster, now=END_S - 60) == END_S  # the limit, or the end of a preemption's grace
+    assert cluster.asked == ["job"]
+    assert killed_at(JOB, cluster, now=END_S + 1) == END_S + 45  # the limit is over
+    assert killed_at(JOB, Cluster("COMPLETING"), now=END_S - 60) == END_S + 45  # scancel, scontrol requeue
+    assert killed_at(JOB, Cluster(config=None), now=END_S + 1) is None
+    assert killed_at(JOB, Cluster(job=None), now=END_S - 60) is None
+    assert killed_at(JOB, Cluster(end="Unknown"), now=END_S - 60) is None
 
 
 def test_a_command_that_is_missing_or_fails_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +176,14 @@ def back(cluster: Cluster, wanted: object = "auto", environ: dict[str, str] = EN
 def test_the_outermost_of_ours_asks_once() -> None:
     cluster = Cluster()
     assert back(cluster) == "SLURM job 7 is put back into the queue, for the 2nd time"
-    assert cluster.asked == ["show", "requeue"]
+    assert cluster.asked == ["job", "requeue"]
     for silent in (
         back(cluster, wanted=False),
         back(cluster, environ={}),
         back(cluster, environ=ENVIRONMENT | {SUPERVISED: "1"}),
     ):
         assert silent is None
-    assert cluster.asked == ["show", "requeue"]
+    assert cluster.asked == ["job", "requeue"]
 
 
 def test_what_was_not_done_is_said_with_its_reason() -> None:
@@ -173,7 +191,7 @@ def test_what_was_not_done_is_said_with_its_reason() -> None:
     assert "scontrol requeue failed" in (back(Cluster(requeue=None)) or "")
     cluster = Cluster("COMPLETING")
     assert "is not put back into the queue: it is COMPLETING" in (back(cluster) or "")
-    assert cluster.asked == ["show"]
+    assert cluster.asked == ["job"]
     assert "no progress" in (back(Cluster(), in_vain=PATIENCE) or "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
-from ci_llm.interrupts import Interrupts, send_to_self
+from ci_llm.interrupts import Interrupts, send
 from ci_llm.rng import generator_for
 from ci_llm.run.build import build_crowd, join, set_determinism
 from ci_llm.run.job import conclude, save
@@ -172,7 +173,7 @@ def _terminated(scene: Scene, batches: Batches) -> Batches:
     """The first batch, with a signal to the main process when it is handed over."""
     for step, micro_batches in batches:
         if scene.processes.is_main:
-            send_to_self("SIGTERM")
+            send(os.getpid(), "SIGTERM")
             scene.run.interrupts.wait(10)
         yield step, micro_batches
 

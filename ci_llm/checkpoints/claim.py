@@ -15,7 +15,6 @@ import errno
 import os
 import re
 import secrets
-import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -35,12 +34,12 @@ from ci_llm.durable import (
     write_new,
 )
 from ci_llm.errors import CheckpointError, WriterBusy
+from ci_llm.status import is_alive, pid_space
 from ci_llm.typed_json import dump_json
 
 HOLDER = "holder.json"
 HEARTBEATS_PER_TIMEOUT = 6
 RACES_LOST = 20
-CLOCK_SLACK_S = 5.0  # the start time of a process is computed from a boot time that is corrected now and then
 
 _ATTEMPT = re.compile(r"\.attempt-(\d+)$")
 _NUMBERED = re.compile(r"\.(?:attempt|taken-over)-(\d+)(?:-|$)")
@@ -49,7 +48,7 @@ _LEFTOVER = re.compile(r"\.(?:taken-over|claim)-")
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder. `machine` is the host and its process namespace, in which `pid` has a meaning."""
+    """Who holds a folder. `machine` is the set of processes in which `pid` has a meaning; it begins with the host."""
 
     machine: str
     pid: int
@@ -60,7 +59,7 @@ class Holder:
     @classmethod
     def this_process(cls) -> Holder:
         return cls(
-            machine=f"{socket.gethostname()} {_process_namespace()}".strip(),
+            machine=pid_space(),
             pid=os.getpid(),
             started=psutil.Process().create_time(),
             slurm_job=os.environ.get("SLURM_JOB_ID"),
@@ -74,7 +73,7 @@ class Holder:
             silent_s: seconds since its last heartbeat.
         """
         same_machine = self.machine == me.machine
-        if same_machine and not self._runs():
+        if same_machine and not is_alive(self.pid, self.started):
             return f"process {self.pid} is gone"
         restarted = self.slurm_restarts != me.slurm_restarts
         if self.slurm_job and self.slurm_job == me.slurm_job and (restarted or not same_machine):
@@ -83,27 +82,9 @@ class Holder:
             return f"no heartbeat for {silent_s:.0f} s"
         return None
 
-    def _runs(self) -> bool:
-        """Whether the process is there, is no zombie, and is not a later one of the same number."""
-        try:
-            process = psutil.Process(self.pid)
-            alive = process.status() != psutil.STATUS_ZOMBIE
-            return alive and abs(process.create_time() - self.started) < CLOCK_SLACK_S
-        except psutil.NoSuchProcess:
-            return False
-        except psutil.AccessDenied:
-            return True
-
     def __str__(self) -> str:
         job = f", SLURM job {self.slurm_job}" if self.slurm_job else ""
         return f"process {self.pid} on {self.machine.split()[0]}{job}"
-
-
-def _process_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux: there is one namespace
-        return ""
 
 
 class Claim:

@@ -57,6 +57,12 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better",
             "leave greater_is_better away",
         )
+    if both := [name for name in c.stop_signals if name in c.save_signals]:
+        yield Clash(
+            ("stop_signals", "save_signals"),
+            f"{both[0]} cannot mean both stop and save",
+            "take it out of stop_signals or out of save_signals",
+        )
     if c.experiment_name is not None and ("/" in c.experiment_name or c.experiment_name in (".", "..")):
         yield Clash(
             ("experiment_name",),

@@ -37,6 +37,10 @@ Share = Annotated[float, Ge(0), Le(1)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Gt(0), DurationMark()]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Signals = Annotated[
+    tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
+    BeforeValidator(_as_tuple),
+]
 
 
 def _key(default: Any, doc: str, kind: ChangeKind, keeps_bits: bool) -> Any:
@@ -221,7 +225,9 @@ class CheckpointKeys(Keys):
 class InterruptionKeys(Keys):
     """Interruption, walltime, SLURM"""
 
-    grace_s: Seconds = free(30.0, "seconds between a signal and the kill, where the launcher does not say")
+    stop_signals: Signals = free(("SIGTERM", "SIGINT", "SIGUSR2"), "signals after which the run saves and ends")
+    save_signals: Signals = free(("SIGUSR1",), "signals after which the run saves and goes on")
+    grace_s: Seconds = free(30.0, "seconds between a signal and the kill, where SLURM does not say")
     max_runtime: Seconds | None = free(None, "stop in time before n seconds, 1h30m or HH:MM:SS; null: no limit")
     stop_before_walltime: bool | Literal["auto"] = free("auto", "stop before the job's limit; auto: under SLURM")
     requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")

@@ -209,7 +209,8 @@ class RunLog:
         try:
             start = "\n" if name in self._unsure and _is_torn(path) else ""
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{start}{line}\n")
+                if self._still_mine():  # again: to open a file may take as long as the nap of a machine
+                    file.write(f"{start}{line}\n")
         except OSError as error:
             self._unsure.add(name)
             if name not in self._failing:

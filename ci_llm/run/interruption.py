@@ -14,7 +14,7 @@ import psutil
 from ci_llm.config import Config
 from ci_llm.launch import Launch
 from ci_llm.run.run import Run
-from ci_llm.slurm import Job, ask, attempts_in_vain, end_now, end_of, put_back, read_job
+from ci_llm.slurm import Job, ask, attempts_in_vain, end_now, end_of, killed_at, put_back, read_job
 from ci_llm.walltime import REASON, Deadline, Walltime, find_deadline
 
 _BRIEFLY_S = 3.0  # who is about to be killed cannot wait long for an answer
@@ -38,15 +38,16 @@ def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | 
 def kill_at(run: Run, deadline: Deadline | None) -> float:
     """When a run that was told to stop will be killed, by `time.monotonic()`.
 
-    At the end of its time if that was the reason; else after the grace, of which SLURM may know more than `grace_s`.
+    At the end of its time if that was the reason; else when SLURM says, or after `grace_s`, and by its launcher perhaps
+    before that.
     """
     heard_at = run.interrupts.stop_requested_at or time.monotonic()
     if deadline is not None and run.interrupts.stop_reason == REASON:
-        end: float | None = deadline.at
-    else:
-        end = end_now(job, partial(ask, timeout_s=_BRIEFLY_S)) if (job := read_job()) else None
-    left = end - time.time() if end is not None else 0.0
-    return time.monotonic() + left if left > 0 else heard_at + run.config.grace_s
+        return time.monotonic() + deadline.at - time.time()
+    job = read_job()
+    end = killed_at(job, partial(ask, timeout_s=_BRIEFLY_S)) if job else None
+    by_slurm = time.monotonic() + end - time.time() if end else heard_at + run.config.grace_s
+    return min(by_slurm, heard_at + run.processes.launch.patience_s)
 
 
 def leave(run: Run, reason: str) -> None:

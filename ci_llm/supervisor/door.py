@@ -33,7 +33,7 @@ def supervise(arguments: Sequence[str]) -> int:
 
 def _supervise(call: Call) -> int:
     # Loaded here, so that --help answers at once.
-    from ci_llm.interrupts import Interrupts
+    from ci_llm.interrupts import STOP_SIGNALS, Interrupts
     from ci_llm.supervisor import tree
     from ci_llm.supervisor.story import LOG_NAME, Story
     from ci_llm.supervisor.supervise import Supervision
@@ -44,12 +44,11 @@ def _supervise(call: Call) -> int:
     wake_fd, heard_fd = os.pipe()
 
     def announce(line: str) -> None:
-        if interrupts.stop_reason is None:  # the one signal that is no request to stop
-            line = "SIGUSR1 is for the training: send it to its main process (our run: pid in status.json)"
-        story.say(line, at_line_start=False)
+        if interrupts.stop_reason is not None:  # what is passed on is told when that is done
+            story.say(line, at_line_start=False)
         os.write(heard_fd, b"\n")
 
-    with Interrupts(stop=_stop_signals(), announce=announce) as interrupts:
+    with Interrupts(stop=(*STOP_SIGNALS, "SIGHUP"), announce=announce) as interrupts:
         tree.adopt_orphans()
         training = _training(call)
         deletes_runs = call.delete_wandb_runs and training.starts_anew
@@ -93,14 +92,3 @@ def _occupy_standard_files() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
-
-
-def _stop_signals() -> tuple[str, ...]:
-    """The end of the terminal counts, unless `nohup` has said that it shall not."""
-    stop = ("SIGTERM", "SIGINT", "SIGUSR2")
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return stop
-    ignored = next((line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), "1")
-    return stop if int(ignored, 16) & 1 else (*stop, "SIGHUP")

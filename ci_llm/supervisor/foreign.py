@@ -11,6 +11,7 @@ from typing import Final
 
 from ci_llm.config.yaml_lines import dump_value
 from ci_llm.errors import ConfigError
+from ci_llm.interrupts import SAVE_SIGNALS
 from ci_llm.slurm import SUPERVISED, put_back
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.call import Call
@@ -93,6 +94,10 @@ class ForeignScript:
     def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
         """A script whose loss is NaN is ended: whatever it still computes is lost."""
         return ("end", "nonfinite") if evidence.nonfinite else None
+
+    def save_now(self) -> str:
+        """Nobody knows what another script would make of it."""
+        return f"{SAVE_SIGNALS[0]} is for the training: send it to its own process"
 
     def verdict(self, ending: Ending) -> Outcome:
         """What exit code, signal and output say."""

@@ -13,9 +13,18 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.durable import read_json
 from ci_llm.errors import BadInput
+from ci_llm.interrupts import send
 from ci_llm.recovery import read_recovery, write_recovery
 from ci_llm.slurm import SUPERVISED, attempts_in_vain, put_back
-from ci_llm.status import VANISHED_AFTER_S, Failure, Status, earliest_failure, read_failures, read_status
+from ci_llm.status import (
+    VANISHED_AFTER_S,
+    Failure,
+    Status,
+    earliest_failure,
+    pid_space,
+    read_failures,
+    read_status,
+)
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.decide import Decision, Outcome
 from ci_llm.supervisor.evidence import Evidence
@@ -90,6 +99,17 @@ class OurRun:
             return None
         silent_s = min(time.time() - status.heartbeat, now - self._heard[1])
         return ("kill", "hang") if silent_s > HANG_AFTER_S else None
+
+    def save_now(self) -> str:
+        """Ask the main process of the run for a checkpoint, by the signal that it listens to."""
+        status = self._status_of_attempt()
+        wanted = next(iter(self._config.save_signals), None)
+        if wanted is None:
+            return "nothing is saved: save_signals is empty"
+        runs = status is not None and status.status == "running" and status.pid_space == pid_space()
+        if status is None or not runs or not send(status.pid, wanted):
+            return f"nothing is saved: there is no training on this machine that hears {wanted}"
+        return f"{wanted} to process {status.pid}: it saves and goes on"
 
     def verdict(self, ending: Ending) -> Outcome:
         """What the run wrote about its own end; what it can do nothing about is seen from outside."""

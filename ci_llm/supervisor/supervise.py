@@ -97,6 +97,8 @@ class Supervision:
             return attempt.run(lambda: self._orders(attempt.evidence))
 
     def _orders(self, evidence: Evidence) -> tuple[Order, str] | None:
+        if self._interrupts.take_save_request():
+            self._story.say(self._training.save_now(), at_line_start=False)
         order = self._training.orders(evidence)
         if order is None and self._interrupts.stop_reason is not None:
             return "end", self._interrupts.stop_reason

@@ -37,6 +37,10 @@ class Training(Protocol):
         """Whether the running attempt shall end, and why."""
         ...
 
+    def save_now(self) -> str:
+        """Somebody asked the supervisor for a checkpoint: pass it on. Returns a line for people."""
+        ...
+
     def verdict(self, ending: Ending) -> Outcome:
         """What the end of the attempt means."""
         ...

@@ -16,6 +16,8 @@ from typing import Final
 
 import psutil
 
+from ci_llm.status import is_alive
+
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _FIRST_LOOK_S: Final = 0.01
 _LONGEST_LOOK_S: Final = 0.5
@@ -36,7 +38,7 @@ def living(session: int | None = None) -> list[psutil.Process]:
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     if session is not None and sys.platform != "linux":
         found |= {one.pid: one for one in psutil.process_iter() if _session_of(one.pid) == session}
-    return [process for process in found.values() if _is_alive(process)]
+    return [process for process in found.values() if is_alive(process.pid)]
 
 
 def end(
@@ -95,13 +97,6 @@ def _describe(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
         return f"{process.name()} (pid {process.pid})"
     return f"pid {process.pid}"
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _session_of(pid: int) -> int | None:

@@ -10,26 +10,33 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
-DEADLINE_S = 300.0
+from ci_llm.status import is_alive
+
+#: No wait is expected to come near this, on a machine under any load: it only ends a test that will never end.
+CEILING_S = 900.0
 LOOK_S = 0.1
+ASK_S = 2.0
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun", "scancel", "munged", "setpriv")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
 T = TypeVar("T")
 
-#: `cred_expire` is also how long a job that was put back waits before it may start again. GraceTime and KillWait are
-#: long enough for a machine under load, and cost nothing: a job that leaves earlier is gone earlier.
+GRACE_S = 600
+KILL_WAIT_S = 500
+
+#: `cred_expire` is also how long a job that was put back waits before it may start again. GraceTime, KillWait and the
+#: timeouts are long enough for a machine under any load, and cost nothing: who is done earlier is gone earlier. Only
+#: SlurmdTimeout costs what it says: so long it takes to notice that a node is gone.
 SETTINGS = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -54,16 +61,17 @@ PriorityType=priority/basic
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-KillWait=60
+KillWait={kill_wait}
 InactiveLimit=0
 SlurmctldTimeout=30
-SlurmdTimeout=10
-MessageTimeout=10
-TCPTimeout=5
+SlurmdTimeout=20
+BatchStartTimeout=300
+MessageTimeout=60
+TCPTimeout=30
 ReturnToService=2
 SlurmdParameters=config_overrides
 {nodes}
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace} MaxTime=INFINITE State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 
@@ -80,7 +88,7 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
-def until(what: str, look: Callable[[], T | bool | None], *, deadline_s: float = DEADLINE_S) -> T:
+def until(what: str, look: Callable[[], T | bool | None], *, deadline_s: float = CEILING_S) -> T:
     """Look again and again until there is something to see."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
@@ -110,7 +118,7 @@ class Cluster:
             self._start("slurmctld", "slurmctld", "-D", "-f", self.config)
             for node in self.nodes:
                 self._start(node, "slurmd", "-D", "-f", self.config, "-N", node)
-            until("all nodes are idle", self._is_ready, deadline_s=60)
+            until("all nodes are idle", self._is_ready)
         except BaseException:
             self.close()
             raise
@@ -138,23 +146,20 @@ class Cluster:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=CEILING_S,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
     def submit(
         self,
-        script: Path,
-        *arguments: str,
-        options: Sequence[str] = (),
+        *words: object,
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Job:
-        """`sbatch OPTIONS SCRIPT ARGUMENTS`, from the folder `cwd`."""
+        """`sbatch WORDS`, from the folder `cwd`."""
         cwd = cwd or self.folder
-        words = ["sbatch", "--parsable", *options, script, *arguments]
-        number = self.call(*words, environment=environment, cwd=cwd)
+        number = self.call("sbatch", "--parsable", *words, environment=environment, cwd=cwd)
         return Job(self, number, cwd / f"slurm-{number}.out")
 
     def preempt(self, node: str) -> None:
@@ -181,10 +186,7 @@ class Cluster:
         return [one for one in psutil.process_iter() if self._is_ours(one, job)]
 
     def _is_ours(self, process: psutil.Process, job: Job | None) -> bool:
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
-                return False
-        except psutil.NoSuchProcess:
+        if process.pid == os.getpid() or not is_alive(process.pid):
             return False
         environ = _environment(process)
         mine = environ.get("SLURM_CONF") == str(self.config) and "SLURM_JOB_ID" in environ
@@ -202,7 +204,9 @@ class Cluster:
         self.folder.chmod(0o755)
         for name in ("state", *(f"spool.{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
-        self.config.write_text(SETTINGS.format(host=host, port=port, folder=self.folder, nodes=nodes))
+        self.config.write_text(
+            SETTINGS.format(host=host, port=port, folder=self.folder, nodes=nodes, grace=GRACE_S, kill_wait=KILL_WAIT_S)
+        )
 
     def _start_munge(self) -> None:
         """The service by which the daemons know each other, with a key of its own."""
@@ -214,7 +218,7 @@ class Cluster:
         files = [f"--{option}-file={home / name}" for option, name in names.items()]
         connection = self.folder / "munge.socket"
         self._start("munged", "munged", "--foreground", "--force", f"--socket={connection}", *files)
-        until("munge listens", connection.exists, deadline_s=30)
+        until("munge listens", connection.exists)
 
     def _start(self, name: str, program: str, *arguments: object) -> None:
         words = [_program("setpriv"), "--pdeathsig", "KILL", _program(program), *map(str, arguments)]
@@ -256,13 +260,18 @@ class Job:
     def until(self, what: str, look: Callable[[], T | bool | None]) -> T:
         """Look until there is something to see; at once an error if the job ends without it."""
 
+        asked = time.monotonic()
+
         def look_at_both() -> T | bool | None:
-            ended = self.show()["JobState"] in ENDED
+            nonlocal asked
+            ended = False
+            if time.monotonic() - asked > ASK_S:
+                ended, asked = self.show()["JobState"] in ENDED, time.monotonic()
             seen = look()
             assert seen or not ended, f"job {self.number} ended before: {what}\n{self.show()}\n{self.said()}"
             return seen
 
-        return until(f"{what}\n{self.said()}", look_at_both)
+        return until(what, look_at_both)
 
     def until_ended(self) -> dict[str, str]:
         """Wait for its end; what SLURM says of it then."""
@@ -297,8 +306,3 @@ def _free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
-
-
-def hold(pid: int) -> None:
-    """Make a process stand still until SLURM, which sends a SIGCONT before each SIGTERM, wakes it."""
-    os.kill(pid, signal.SIGSTOP)

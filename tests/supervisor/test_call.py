@@ -89,15 +89,6 @@ def test_our_trainer_is_found_behind_any_launcher(command: list[str], words: lis
     assert our_words([word.format(train=ROOT / "train.py") for word in command]) == words
 
 
-def test_the_end_of_the_terminal_counts_unless_nohup_says_otherwise() -> None:
-    code = "from ci_llm.supervisor.door import _stop_signals; print(*_stop_signals())"
-    heard = ["env", "--default-signal=HUP"]  # whatever the tests themselves were started with
-    for before, expected in ((heard, "SIGTERM SIGINT SIGUSR2 SIGHUP"), (["nohup"], "SIGTERM SIGINT SIGUSR2")):
-        command = [*before, sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
-        assert done.stdout.strip() == expected
-
-
 HEAVY = "'torch', 'transformers', 'accelerate', 'numpy', 'pydantic', 'yaml'"
 
 

@@ -100,11 +100,16 @@ def test_a_signal_lets_our_run_save(tmp_path: Path) -> None:
         "from ci_llm.status import RunStatus\n"
         "with Interrupts() as heard:\n"
         "    status = RunStatus('ci_llm_output', 1)\n    import os\n    os.mkdir('ci_llm_output')\n"
-        "    status.start()\n    print('ready', flush=True)\n    heard.wait()\n"
+        "    status.start()\n    print('ready', flush=True)\n"
+        "    while not heard.wait(0.01):\n"
+        "        if heard.take_save_request():\n            print('saved', flush=True)\n"
         "    status.step = 7\n    status.finish('interrupted', heard.stop_reason)\n"
     )
     with Terminal("--train-script", "saves.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) as terminal:
         terminal.read_until("ready")
+        terminal.signal(signal.SIGUSR1)
+        terminal.read_until("it saves and goes on")
+        terminal.read_until("saved")
         terminal.signal(signal.SIGTERM)
         assert terminal.wait() == 75, terminal.text
     assert "interrupted: signal:SIGTERM, step 7" in (tmp_path / "safe_train.log").read_text()
@@ -166,6 +171,13 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> ours
     told = Status("running", None, 5, 1, os.getpid(), "host", pid_space(), now, now)
     write_json(folder / "run" / "status.json", asdict(replace(told, **status)))
     return run
+
+
+def test_a_request_to_save_that_nobody_can_hear_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid_space="another machine").save_now()
+    (tmp_path / "run" / "status.json").unlink()
+    (tmp_path / "run").rmdir()
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").save_now()
 
 
 def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
