@@ -14,6 +14,7 @@ from ci_llm.errors import CiLlmError, ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.config import Config
+    from ci_llm.launch import Launch
 
 ABORTED = 130  # what a shell says of a program that Ctrl-C has ended
 
@@ -82,7 +83,7 @@ def train(words: list[str]) -> int:
             die_with_parent()
         if launch.is_main:
             print(f"ci_llm {__version__}   run {config.run_folder}   loading...", flush=True)
-        _quiet_libraries()
+        _quiet_libraries(config, launch)
         from ci_llm.run.job import run_job
 
         return run_job(config, interrupts, launch)
@@ -115,8 +116,13 @@ def _help_train() -> int:
     return 0
 
 
-def _quiet_libraries() -> None:
-    """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
+def _quiet_libraries(config: Config, launch: Launch) -> None:
+    """Nothing is ever sent anywhere, nobody asks a hub that is out of reach, forked workers need no warnings."""
+    from ci_llm.hub import go_offline_if_unreachable
+
+    unreachable = go_offline_if_unreachable(config.model_name, config.dataset_name)
+    if unreachable and launch.is_main:
+        print(f"hub       out of reach, only its local cache is used ({unreachable})", flush=True)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # On a shared machine threads that spin while they wait take the core from the one they wait for.
@@ -138,7 +144,7 @@ def check(words: list[str]) -> int:
             die_with_parent()
         if launch.is_main:
             print(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...", flush=True)
-        _quiet_libraries()
+        _quiet_libraries(config, launch)
         from ci_llm.check.dry_run import dry_run
 
         return dry_run(config, interrupts, launch, debug="--debug" in words)

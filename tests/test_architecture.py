@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("run",),
     ("crowd", "logs", "processes", "slurm", "walltime"),
     ("checkpoints", "data"),
-    ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config", "recovery"),
+    ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config", "recovery", "hub"),
     ("durable",),
     ("typed_json", "errors", "_version"),
 )

@@ -19,6 +19,7 @@ from ci_llm import embedded
 from ci_llm.config import Config
 from ci_llm.data.rows import FORMS, Rows, find_form
 from ci_llm.errors import DataError
+from ci_llm.hub import may_be_on_hub
 
 Splits = dict[str, Dataset]
 
@@ -162,14 +163,7 @@ def _open(config: Config) -> Splits:
 
 def _is_on_hub(name: str, path: Path) -> bool:
     """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
-    looks_local = (
-        name == "embedded"
-        or os.path.exists(path)
-        or glob.has_magic(name)
-        or path.is_absolute()
-        or _builder(path) is not None
-    )
-    return not looks_local and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
+    return may_be_on_hub(name) and _builder(path) is None
 
 
 def _from_hub(name: str, subset: str | None, path: Path) -> Splits:
