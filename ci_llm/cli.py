@@ -25,6 +25,11 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   python dry_run_sanity_check.py [...]                proves that it will work on this machine (ci-llm check)
   ci-llm status [RUN | key=value ...]                 how a run stands: exit code 0 completed, 75 interrupted,
                                                       3 running, 1 failed or vanished
+  ci-llm checkpoints list RUN                         its checkpoints: step, time, size, whether they verify
+  ci-llm checkpoints verify PATH                      every byte against its digest
+  ci-llm checkpoints diff A B                         bit-identical, or what differs and by how much
+  ci-llm checkpoints prune RUN --keep N               removes older ones
+  ci-llm checkpoints import SOURCE ... --to FOLDER    adapters of others become a crowd
 
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
 
@@ -34,7 +39,12 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`ci-llm COMMAND ...`; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "check": check, "status": status}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train,
+        "check": check,
+        "status": status,
+        "checkpoints": checkpoints,
+    }
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0
@@ -176,3 +186,11 @@ def status(words: list[str]) -> int:
     if found.next_command:
         print(f"go on with: {found.next_command}")
     return found.exit_code
+
+
+def checkpoints(words: list[str]) -> int:
+    """`ci-llm checkpoints VERB ...`."""
+    _quiet_libraries()
+    from ci_llm.verbs.checkpoints import run_verb
+
+    return run_verb([word for word in words if word != "--debug"])

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ci_llm"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
-    ("check", "supervisor"),
+    ("check", "supervisor", "verbs"),
     ("run",),
     ("crowd", "logs", "processes", "slurm", "walltime"),
     ("checkpoints", "data"),

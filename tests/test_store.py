@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ci_llm.checkpoints import manifest
 from ci_llm.checkpoints.claim import Holder
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.snapshot import read_safetensors
@@ -509,6 +510,20 @@ def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
     assert visible(run.directory) == ["final_checkpoint", "quarantine"]
 
 
+def test_the_format_of_this_version_and_the_one_before_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    written = FORMAT_VERSION
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", written + 1)
+    assert store.latest() == 1
+    store.save(2, files(2))
+    assert store.latest() == 2
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", written + 2)
+    with pytest.raises(CheckpointError, match="reads version 2 and 3") as refusal:
+        store.verify(1)
+    assert "older ci-llm" in str(refusal.value)
+
+
 def test_a_newer_format_is_an_error_and_no_damage(run: Run) -> None:
     store = run.open()
     store.save(1, files(1))
@@ -516,6 +531,7 @@ def test_a_newer_format_is_an_error_and_no_damage(run: Run) -> None:
     with pytest.raises(CheckpointError, match="format version 2") as refusal:
         store.latest()
     assert not isinstance(refusal.value, DamagedCheckpoint)
+    assert "newer ci-llm" in str(refusal.value)
     assert visible(run.directory) == ["checkpoint_step_1"]
 
 

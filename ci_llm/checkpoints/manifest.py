@@ -110,7 +110,7 @@ class Manifest:
 
         Raises:
             ValueError: it is not what `dump` wrote.
-            CheckpointError: it is whole, but its format is newer than this version.
+            CheckpointError: it is whole, but its format is newer than this program, or more than one version older.
         """
         body = parse_json(data)
         if not isinstance(body, dict) or _canonical(body) != data:
@@ -156,11 +156,15 @@ def _self_digest(body: JsonObject) -> str:
 
 
 def _check_version(version: Json) -> None:
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"this checkpoint has format version {version}; this program reads version {FORMAT_VERSION}",
-            cure="use the version of ci-llm that wrote it, or a newer one",
-        )
+    """This version and the one before are read: a field that is new in a version must have a default."""
+    readable = [known for known in (FORMAT_VERSION - 1, FORMAT_VERSION) if known > 0]
+    if type(version) is int and version in readable:
+        return
+    newer = isinstance(version, int) and version > FORMAT_VERSION
+    raise CheckpointError(
+        f"this checkpoint has format version {version}; this program reads version {' and '.join(map(str, readable))}",
+        cure="use a newer ci-llm, at least the one that wrote it" if newer else "use an older ci-llm",
+    )
 
 
 def check_name(name: str) -> str:

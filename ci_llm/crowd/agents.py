@@ -173,9 +173,14 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     return storage
 
 
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every layer that could carry an adapter, and the head, which cannot, by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+
+
 def _targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
     """Names of the modules to adapt, by PEFT's rules: a list of suffixes, a regular expression, or all-linear."""
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    linear = linear_layers(model)
     head = model.get_output_embeddings()
     matches: Callable[[str], bool]
     if wanted == "all-linear":

@@ -1,0 +1,82 @@
+"""Old checkpoints removed on request: never under a run that writes, and never the last that verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ci_llm.checkpoints.line import numbered_steps, step_folder
+from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What `prune` has removed, or would remove.
+
+    Attributes:
+        kept, removed: steps, the newest first.
+        damaged: what is wrong with those that were passed over.
+    """
+
+    kept: tuple[int, ...]
+    removed: tuple[int, ...]
+    damaged: tuple[str, ...]
+    freed_bytes: int
+
+
+def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
+    """Keep the `keep` newest numbered checkpoints that verify, byte by byte, and remove what is older.
+
+    A damaged one among the newer is named and left: it does not count, and the next start of the run sets it aside.
+    The `final_checkpoint` and what was set aside stay.
+
+    Raises:
+        BadInput: there is no numbered checkpoint here, or `keep` is below 1.
+        WriterBusy: a run holds the folder; a dry run only looks.
+        DamagedCheckpoint: none verifies; nothing is removed.
+    """
+    if keep < 1:
+        raise BadInput("at least one checkpoint must be kept", where=f"--keep {keep}", cure="give 1 or more")
+    if not (steps := numbered_steps(directory)):
+        raise BadInput("no numbered checkpoint is here", where=str(directory), cure="give the output_dir of a run")
+    return _plan(directory, steps, keep) if dry_run else _remove(directory, keep)
+
+
+def _remove(directory: Path, keep: int) -> Pruning:
+    store = CheckpointStore(directory)
+    try:
+        store.claim()
+        plan = _plan(directory, numbered_steps(directory), keep)
+        for step in reversed(plan.removed):
+            store.delete(step)
+    except OSError as error:
+        raise CheckpointError(f"not everything could be removed: {error}", where=str(directory)) from error
+    finally:
+        store.close()
+    return plan
+
+
+def _plan(directory: Path, steps: list[int], keep: int) -> Pruning:
+    kept: list[int] = []
+    damaged: list[str] = []
+    older = sorted(steps, reverse=True)
+    while older and len(kept) < keep:
+        folder = step_folder(directory, older[0])
+        try:
+            verify_folder(folder)
+            kept.append(older[0])
+        except DamagedCheckpoint as error:
+            damaged.append(error.what)
+        older.pop(0)
+    if not kept:
+        raise DamagedCheckpoint(
+            f"none of these checkpoints verifies, and nothing was removed: {'; '.join(damaged)}", where=str(directory)
+        )
+    freed = sum(_size(step_folder(directory, step)) for step in older)
+    return Pruning(tuple(kept), tuple(older), tuple(damaged), freed)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

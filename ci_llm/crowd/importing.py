@@ -1,0 +1,89 @@
+"""Adapters of others become a crowd: a committed folder that `init_from` and `Crowd.from_pretrained` take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ci_llm.checkpoints.lone import write_lone
+from ci_llm.crowd.agents import linear_layers
+from ci_llm.crowd.base import load_base
+from ci_llm.crowd.foreign import ForeignAdapter, read_adapters
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.pretrained import META
+from ci_llm.crowd.prompts import Prompter
+from ci_llm.errors import ModelError
+
+
+def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None = None) -> Crowd:
+    """Make the adapters of one or more folders the agents of one crowd, and commit it as `target`.
+
+    Args:
+        sources: see `foreign.py` for what can be read; their adapters are counted through, in this order.
+        base_model: hub id or folder of the base; by default what the adapters say.
+
+    Raises:
+        ModelError: no adapter, adapters that differ in rank, scale, modules or base, or no base.
+        ForeignCheckpoint: an adapter that does not fit the base.
+        CheckpointError: `target` cannot be written.
+    """
+    if os.path.lexists(target):
+        raise ModelError("there is something here already", where=str(target), cure="give a folder that is not there")
+    adapters = [adapter for source in sources for adapter in read_adapters(source)]
+    _require_alike(adapters)
+    base = load_base(base_model or _base_name(adapters))
+    settings = LoraSettings(
+        num_agents=len(adapters),
+        rank=adapters[0].rank,
+        alpha=adapters[0].alpha,
+        dropout=adapters[0].dropout,
+        use_rslora=adapters[0].use_rslora,
+        target_modules=_targets(base.model, adapters[0]),
+    )
+    crowd = Crowd(base.model, settings, base.name, base.tokenizer.pad_token_id or 0)
+    crowd.prompter = Prompter(base.tokenizer, adapters[0].prompts)
+    for k, adapter in enumerate(adapters):
+        crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
+    state = {**crowd.adapter_files(), META: crowd.meta(base.fingerprint)}
+    write_lone(target, state, info={"imported_from": [str(source.absolute()) for source in sources]})
+    return crowd
+
+
+def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
+    first = adapters[0]
+    for adapter in adapters[1:]:
+        odd = [
+            f"{name} {getattr(first, name)} and {getattr(adapter, name)}"
+            for name in ("rank", "alpha", "use_rslora")
+            if getattr(first, name) != getattr(adapter, name)
+        ]
+        if adapter.modules != first.modules:
+            odd.append(f"adapted modules ({len(first.modules)} and {len(adapter.modules)})")
+        if odd:
+            raise ModelError(
+                f"the agents of a crowd are alike, and these two differ in {', '.join(odd)}",
+                where=f"{first.source}, {adapter.source}",
+                cure="import those that are alike",
+            )
+
+
+def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
+    names = sorted({adapter.base_name for adapter in adapters if adapter.base_name})
+    if len(names) == 1:
+        return names[0]
+    raise ModelError(
+        f"the adapters name different bases: {', '.join(names)}" if names else "the adapters do not name their base",
+        where=str(adapters[0].source),
+        cure="give it: --base-model NAME_OR_FOLDER, the base they were trained on",
+    )
+
+
+def _targets(model: PreTrainedModel, adapter: ForeignAdapter) -> tuple[str, ...]:
+    """The shortest names by which PEFT's rules find exactly the modules that the adapter has tensors for."""
+    names = tuple(sorted({name.rpartition(".")[2] for name in adapter.modules}))
+    reached = {name for name in linear_layers(model) if name.rpartition(".")[2] in names}
+    return names if reached == adapter.modules else tuple(sorted(adapter.modules))

@@ -1,0 +1,1 @@
+"""The verbs around a run: what `ci-llm` does beside training."""
