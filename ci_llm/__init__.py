@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd as Crowd
     from ci_llm.crowd.objective import Objective as Objective
     from ci_llm.data.batches import Batch as Batch
+    from ci_llm.data.sampler import StatefulSampler as StatefulSampler
     from ci_llm.errors import CiLlmError as CiLlmError
     from ci_llm.interrupts import Interrupts as Interrupts
     from ci_llm.status import read_status as read_status
@@ -31,6 +32,7 @@ _HOMES = {
     "Interrupts": "ci_llm.interrupts",
     "LoraSettings": "ci_llm.crowd.lora",
     "Objective": "ci_llm.crowd.objective",
+    "StatefulSampler": "ci_llm.data.sampler",
     "load_config": "ci_llm.config",
     "read_status": "ci_llm.status",
 }

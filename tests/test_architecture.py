@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
     ("check", "supervisor", "verbs"),
-    ("run",),
+    ("run", "accelerate_hooks"),
     ("crowd", "logs", "processes", "slurm", "walltime"),
     ("checkpoints", "data"),
     ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config", "recovery", "hub"),

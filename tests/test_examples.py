@@ -1,8 +1,9 @@
-"""The examples do what they say: a plain Accelerate loop on two processes is the loop on one, gradient by gradient."""
+"""The examples do what they say: DDP has the gradients of one process, and own loops end with the same bits."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from examples import accelerate_loop
+from ci_llm.checkpoints.difference import compare
+from ci_llm.checkpoints.manager import load_checkpoint
+from examples import accelerate_loop, own_loop
 from tests.forkserver import ForkServer
+from tests.moments import interfere
 
 STEPS = 4
 ROWS_PER_STEP = 8
@@ -63,3 +67,47 @@ def test_two_processes_under_ddp_have_the_gradients_of_the_union_batch(server: F
         assert float((ours - theirs).norm() / theirs.norm()) < 1e-4  # Adam turns a rounded sign into a full step
     torch.testing.assert_close(zero["losses"], alone["losses"], rtol=1e-5, atol=0)
     assert alone["losses"][-1] < alone["losses"][0]
+
+
+LAST = own_loop.STEPS - 1
+
+
+def own(folder: str, loop: str, sent: str | None = None, step: int = 0) -> int:
+    """In a process of its own: a loop of the example, which sends itself a signal when it has taken `step`."""
+    torch.set_num_threads(1)
+    place = "ci_llm.checkpoints.manager.CheckpointManager.reached_preemption"
+    if sent is not None:
+        interfere(place, step + 1, lambda: os.kill(os.getpid(), signal.Signals[sent]))
+    getattr(own_loop, loop)(Path(folder, "run"))
+    return 0
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    """The last checkpoint of each loop that nobody disturbed."""
+    last = {}
+    for loop, processes in (("torch_loop", 1), ("accelerate_loop", 1), ("accelerate_loop", 2)):
+        folder = tmp_path_factory.mktemp("straight")
+        codes = server.run(own, folder / "log", ranks=processes, folder=str(folder), loop=loop)
+        assert codes == [0] * processes, (folder / "log").read_text()
+        last[loop, processes] = folder / "run" / f"checkpoint_step_{LAST}"
+    return last
+
+
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(("loop", "processes"), [("torch_loop", 1), ("accelerate_loop", 1), ("accelerate_loop", 2)])
+def test_own_loops_end_with_the_same_bits(
+    loop: str, processes: int, sent: str, server: ForkServer, straight: dict[tuple[str, int], Path], tmp_path: Path
+) -> None:
+    how = {"ranks": processes, "folder": str(tmp_path), "loop": loop}
+    codes = server.run(own, tmp_path / "log", sent=sent, step=25, **how)
+    if sent == "SIGKILL":
+        assert codes[0] == -signal.SIGKILL
+        assert (tmp_path / "run" / "checkpoint_step_10").is_dir()
+    else:
+        assert codes == [0] * processes, (tmp_path / "log").read_text()
+        newest = max(int(path.name.rpartition("_")[2]) for path in (tmp_path / "run").glob("checkpoint_step_*"))
+        assert newest in (25, 26), "the step in which the signal came, or the next"
+    assert server.run(own, tmp_path / "log", **how) == [0] * processes, (tmp_path / "log").read_text()
+    ended = load_checkpoint(tmp_path / "run" / f"checkpoint_step_{LAST}")
+    assert compare(ended, load_checkpoint(straight[loop, processes])).identical

@@ -19,11 +19,13 @@ from ci_llm.checkpoints.lone import write_lone
 from ci_llm.checkpoints.manager import CheckpointManager, load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli import main
+from ci_llm.config import load_config
 from ci_llm.crowd.init_from import start_from
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
+from ci_llm.run.build import lora_settings
 from tests.disks import FailingDisk
 from tests.test_store import flip
 
@@ -135,7 +137,7 @@ def test_two_runs_with_the_same_bits(run: Path, tmp_path: Path, capsys: pytest.C
     assert verb("diff", run / "checkpoint_step_4", tmp_path / "other") == 0
     out = capsys.readouterr().out
     assert "bit-identical, 4 tensors" in out
-    assert "beside the state: config.yaml, manifest.surroundings.threads, trackers.wandb" in out
+    assert "beside the state: config.yaml, manifest.json.surroundings.threads, trackers.wandb" in out
     assert verb("diff", run, run / "checkpoint_step_4") == 0, "a run is its newest checkpoint"
 
 
@@ -157,7 +159,7 @@ def nudged(tensor: Tensor) -> Tensor:
         (lambda s: s["rng"]["process0"].update(torch=torch.tensor([0, 1, 2, 3, 4, 5, 6, 9], dtype=torch.uint8)),
          "rng.process0.torch", "1 of 8 elements, by at most 2"),
         (lambda s: s["rng"]["process0"]["numpy"].update(pos=4), "rng.process0.numpy.pos", "3 in A, 4 in B"),
-        (lambda s: s["train_state"].update(skipped=(0, True)), "train_state.skipped.1", "1 in A, True in B"),
+        (lambda s: s["train_state"].update(skipped=(0, True)), "train_state.skipped[1]", "1 in A, True in B"),
         (lambda s: s.pop("rng"), "rng.process0.numpy.cached", "only in A"),
         (lambda s: s.update(more={"x": torch.ones(2)}), "more.x", "only in B"),
     ],
@@ -173,12 +175,19 @@ def test_what_differs_is_named_with_its_size(tmp_path: Path, change: Any, where:
     assert compare(load_checkpoint(tmp_path / "a"), load_checkpoint(tmp_path / "a")).differences == ()
 
 
+def test_names_with_dots_are_not_taken_for_paths(tmp_path: Path) -> None:
+    write_lone(tmp_path / "a", {"w": {"x.y": torch.zeros(1), "x": {"y": 1, 0: 1, "[0]": 1}}})
+    write_lone(tmp_path / "b", {"w": {"x.y": torch.ones(1), "x": {"y": 1, 0: 1, "[0]": 1}}})
+    found = compare(load_checkpoint(tmp_path / "a"), load_checkpoint(tmp_path / "b"))
+    assert [difference.what for difference in found.differences] == ["1 of 1 elements, by at most 1"]
+
+
 def test_the_order_of_the_data_counts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with CheckpointManager(tmp_path / "other", async_save=False) as manager:
         manager.save(4, state(4), info={"position": 49, "surroundings": {"threads": 1}})
     code, verdict = told(capsys, "diff", run, tmp_path / "other")
     assert code == 1
-    assert [each["where"] for each in verdict["differences"] if each["counts"]] == ["manifest.position"]
+    assert [each["where"] for each in verdict["differences"] if each["counts"]] == ["manifest.json.position"]
 
 
 def test_the_largest_difference_comes_first_and_many_are_cut(
@@ -368,6 +377,15 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "one adapter for each agent" in start_from(fresh, tmp_path / "crowd")
     assert torch.equal(fresh.agents.weights, crowd.agents.weights)
     assert verb("verify", tmp_path / "crowd") == 0
+
+
+def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb("import", *peft_folders(tmp_path, 1, use_rslora=True), "--to", tmp_path / "crowd") == 0
+    _, _, command = capsys.readouterr().out.splitlines()
+    config = load_config(None, command.split("train.py")[1].split())
+    assert (config.num_agents, config.lora_rank, config.lora_alpha, config.use_rslora) == (1, 4, 8, True)
+    crowd = Crowd(embedded(), lora_settings(config), config.model_name)
+    assert "one adapter" in start_from(crowd, Path(str(config.init_from)))
 
 
 def test_a_folder_of_agents_in_some_layers_only(tmp_path: Path) -> None:

@@ -72,5 +72,5 @@ def together(processes: Processes, work: Callable[[], Sequence[int]]) -> list[in
             ballot[place] = int(vote)
         failed, *totals = processes.reduce_flat_(ballot).tolist()
     if failed:
-        raise CheckpointError("another process of this run could not save", cure="its own message says why")
+        raise CheckpointError("another process of this run has failed at this point", cure="its own message says why")
     return totals[: len(votes)]

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.manager import Checkpoint
+from ci_llm.checkpoints.manifest import MANIFEST
 
-BESIDE_KEYS = ("trackers", "manifest.surroundings")
+Path: TypeAlias = "tuple[str, ...]"
+
+BESIDE: tuple[Path, ...] = (("trackers",), (MANIFEST, "surroundings"))
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,11 @@ class Difference:
     """One thing that is not the same on both sides.
 
     Attributes:
-        where: the key of the state, a slash, and the name of the tensor or the address of the value.
+        where: the key of the state, then the names on the way to the tensor or value.
         what: in words.
         counts: whether it makes the checkpoints two; False for what is beside the state.
-        largest: of a tensor with the same shape and dtype on both sides, the largest difference of two elements.
+        largest: of a tensor of real or complex numbers with the same shape and dtype on both sides, the largest
+            difference of two elements.
     """
 
     where: str
@@ -56,8 +60,8 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
     ours, theirs = _leaves_of(one), _leaves_of(other)
     found = [
         difference
-        for where in sorted({**ours, **theirs})
-        if (difference := _compare(where, ours.get(where, _MISSING), theirs.get(where, _MISSING))) is not None
+        for path in sorted({**ours, **theirs})
+        if (difference := _compare(path, ours.get(path, _MISSING), theirs.get(path, _MISSING))) is not None
     ]
     found.sort(key=lambda difference: -1.0 if difference.largest is None else -difference.largest)
     found.sort(key=lambda difference: (not difference.counts, difference.largest is None))
@@ -68,13 +72,13 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
 _MISSING = object()
 
 
-def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def _leaves_of(checkpoint: Checkpoint) -> dict[Path, Any]:
     manifest = checkpoint.manifest
-    everything = {**checkpoint.state, "manifest": {"step": manifest.step, **manifest.info}}
-    return dict(_leaves(everything, ""))
+    everything = {**checkpoint.state, MANIFEST: {"step": manifest.step, **manifest.info}}
+    return dict(_leaves(everything, ()))
 
 
-def _leaves(value: object, where: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, path: Path) -> Iterator[tuple[Path, Any]]:
     """Every tensor and plain value with its address; of an empty container, the container."""
     items: list[tuple[object, object]] = []
     if isinstance(value, Mapping):
@@ -82,13 +86,15 @@ def _leaves(value: object, where: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         items = list(enumerate(value))
     if not items:
-        yield where, torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        yield path, torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     for key, item in items:
-        yield from _leaves(item, f"{where}.{key}" if where else str(key))
+        yield from _leaves(item, (*path, key if isinstance(key, str) else f"[{key!r}]"))
 
 
-def _compare(where: str, one: Any, other: Any) -> Difference | None:
-    counts = not (where.startswith(BESIDE_KEYS) or isinstance(one, bytes) or isinstance(other, bytes))
+def _compare(path: Path, one: Any, other: Any) -> Difference | None:
+    verbatim = isinstance(one, bytes) or isinstance(other, bytes)
+    counts = not (verbatim or any(path[: len(place)] == place for place in BESIDE))
+    where = ".".join(path).replace(".[", "[")
     if one is _MISSING or other is _MISSING:
         return Difference(where, f"only in {'B' if one is _MISSING else 'A'}", counts)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -109,7 +115,8 @@ def _compare_tensors(where: str, one: Tensor, other: Tensor) -> Difference | Non
     changed = int((rows[0] != rows[1]).any(1).sum())
     gaps = (one.to(torch.complex128) - other.to(torch.complex128)).abs() if one.is_complex() else _gaps(one, other)
     largest = float(gaps.max())
-    return Difference(where, f"{changed} of {one.numel()} elements, by at most {largest:.3g}", largest=largest)
+    what = f"{changed} of {one.numel()} elements, by at most {largest:.3g}"
+    return Difference(where, what, largest=largest if one.is_floating_point() or one.is_complex() else None)
 
 
 def _gaps(one: Tensor, other: Tensor) -> Tensor:

@@ -104,14 +104,29 @@ class AgentStorage:
             self._draw_masks(step)
 
     def _draw_masks(self, step: int) -> None:
-        keep = 1 - self.settings.dropconnect
         if self._mask is None:
             self._mask = torch.empty_like(self.weights)
-            for module, a, b in self._views(self._mask):
-                module.masks = (a, b)
+            self._hang_masks(self._mask)
         for k, row in enumerate(self._mask):
             generator = generator_for(self.settings.seed, "dropconnect", step, k)
-            row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep)
+            row.copy_(torch.empty(row.shape).bernoulli_(self._keep, generator=generator) / self._keep)
+
+    def draw_masks_of_pass(self) -> None:
+        """DropConnect masks of one forward pass, from the global generator as dropout's are.
+
+        For loops that know nothing of `begin_step`: where a step was begun, its masks hold.
+        """
+        if self.settings.dropconnect and self._mask is None:
+            # Fresh storage, because the backward pass of an earlier forward pass may still need its own.
+            self._hang_masks(torch.empty_like(self.weights).bernoulli_(self._keep).div_(self._keep))
+
+    @property
+    def _keep(self) -> float:
+        return 1 - self.settings.dropconnect
+
+    def _hang_masks(self, masks: Tensor) -> None:
+        for module, a, b in self._views(masks):
+            module.masks = (a, b)
 
     def clip(self, norms: Sequence[float], max_norm: float | None) -> list[int]:
         """Scale each agent's gradient to at most `max_norm`; an agent with a non-finite norm gets None.

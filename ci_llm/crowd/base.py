@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_AGENT = re.compile(r"\.lora_[AB]\.agent\d+$")
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,14 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
-    """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint."""
+    """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
+
+    Agents on the base do not count, so that it has the same one before and after they are attached.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    named = model.state_dict().items()
+    base = {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
+    for name, tensor in sorted(base.items()):
         raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
     return digest.hexdigest()[:32]

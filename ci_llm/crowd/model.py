@@ -109,6 +109,8 @@ class Crowd(nn.Module):
         return self
 
     def forward(self, batch: Batch) -> CrowdOutput:
+        if self.training:
+            self.agents.draw_masks_of_pass()
         states = self.states(batch)
         return CrowdOutput(target_log_probs(states[:, batch.predict_from], batch.targets, self.head), states)
 

@@ -175,7 +175,7 @@ def _import(call: argparse.Namespace) -> int:
         f"train:   python train.py init_from={call.to} num_agents={crowd.num_agents} lora_rank={settings.rank}"
         f" lora_alpha={settings.alpha:g} use_rslora={str(settings.use_rslora).lower()}"
         f" lora_target_modules={targets if isinstance(targets, str) else ','.join(targets)}"
-        f" model_name={crowd.base_name} experiment_name=..."
+        f" model_name={crowd.base_name} experiment_name=mine"
     )
     return 0
 
