@@ -26,6 +26,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
 from ci_llm.run.build import lora_settings
+from ci_llm.status import RunStatus
 from tests.disks import FailingDisk
 from tests.test_store import flip
 
@@ -236,6 +237,19 @@ def test_the_last_that_verifies_is_never_removed(run: Path, capsys: pytest.Captu
     assert verb("prune", run, "--keep", 1) == 1
     assert "none of these checkpoints verifies" in capsys.readouterr().err
     assert sorted(run.glob("checkpoint_step_*"))[0].name == "checkpoint_step_1"
+
+
+def test_the_best_step_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = RunStatus(run, 1)
+    status.best_step = 2
+    status.finish("interrupted", "signal:SIGTERM")
+    _, listed = told(capsys, "list", run)
+    assert [entry["step"] for entry in listed["checkpoints"] if entry["pinned"]] == [2]
+    assert verb("list", run) == 0
+    assert "checkpoint_step_2 (best)" in capsys.readouterr().out
+    assert verb("prune", run, "--keep", 1) == 0
+    assert "removed: 3, 1 (" in capsys.readouterr().out
+    assert CheckpointManager(run).all_steps() == [2, 4]
 
 
 def test_a_run_that_holds_its_folder_is_not_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ci_llm.checkpoints.line import FINAL, committed
 from ci_llm.checkpoints.manifest import read_manifest, verify_folder
+from ci_llm.checkpoints.pruning import pinned_steps
 from ci_llm.checkpoints.store import QUARANTINE, SUPERSEDED
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
@@ -25,6 +26,7 @@ class Entry:
         line: "current": the run goes on from the newest of these. "superseded": newer than a step that the run
             went back to. "quarantine": did not verify when the run looked.
         final: whether it is the `final_checkpoint`.
+        pinned: whether it is the best by validation, which pruning spares.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Entry:
     damage: str | None
     line: Line
     final: bool
+    pinned: bool
 
 
 def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[Entry]:
@@ -54,7 +57,9 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[Entry]:
         "superseded": _shelf(directory / SUPERSEDED),
         "quarantine": _shelf(directory / QUARANTINE),
     }
-    return [_entry(directory, folder, line, read_all) for line, folders in lines.items() for folder in folders]
+    pinned = pinned_steps(directory)
+    entries = [_entry(directory, folder, line, read_all) for line, folders in lines.items() for folder in folders]
+    return [replace(entry, pinned=entry.line == "current" and entry.step in pinned) for entry in entries]
 
 
 def _current(directory: Path) -> list[Path]:
@@ -84,4 +89,5 @@ def _entry(directory: Path, folder: Path, line: Line, read_all: bool) -> Entry:
         damage=damage,
         line=line,
         final=folder.name.startswith(FINAL),
+        pinned=False,
     )

@@ -9,6 +9,7 @@ from ci_llm.checkpoints.line import numbered_steps, step_folder
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
+from ci_llm.status import read_status
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Pruning:
     """What `prune` has removed, or would remove.
 
     Attributes:
-        kept, removed: steps, the newest first.
+        kept, removed: steps, the newest first; those kept include the pinned ones.
         damaged: what is wrong with those that were passed over.
     """
 
@@ -30,7 +31,7 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
     """Keep the `keep` newest numbered checkpoints that verify, byte by byte, and remove what is older.
 
     A damaged one among the newer is named and left: it does not count, and the next start of the run sets it aside.
-    The `final_checkpoint` and what was set aside stay.
+    The best step by validation, the `final_checkpoint` and what was set aside stay.
 
     Raises:
         BadInput: there is no numbered checkpoint here, or `keep` is below 1.
@@ -58,24 +59,35 @@ def _remove(directory: Path, keep: int) -> Pruning:
     return plan
 
 
+def pinned_steps(directory: Path) -> frozenset[int]:
+    """Steps that stay whatever their age: the best one by validation, as the run's status tells."""
+    try:
+        best = read_status(directory).best_step
+    except BadInput:  # no run of ours, or none that has begun
+        return frozenset()
+    return frozenset() if best is None else frozenset({best})
+
+
 def _plan(directory: Path, steps: list[int], keep: int) -> Pruning:
     kept: list[int] = []
     damaged: list[str] = []
     older = sorted(steps, reverse=True)
     while older and len(kept) < keep:
-        folder = step_folder(directory, older[0])
+        step = older.pop(0)
         try:
-            verify_folder(folder)
-            kept.append(older[0])
+            verify_folder(step_folder(directory, step))
+            kept.append(step)
         except DamagedCheckpoint as error:
             damaged.append(error.what)
-        older.pop(0)
     if not kept:
         raise DamagedCheckpoint(
             f"none of these checkpoints verifies, and nothing was removed: {'; '.join(damaged)}", where=str(directory)
         )
-    freed = sum(_size(step_folder(directory, step)) for step in older)
-    return Pruning(tuple(kept), tuple(older), tuple(damaged), freed)
+    pinned = pinned_steps(directory)
+    kept += [step for step in older if step in pinned]
+    removed = [step for step in older if step not in pinned]
+    freed = sum(_size(step_folder(directory, step)) for step in removed)
+    return Pruning(tuple(kept), tuple(removed), tuple(damaged), freed)
 
 
 def _size(folder: Path) -> int:

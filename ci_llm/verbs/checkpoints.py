@@ -89,7 +89,8 @@ def _list(call: argparse.Namespace) -> int:
         written = "" if entry.wall_time is None else time.strftime("%F %T", time.localtime(entry.wall_time))
         size = "" if entry.nbytes is None else f"{entry.nbytes:,}"
         step, attempt = ("?" if value is None else value for value in (entry.step, entry.attempt))
-        print(f"{step:>8}  {written:<19}  {size:>15}  {attempt:>7}  {state:<9}  {entry.line:<10}  {entry.name}")
+        name = f"{entry.name} (best)" if entry.pinned else entry.name
+        print(f"{step:>8}  {written:<19}  {size:>15}  {attempt:>7}  {state:<9}  {entry.line:<10}  {name}")
     for entry in entries:
         if entry.damage:
             print(f"{entry.name}: {entry.damage}")
