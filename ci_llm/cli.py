@@ -93,7 +93,8 @@ def train(words: list[str]) -> int:
             die_with_parent()
         if launch.is_main:
             print(f"ci_llm {__version__}   run {config.run_folder}   loading...", flush=True)
-        _quiet_libraries(config, launch)
+        _mind_the_hub(config, launch)
+        _quiet_libraries()
         from ci_llm.run.job import run_job
 
         return run_job(config, interrupts, launch)
@@ -126,13 +127,17 @@ def _help_train() -> int:
     return 0
 
 
-def _quiet_libraries(config: Config, launch: Launch) -> None:
-    """Nothing is ever sent anywhere, nobody asks a hub that is out of reach, forked workers need no warnings."""
+def _mind_the_hub(config: Config, launch: Launch) -> None:
+    """Nobody asks a hub that is out of reach."""
     from ci_llm.hub import go_offline_if_unreachable
 
     unreachable = go_offline_if_unreachable(config.model_name, config.dataset_name)
     if unreachable and launch.is_main:
         print(f"hub       out of reach, only its local cache is used ({unreachable})", flush=True)
+
+
+def _quiet_libraries() -> None:
+    """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # On a shared machine threads that spin while they wait take the core from the one they wait for.
@@ -154,7 +159,8 @@ def check(words: list[str]) -> int:
             die_with_parent()
         if launch.is_main:
             print(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...", flush=True)
-        _quiet_libraries(config, launch)
+        _mind_the_hub(config, launch)
+        _quiet_libraries()
         from ci_llm.check.dry_run import dry_run
 
         return dry_run(config, interrupts, launch, debug="--debug" in words)

@@ -161,6 +161,10 @@ def _prune(call: argparse.Namespace) -> int:
 
 
 def _import(call: argparse.Namespace) -> int:
+    from ci_llm.hub import go_offline_if_unreachable
+
+    if call.base_model:
+        go_offline_if_unreachable(call.base_model)
     from ci_llm.crowd.importing import import_crowd
 
     crowd = import_crowd(call.sources, call.to, call.base_model)
