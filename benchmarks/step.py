@@ -34,7 +34,9 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch, padded
 from ci_llm.processes import Processes
+from ci_llm.run.health import Healing, Health
 from ci_llm.run.loop import apply_gradients, compute_gradients
+from ci_llm.run.pulse import Pulse
 from ci_llm.run.state import TrainState
 
 K, RANK, ALPHA = 4, 16, 32
@@ -56,9 +58,11 @@ class Ours:
     def __init__(self, base: PreTrainedModel) -> None:
         self.config = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM)
         self.processes = Processes(self.config)
-        self.state = TrainState()
+        healing = Healing(agents=(Health(),) * K)
+        self.state = TrainState(skipped=(0,) * K, healing=healing)
         self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "random")
         self.crowd.choose_route()
+        self.pulse = Pulse()
         self.objective = Objective()
         self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
 
@@ -68,9 +72,11 @@ class Ours:
     def step(self, batch: Batch) -> float:
         run: Any = self
         sums = compute_gradients(run, self.state.step, [batch])
-        verdict = self.processes.agree(Ballot(labelled_tokens=sums.targets, sums=sums.sums))
-        _, sick = apply_gradients(run, self.state.step, verdict)
-        self.state = self.state.advance(batch.num_rows, batch.num_tokens, sick)
+        ballot = Ballot(labelled_tokens=sums.targets, nonfinite=sums.sick, sums=sums.sums)
+        verdict = self.processes.agree(ballot)
+        left_out = [k for k, sick in enumerate(verdict.nonfinite) if sick]
+        apply_gradients(run, self.state.step, verdict, left_out)
+        self.state = self.state.advance(batch.num_rows, batch.num_tokens, left_out)
         return float(sums.sums[:K].sum()) / K / batch.num_targets
 
 

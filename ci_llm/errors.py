@@ -6,10 +6,14 @@ CiLlmError                  exit 1
 │   ├── DataError           the data set: missing, unusable columns, nothing left
 │   ├── ModelError          the base model, its adapters, its precision
 │   └── LaunchError         the way the processes were started
-└── CheckpointError         a checkpoint cannot be written or read
-    ├── DamagedCheckpoint   verification failed: a digest, a size, a missing file
-    ├── ForeignCheckpoint   exit 2: whole, but of another run: other K, rank, base, data
-    └── WriterBusy          exit 2: another live process owns this output folder
+├── CheckpointError         a checkpoint cannot be written or read
+│   ├── DamagedCheckpoint   verification failed: a digest, a size, a missing file
+│   ├── ForeignCheckpoint   exit 2: whole, but of another run: other K, rank, base, data
+│   └── WriterBusy          exit 2: another live process owns this output folder
+└── GivenUp                 a run did what it could by itself; the rest is for a supervisor or a person
+    ├── NonFinite           numbers that are not finite, again and again
+    ├── OutOfMemory         one row at a time does not fit
+    └── Hang                no progress for too long
 """
 
 from __future__ import annotations
@@ -79,3 +83,40 @@ class WriterBusy(CheckpointError):
     """Another live process writes to this output folder."""
 
     exit_code = 2
+
+
+class GivenUp(CiLlmError):
+    """A run did what it could by itself, and this attempt ends.
+
+    Args:
+        step: the last step that is known to be good; None: wherever the run stands.
+
+    Attributes:
+        reason: a word for scripts, of status.json and of `attempts/<n>/process_<i>.json`.
+    """
+
+    reason = "given_up"
+
+    def __init__(
+        self, what: str, *, where: str | None = None, cure: str | None = None, step: int | None = None
+    ) -> None:
+        super().__init__(what, where=where, cure=cure)
+        self.step = step
+
+
+class NonFinite(GivenUp):
+    """Numbers that are not finite came again and again."""
+
+    reason = "nonfinite"
+
+
+class OutOfMemory(GivenUp):
+    """Not even one row at a time fits into memory."""
+
+    reason = "out_of_memory"
+
+
+class Hang(GivenUp):
+    """The run has made no progress for too long."""
+
+    reason = "hang"

@@ -26,6 +26,8 @@ from ci_llm.errors import ConfigError
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR2")
 SAVE_SIGNALS: Final = ("SIGUSR1",)
+#: Asks a process for the stacks of its threads (stacks.py). It means nothing to a process that knows no answer.
+STACKS_SIGNAL: Final = signal.SIGURG
 
 ABORTED_EXIT_CODE: Final = 128 + signal.SIGINT
 _QUIT: Final = b"\0"  # no signal has the number 0

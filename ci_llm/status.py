@@ -77,6 +77,7 @@ class Status:
         pid_space: where `pid` means something: one boot of one machine, and the PID namespace of a container.
         next_command: what a person types to go on.
         best_step: the optimizer step after which the crowd was best in an evaluation so far.
+        micro_batch_size: rows per process and micro-step, which want of memory may have made fewer than configured.
     """
 
     status: State
@@ -90,6 +91,7 @@ class Status:
     heartbeat: float
     next_command: str | None = None
     best_step: int | None = None
+    micro_batch_size: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -110,7 +112,7 @@ class RunStatus:
         warn: called with one line when the disk refuses a heartbeat; the run goes on.
         interval_s: seconds between heartbeats, which is all that keeping the file current costs.
 
-    `step` and `best_step` may be set as often as one likes: the next heartbeat writes them.
+    `step`, `best_step` and `micro_batch_size` may be set as often as one likes: the next heartbeat writes them.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class RunStatus:
         self._still_mine, self._warn, self._interval_s = still_mine, warn, interval_s
         self.step = 0
         self.best_step: int | None = None
+        self.micro_batch_size: int | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
@@ -163,6 +166,7 @@ class RunStatus:
                 heartbeat=time.time(),
                 next_command=next_command,
                 best_step=self.best_step,
+                micro_batch_size=self.micro_batch_size,
             )
             write_json(self._path, asdict(current))
         return self._active
@@ -200,6 +204,16 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     if cause is None or (status.status == "interrupted" and not _preceded(cause, status)):
         return status
     return replace(status, status="failed", reason=cause.reason)
+
+
+def last_attempt(output_dir: Path | str) -> int | None:
+    """The number of the attempt that wrote status.json last; None if none ever did.
+
+    Raises:
+        BadInput: the file is not of this program.
+    """
+    path = Path(output_dir, "status.json")
+    return _read(Status, path).attempt if path.exists() else None
 
 
 def _preceded(cause: Failure, interruption: Status) -> bool:

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("check", "supervisor", "verbs"),
     ("run", "accelerate_hooks"),
-    ("crowd", "logs", "processes", "slurm", "walltime"),
+    ("crowd", "logs", "processes", "slurm", "stacks", "walltime"),
     ("checkpoints", "data"),
     ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config", "recovery", "hub"),
     ("durable",),

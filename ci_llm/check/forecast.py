@@ -9,7 +9,7 @@ import torch
 
 from ci_llm.check.scene import Scene
 from ci_llm.check.surroundings import beside
-from ci_llm.check.trace import base_dtype
+from ci_llm.check.trace import AGENT_COPIES, base_dtype
 from ci_llm.check.words import duration, size
 from ci_llm.crowd.base import DTYPES
 from ci_llm.errors import ConfigError
@@ -22,7 +22,7 @@ SIDE = {"cpu": 768, "cuda": 4096}
 
 def space(scene: Scene) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
-    one = scene.measured.checkpoint_bytes or (scene.trace.agents_bytes * 3 // 4 if scene.trace else None)
+    one = scene.measured.checkpoint_bytes or (scene.trace.agents_bytes * 3 // AGENT_COPIES if scene.trace else None)
     if one is None:
         return "not estimated: this architecture cannot be traced"
     kept = scene.config.save_total_limit or _number_of_saves(scene)

@@ -27,6 +27,7 @@ from ci_llm.run.build import lora_settings
 
 #: What an allocator holds beyond what lives: 7 to 20 % on a CPU (measured against the resident size).
 ALLOCATED_PER_LIVING = 1.1
+AGENT_COPIES = 7  # weights, gradients, two moments; the last good weights and moments
 ROWS_TRACED = 2  # of a larger batch so many are traced, and half of them; the rest follows by proportion
 
 
@@ -38,7 +39,7 @@ class Trace:
         base_parameters: numbers of the frozen base.
         base_bytes: what they take in the run's `model_dtype`.
         agent_parameters: trainable numbers of one agent.
-        agents_bytes: weights, gradients and both moments of all agents.
+        agents_bytes: weights, gradients and both moments of all agents, and their last good copy.
         passing_bytes: the most that is allocated besides, at any moment of forward and backward.
         flops: floating-point operations, a multiplication and an addition being two.
     """
@@ -91,7 +92,7 @@ def _trace(
             base_parameters=sum(p.numel() for p in own),
             base_bytes=sum(p.nbytes for p in own),
             agent_parameters=trained.shape[1],
-            agents_bytes=4 * trained.nbytes,
+            agents_bytes=AGENT_COPIES * trained.nbytes,
             passing_bytes=round(ALLOCATED_PER_LIVING * peak),
             flops=flops * rows / few,
         )

@@ -225,10 +225,14 @@ class CheckpointManager:
 
     # Coming back
 
-    def latest_step(self) -> int | None:
-        """The newest step that verifies, read byte by byte; a damaged one is named and quarantined."""
+    def latest_step(self, *, at_most: int | None = None) -> int | None:
+        """The newest step that verifies, read byte by byte; a damaged one is named and quarantined.
+
+        Args:
+            at_most: for going back before this step: `supersede` what is newer then. None: any will do.
+        """
         self.wait_until_finished()
-        newest = self.store.latest(heal=self._is_main)
+        newest = self.store.latest(heal=self._is_main, at_most=at_most)
         self._known_newest = [newest]
         return newest
 

@@ -50,6 +50,7 @@ class SaveResult:
         nbytes: bytes of its files.
         seconds: from the first byte until it was read back and old ones were pruned.
         pruned: steps removed.
+        cause: the error that dropped it.
     """
 
     step: int
@@ -58,6 +59,7 @@ class SaveResult:
     nbytes: int = 0
     seconds: float = 0.0
     pruned: tuple[int, ...] = ()
+    cause: Exception | None = None
 
 
 class CheckpointStore:
@@ -184,21 +186,22 @@ class CheckpointStore:
         """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
         return read_step(self.directory, step)
 
-    def latest(self, *, heal: bool = True) -> int | None:
+    def latest(self, *, heal: bool = True, at_most: int | None = None) -> int | None:
         """The newest step that verifies. What does not is named.
 
         Args:
             heal: move what does not verify to `quarantine/`, unless another attempt writes here.
+            at_most: steps after this one are passed over, unread; None: any will do.
         """
         final = self.directory / FINAL
         if os.path.lexists(final):  # without a manifest it holds no step, and has no place in the line
             self._verifies(final, heal, read_manifest)
         seen = committed(self.directory)
         for step, folder in seen:
-            if self._verifies(folder, heal):
+            if (at_most is None or step <= at_most) and self._verifies(folder, heal):
                 return step
         # Its writer may have committed one and pruned those that we knew while we were reading.
-        return self.latest(heal=heal) if set(committed(self.directory)) - set(seen) else None
+        return self.latest(heal=heal, at_most=at_most) if set(committed(self.directory)) - set(seen) else None
 
     def _verifies(self, folder: Path, heal: bool, look: Callable[[Path], Manifest] = verify_folder) -> bool:
         with contextlib.suppress(DamagedCheckpoint):
@@ -240,9 +243,8 @@ class CheckpointStore:
         began = time.monotonic()
         records = {name: image.record() for name, image in files.items()}
         manifest = Manifest(step, claim.attempt, time.time(), forms or {}, records, info or {})
-        note = self._commit(target, files, manifest)
-        if note:
-            return SaveResult(step, False, note, seconds=time.monotonic() - began)
+        if cause := self._commit(target, files, manifest):
+            return _dropped(target, step, cause, began)
         pruned, note = self._prune(step, keep)
         return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began, pruned)
 
@@ -268,8 +270,9 @@ class CheckpointStore:
         records = {**manifest.files, **{name: image.record() for name, image in added.items()}}
         forms = {**manifest.forms, **dict.fromkeys(added, "bytes")}
         whole = replace(manifest, files=records, forms=forms)
-        note = self._commit(self.directory / FINAL, files, whole)
-        return SaveResult(manifest.step, not note, note, whole.nbytes, time.monotonic() - began)
+        if cause := self._commit(self.directory / FINAL, files, whole):
+            return _dropped(self.directory / FINAL, manifest.step, cause, began)
+        return SaveResult(manifest.step, True, "", whole.nbytes, time.monotonic() - began)
 
     def supersede(self, after_step: int) -> list[Path]:
         """Move every checkpoint newer than `after_step` to `superseded/`; returns where they are now."""
@@ -285,8 +288,8 @@ class CheckpointStore:
 
     # Committing
 
-    def _commit(self, target: Path, files: Mapping[str, FileImage], manifest: Manifest) -> str:
-        """Write, commit, read back; the reason if that failed, after everything was put back as it was."""
+    def _commit(self, target: Path, files: Mapping[str, FileImage], manifest: Manifest) -> Exception | None:
+        """Write, commit, read back; the error if that failed, after everything was put back as it was."""
         while True:
             try:
                 require_space(self.directory, manifest, self._disk)
@@ -294,10 +297,10 @@ class CheckpointStore:
             except (OSError, DamagedCheckpoint) as error:
                 self._held()
                 if not (isinstance(error, OSError) and error.errno in DISK_FULL and self._pause(error)):
-                    return f"{target.name} is dropped: {error}"
+                    return error
             else:
                 self._clear(old)
-                return ""
+                return None
 
     def _pause(self, error: OSError) -> bool:
         """Wait for space if that is wanted; False if the checkpoint is to be given up."""
@@ -366,3 +369,8 @@ class CheckpointStore:
         target = next(place / name for name in names if not (place / name).exists())
         commit_folder(folder, target, disk=self._disk)
         return target
+
+
+def _dropped(target: Path, step: int, cause: Exception, began: float) -> SaveResult:
+    note = f"{target.name} is dropped: {cause}"
+    return SaveResult(step, False, note, seconds=time.monotonic() - began, cause=cause)

@@ -274,9 +274,5 @@ NO_EFFECT: dict[str, str] = {
 NOT_YET: frozenset[str] = frozenset(
     {
         "checkpoint_backend",
-        "good_after_steps",
-        "hang_timeout",
-        "max_consecutive_nonfinite",
-        "nonfinite_lr_factor",
     }
 )

@@ -128,20 +128,23 @@ class AgentStorage:
         for module, a, b in self._views(masks):
             module.masks = (a, b)
 
-    def clip(self, norms: Sequence[float], max_norm: float | None) -> list[int]:
-        """Scale each agent's gradient to at most `max_norm`; an agent with a non-finite norm gets None.
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Scale each agent's gradient to at most `max_norm`; None: leave it.
 
         Returns:
-            the agents that were left out.
+            [K] the norms before, on the device: nothing here waits for it.
         """
-        sick = []
-        for k, norm in enumerate(norms):
-            if not math.isfinite(norm):
-                self.rows[k].grad = None
-                sick.append(k)
-            elif max_norm and norm > max_norm:
-                self.gradients[k].mul_(max_norm / (norm + 1e-6))
-        return sick
+        norms: Tensor = torch.linalg.vector_norm(self.gradients, dim=1)
+        if max_norm is not None:
+            exact = norms.double()  # so that a factor is rounded once
+            factors = torch.where(exact > max_norm, max_norm / (exact + 1e-6), 1.0)
+            self.gradients.mul_(factors.to(self.gradients.dtype)[:, None])
+        return norms
+
+    def leave_out(self, agents: Sequence[int]) -> None:
+        """Keep the bits of these agents in the next optimizer step: a zero gradient would still move them."""
+        for k in agents:
+            self.rows[k].grad = None
 
     def agent_tensors(self, k: int) -> dict[str, Tensor]:
         """Agent k under PEFT's names, as views: what `adapter_model.safetensors` holds."""

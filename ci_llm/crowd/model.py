@@ -134,6 +134,10 @@ class Crowd(nn.Module):
         states = self.model.base_model(**repeated, use_cache=False).last_hidden_state
         return states.unflatten(0, (self.num_agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
 
+    def recompute_layers(self) -> None:
+        """Keep the inputs of the base's layers only, and compute the rest again in the backward pass."""
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -30,7 +30,9 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.processes import Processes
+from ci_llm.run.health import Healing, Health
 from ci_llm.run.run import Run
+from ci_llm.run.snapshots import LastGood
 from ci_llm.run.state import TrainState
 from ci_llm.run.validation import Validation
 from ci_llm.status import RunStatus
@@ -100,12 +102,14 @@ def join(
         state=TrainState(
             effective_batch=rows_per_step,
             skipped=(0,) * config.num_agents,
+            healing=Healing(agents=(Health(),) * config.num_agents),
             loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
             validation=Validation(config.metric_for_best_model),
         ),
         plan=plan,
         total_steps=total_steps,
         learning_rate=schedule(config, total_steps),
+        last_good=LastGood(crowd.agents.rows, optimizer),
     )
 
 
@@ -123,7 +127,7 @@ def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
     if config.init_from:
         log.say(f"agents    {start_from(crowd, Path(config.init_from))}")
     if config.use_gradient_checkpointing:
-        crowd.model.activation_checkpointing_enable({"use_reentrant": False})
+        crowd.recompute_layers()
     count = crowd.agents.weights.shape[1]
     log.say(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
     return crowd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,29 @@ from ci_llm.config import Config
 from ci_llm.crowd.answers import AnswerScores, merged
 from ci_llm.crowd.evaluate import Scores, evaluation_record
 from ci_llm.durable import write_json
-from ci_llm.errors import ConfigError
+from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.launch import Launch
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
-from ci_llm.processes import PeerLost, Processes
+from ci_llm.processes import Processes
 from ci_llm.run.best import count_in, is_over, kept_steps, result_in_place
 from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
-from ci_llm.run.interruption import command_line, leave, walltime_watched
+from ci_llm.run.failure import record_failure
+from ci_llm.run.interruption import leave, walltime_watched
 from ci_llm.run.judge import asked_to_stop, evaluate, evaluation_metrics, examine_crowd, recollect
 from ci_llm.run.lifeboat import Lifeboat
-from ci_llm.run.loop import steps, train
-from ci_llm.run.resume import contents, describe, find_source, restore
+from ci_llm.run.loop import Batches, steps, train
+from ci_llm.run.remembered import obey, remember
+from ci_llm.run.resume import contents, describe, find_source, restore, restore_surroundings
 from ci_llm.run.run import Run
+from ci_llm.run.watchdog import Watchdog
 from ci_llm.slurm import read_job, record_attempt
-from ci_llm.status import PEER_LOST, Failure, RunStatus, write_failure
+from ci_llm.stacks import Stacks
+from ci_llm.status import RunStatus
 from ci_llm.walltime import find_deadline
 
 PROBE_BYTES = 1 << 20
@@ -97,12 +101,16 @@ def _conduct(run: Run) -> int:
         run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _say_next(run)
         return 0
-    batches = steps(run)  # forks its workers now, before the run has threads
-    attempt = _begin(run)
+    with Stacks() as stacks:
+        batches = steps(run)  # forks its workers now, before the run has threads
+        return _carry_through(run, batches, _begin(run), stacks)
+
+
+def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> int:
     who = f"attempt{attempt}_process{run.processes.index}"
     batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who, say=run.log.say)
     try:
-        with _hardware_monitored(run), walltime_watched(run) as walltime, Lifeboat(run, attempt, walltime):
+        with _watched(run, attempt, stacks):
             if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
@@ -110,7 +118,7 @@ def _conduct(run: Run) -> int:
         leave(run, "signal:SIGINT")
         raise
     except BaseException as error:
-        _record_failure(run, attempt, error)
+        record_failure(run, attempt, error)
         raise
     if stop is None:
         run.status.finish("completed")
@@ -122,19 +130,25 @@ def _conduct(run: Run) -> int:
 
 
 def go_on(run: Run) -> None:
-    """Find the checkpoint to go on from, if there is one, and bring the run there."""
+    """Find the checkpoint to go on from, if there is one, and bring the run there; obey what was asked for."""
+    remembered = run.processes.broadcast_object(remember(run))
     with run.processes.main_first():
-        source = find_source(run.manager, run.config.resume_from_checkpoint)
+        source = find_source(run.manager, run.config.resume_from_checkpoint, remembered.at_most)
     if source is None:
         run.log.say("resume    no checkpoint: a fresh start")
+        _say_all(run, obey(run, remembered))
         return
     lines = restore(run, source)
     run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.effective_batch)
     run.learning_rate = schedule(run.config, run.total_steps)
     run.log.say(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
+    _say_all(run, [*lines, *obey(run, remembered), restore_surroundings(run, source)])
+    recollect(run)
+
+
+def _say_all(run: Run, lines: Iterable[str]) -> None:
     for line in lines:
         run.log.say(f"          {line}")
-    recollect(run)
 
 
 def _begin(run: Run) -> int:
@@ -165,14 +179,23 @@ def _begin(run: Run) -> int:
         warn=run.log.say,
     )
     run.status.best_step = run.state.validation.best_step
+    run.status.micro_batch_size = run.micro_batch_size
     run.status.start(step)
     steps, rows = run.total_steps, run.state.effective_batch
-    passes = math.ceil(rows / processes.count / run.config.batch_size)
+    passes = math.ceil(rows / processes.count / run.micro_batch_size)
     run.log.say(
         f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
-        f" {run.config.batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
+        f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
     return attempt
+
+
+@contextmanager
+def _watched(run: Run, attempt: int, stacks: Stacks) -> Iterator[None]:
+    """Everything that looks after a run while it trains."""
+    with _hardware_monitored(run), walltime_watched(run) as walltime, Lifeboat(run, attempt, walltime):  # noqa: SIM117
+        with Watchdog(run, attempt, stacks):
+            yield
 
 
 @contextmanager
@@ -188,7 +211,8 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
-    run.manager.save(run.state.step, contents(run), force=True, info=describe(run), keep=kept_steps(run))
+    with run.pulse.resting():  # a disk that is full may be waited for
+        run.manager.save(run.state.step, contents(run), force=True, info=describe(run), keep=kept_steps(run))
 
 
 def conclude(run: Run) -> str | None:
@@ -206,7 +230,10 @@ def conclude(run: Run) -> str | None:
     record = _record(run, step, scores, answers)
     run.log.say(score_table(record))
     card = model_card(record, run.base.name, run.config.dataset_name, step, run.config.run_folder / "final_checkpoint")
-    run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
+    with run.pulse.resting():
+        require_written(run)
+        run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
+        require_written(run)
     if run.processes.is_main and run.manager.store.still_mine():
         write_json(run.config.run_folder / "evaluation.json", record)
     return None
@@ -224,6 +251,23 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     }
 
 
+def require_written(run: Run) -> None:
+    """Refuse to call a run complete of which the disk did not take what was written last. A collective.
+
+    Raises:
+        CheckpointError: on every process.
+    """
+    run.manager.wait_until_finished()
+    result = run.manager.last_result
+    cause = result.cause if result else None
+    if run.processes.broadcast_object(cause is not None):
+        raise CheckpointError(
+            result.note if result else "the main process could not write what the run has learned",
+            where=str(run.config.run_folder),
+            cure="make space on this disk; the same command goes on from the last checkpoint",
+        ) from cause
+
+
 def _is_concluded(run: Run) -> bool:
     folder = run.config.run_folder
     return (folder / "evaluation.json").is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()
@@ -232,19 +276,3 @@ def _is_concluded(run: Run) -> bool:
 def _say_next(run: Run) -> None:
     for line in next_steps(run.config.run_folder):
         run.log.say(line)
-
-
-def _record_failure(run: Run, attempt: int, error: BaseException) -> None:
-    """The failing process first writes why, then the main one closes the status; nobody enters a collective."""
-    reason = reason_of(error)
-    failure = Failure.of(error, reason, run.processes.index, run.state.step)
-    write_failure(run.config.run_folder, attempt, run.processes.index, failure)
-    run.status.finish("failed", reason, command_line(run.processes.launch))
-    run.log.say(f"failed ({reason}) after step {run.state.step}: {error}")
-
-
-def reason_of(error: BaseException) -> str:
-    """A word for scripts."""
-    if isinstance(error, PeerLost):
-        return PEER_LOST
-    return f"error:{type(error).__name__}"

@@ -17,6 +17,7 @@ from ci_llm.run.validation import Validation
 
 def asked_to_stop(run: Run) -> str | None:
     """Why the run shall end, whichever process was told so. A collective."""
+    run.pulse.beat()
     return run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason)).stop
 
 
@@ -44,6 +45,7 @@ class Rounds:
 
     def stop_here(self) -> bool:
         """Whether this process was told to stop, so that it may leave its batch now, for the next vote."""
+        self._run.pulse.beat()
         return self._run.interrupts.stop_reason is not None
 
     def all_done(self) -> bool:
@@ -67,7 +69,7 @@ def evaluate_and_log(run: Run) -> str | None:
 
 def evaluate(run: Run) -> Scores | None:
     """Scores over all processes, each of which takes its share of the rows; None if a stop was asked for."""
-    rounds = Rounds(run, len(run.eval_rows), 4 * run.config.batch_size)
+    rounds = Rounds(run, len(run.eval_rows), 4 * run.micro_batch_size)
     batches = (pack([run.eval_rows[i] for i in part], part) for part in rounds.batches)
     with run.processes.autocast():
         own = score(run.crowd, batches, run.config.aggregator, stop=rounds.stop_here)
@@ -84,7 +86,7 @@ def examine_crowd(run: Run) -> AnswerScores | None:
     asked = Examination.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
     if not len(asked):
         return None
-    rounds = Rounds(run, len(asked), config.batch_size)
+    rounds = Rounds(run, len(asked), run.micro_batch_size)
     with run.processes.autocast():
         own = examine(
             run.crowd,

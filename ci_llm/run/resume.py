@@ -20,6 +20,7 @@ from ci_llm._version import __version__
 from ci_llm.checkpoints.manager import Checkpoint, CheckpointManager, load_checkpoint
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, ForeignCheckpoint
+from ci_llm.run.guard import guard_state, restore_guard
 from ci_llm.run.run import Run
 from ci_llm.run.state import TrainState
 
@@ -38,8 +39,11 @@ class Source:
         return self.checkpoint.manifest.step
 
 
-def find_source(manager: CheckpointManager, wanted: str | None) -> Source | None:
+def find_source(manager: CheckpointManager, wanted: str | None, at_most: int | None = None) -> Source | None:
     """The checkpoint that `resume_from_checkpoint` means; None for a fresh start.
+
+    Args:
+        at_most: `latest` means one of this step or before, because what came after is not trusted; None: any.
 
     Raises:
         ConfigError: a fresh start is wanted in a folder that holds checkpoints, or a path holds none.
@@ -49,7 +53,7 @@ def find_source(manager: CheckpointManager, wanted: str | None) -> Source | None
         _refuse_to_forget(manager)
         return None
     if wanted == "latest":
-        step = manager.latest_step()
+        step = manager.latest_step(at_most=at_most)
         return None if step is None else _open(manager.store.path(step))
     folder = Path(wanted)
     if not (folder / "manifest.json").is_file():
@@ -95,6 +99,7 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
             "last_learning_rate": run.learning_rate(max(run.state.step - 1, 0)),
         },
         "train_state": run.state.to_dict(),
+        "guard": guard_state(run),
         "trackers": run.log.tracker_state(),
         "rng": {f"process{i}": state for i, state in enumerate(generators) if state is not None},
         "config.yaml": run.config.dump().encode(),
@@ -121,7 +126,7 @@ def surroundings(run: Run) -> dict[str, Any]:
     """What must be the same for a run to have the same bits."""
     return {
         "processes": run.processes.count,
-        "micro_batch": run.config.batch_size,
+        "micro_batch": run.micro_batch_size,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if run.crowd.device.type == "cuda" else _processor(),
         "deterministic": torch.are_deterministic_algorithms_enabled() or run.crowd.device.type == "cpu",
@@ -160,11 +165,12 @@ def restore(run: Run, source: Source) -> list[str]:
         row = run.crowd.agents.rows[k]
         run.optimizer.state[row] = {n: _like(n, t, row) for n, t in saved["optimizer"].get(f"agent{k}", {}).items()}
     run.state = TrainState.from_dict(saved["train_state"])
+    restore_guard(run, saved["guard"])
     run.remembered_trackers = dict(saved.get("trackers", {}))
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
     if any(c.kind == "schedule" and not c.keeps_bits for c in changes):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
-    return lines + _restore_surroundings(run, source)
+    return lines
 
 
 def _like(name: str, tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -214,8 +220,8 @@ def _check_config(config: Config, saved: bytes, where: str) -> list[Change]:
     return changes
 
 
-def _restore_surroundings(run: Run, source: Source) -> list[str]:
-    """Threads and generators as they were; the grade, and every field that lowers it."""
+def restore_surroundings(run: Run, source: Source) -> str:
+    """Threads and generators as they were; returns the grade, and every field that lowers it."""
     before: Any = source.checkpoint.manifest.info["surroundings"]
     if run.crowd.device.type == "cpu" and before["processes"] == run.processes.count:
         torch.set_num_threads(before["threads"])
@@ -233,4 +239,4 @@ def _restore_surroundings(run: Run, source: Source) -> list[str]:
             rng.restore(own)
     if not now["deterministic"]:
         odd.append("no deterministic algorithms on this device")
-    return [f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"]
+    return f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"

@@ -18,6 +18,9 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.processes import Processes
+from ci_llm.run.health import Bounds
+from ci_llm.run.pulse import Pulse
+from ci_llm.run.snapshots import LastGood
 from ci_llm.run.state import TrainState
 from ci_llm.status import RunStatus
 from ci_llm.walltime import Pace
@@ -64,6 +67,19 @@ class Run:
     plan: Plan
     total_steps: int
     learning_rate: Callable[[int], float]
+    last_good: LastGood
     remembered_trackers: dict[str, str] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     pace: Pace = field(default_factory=Pace)
+    pulse: Pulse = field(default_factory=Pulse)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows per process and micro-step: as configured, or fewer where memory or the supervisor wants it."""
+        return min(self.config.batch_size, self.state.healing.micro_batch_size or self.config.batch_size)
+
+    @property
+    def bounds(self) -> Bounds:
+        """How far the ways back from numbers that are not finite go."""
+        config = self.config
+        return Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)

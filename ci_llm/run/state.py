@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ci_llm.run.health import Healing
 from ci_llm.run.validation import Validation
 
 
@@ -19,6 +20,7 @@ class TrainState:
         tokens_seen: packed tokens consumed by all processes.
         effective_batch: rows of one optimizer step, fixed at step 1 for the whole run.
         skipped: per agent, the steps in which it was left out because its gradient was not finite.
+        healing: what the run does differently because of what happened to it.
         loss_scale: the factor on fp16 losses; None in every other precision.
         clean_steps: steps since the last overflow or the last growth of the loss scale.
         validation: what the evaluations on the way have shown.
@@ -29,13 +31,14 @@ class TrainState:
     tokens_seen: int = 0
     effective_batch: int = 0
     skipped: tuple[int, ...] = ()
+    healing: Healing = field(default_factory=Healing)
     loss_scale: float | None = None
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
 
-    def advance(self, samples: int, tokens: int, sick: list[int]) -> TrainState:
+    def advance(self, samples: int, tokens: int, left_out: Sequence[int]) -> TrainState:
         """The state after one optimizer step over `samples` rows."""
-        skipped = tuple(n + (k in sick) for k, n in enumerate(self.skipped))
+        skipped = tuple(n + (k in left_out) for k, n in enumerate(self.skipped))
         moved = replace(
             self,
             step=self.step + 1,
@@ -43,7 +46,7 @@ class TrainState:
             tokens_seen=self.tokens_seen + tokens,
             skipped=skipped,
         )
-        return moved if self.loss_scale is None else moved._rescaled(self.loss_scale, overflow=bool(sick))
+        return moved if self.loss_scale is None else moved._rescaled(self.loss_scale, overflow=bool(left_out))
 
     def _rescaled(self, scale: float, overflow: bool) -> TrainState:
         """Halve on overflow, double after 2000 clean steps, as PyTorch's GradScaler does."""
@@ -54,9 +57,13 @@ class TrainState:
         return replace(self, clean_steps=self.clean_steps + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"skipped": list(self.skipped)}
+        return asdict(self) | {"skipped": list(self.skipped), "healing": self.healing.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        validation = Validation.from_dict(values.get("validation", {}))
-        return cls(**{**values, "skipped": tuple(values["skipped"]), "validation": validation})
+        rebuilt = {
+            "skipped": tuple(values["skipped"]),
+            "healing": Healing.from_dict(values["healing"]),
+            "validation": Validation.from_dict(values.get("validation", {})),
+        }
+        return cls(**{**values, **rebuilt})

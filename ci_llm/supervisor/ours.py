@@ -11,7 +11,6 @@ from typing import Final
 
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
-from ci_llm.durable import read_json
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.recovery import read_recovery, write_recovery
@@ -171,12 +170,10 @@ class OurRun:
 
     def _micro_batch_size(self) -> int:
         """The one in force: the trainer may have cut it by itself, which it tells in status.json."""
-        told = None
-        if self._status_of_attempt() is not None:
-            value = read_json(self._folder / "status.json")
-            told = value.get("micro_batch_size") if isinstance(value, dict) else None
+        status = self._status_of_attempt()
+        told = status.micro_batch_size if status else None
         known = [self._config.batch_size, self._recovery.micro_batch_size, told]
-        return min(size for size in known if isinstance(size, int))
+        return min(size for size in known if size is not None)
 
     def _status(self) -> Status | None:
         try:

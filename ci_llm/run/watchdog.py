@@ -1,0 +1,102 @@
+"""A run that makes no progress is ended: the stacks of all its processes go into the log, and the reason is `hang`.
+
+Every process watches its own main thread: its micro-steps, the batches of its evaluations, the tokens it generates.
+The first one that is stuck leaves a folder in that of the attempt; the others see it, leave their stacks there as
+well, and all of them end. Who waits in a collective cannot be reached in any other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from ci_llm.durable import make_folders, write_bytes
+from ci_llm.errors import Hang
+from ci_llm.logs.run_log import LOG_NAME
+from ci_llm.run.interruption import command_line
+from ci_llm.run.pulse import Silence
+from ci_llm.run.run import Run
+from ci_llm.stacks import Stacks
+from ci_llm.status import Failure, write_failure
+
+TICK_S: Final = 1.0
+#: How long a process that ends waits for the stacks of the others.
+OTHERS_S: Final = 10.0
+
+
+class Watchdog:
+    """Watches a run from a thread of its own; a context manager around everything that trains.
+
+    Args:
+        attempt: its number, the same on every process.
+        stacks: made before the loader's workers, whose stacks it knows as well.
+    """
+
+    def __init__(self, run: Run, attempt: int, stacks: Stacks) -> None:
+        self._run, self._stacks = run, stacks
+        self._attempt = attempt
+        self._silence = Silence(run.pulse, run.config.hang_timeout)
+        self._meeting = run.config.run_folder / "attempts" / str(attempt) / "hang"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK_S):
+            self._silence.tick(TICK_S)
+            limit_s = self._silence.limit_s(step_measured=bool(self._run.pace.steps_s))
+            if self._silence.seconds >= limit_s:
+                self._end(f"no progress for {limit_s:.0f} s")
+            elif self._meeting.exists():
+                self._end("another process of this run makes no progress")
+
+    def _end(self, what: str) -> None:
+        """End this process out of whatever its main thread is in; a disk that hangs or is full cannot prevent it."""
+        threading.Thread(target=self._leave_at_the_latest, name="ci_llm exit", daemon=True).start()
+        try:
+            self._tell(what)
+            self._wait_for_others()
+        finally:
+            os._exit(1)
+
+    def _leave_at_the_latest(self) -> None:
+        time.sleep(2 * OTHERS_S)
+        os._exit(1)
+
+    def _tell(self, what: str) -> None:
+        run, index = self._run, self._run.processes.index
+        error = Hang(
+            what,
+            where=f"process {index}, step {run.state.step + 1}; the stacks of all processes are in {LOG_NAME}",
+            cure="see where the main thread stands; a hang_timeout that is longer if it was only slow",
+        )
+        with contextlib.suppress(OSError):  # terminal and disk may be what hangs: neither may keep the process alive
+            make_folders(self._meeting)
+            failure = Failure.of(error, error.reason, index, run.state.step)
+            write_failure(run.config.run_folder, self._attempt, index, failure)
+            stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
+            self._append_to_log(stacks)
+            write_bytes(self._meeting / f"process_{index}.txt", stacks.encode())
+            run.status.finish("failed", error.reason, command_line(run.processes.launch))
+            os.write(2, f"error: {error}\n".encode())
+
+    def _append_to_log(self, text: str) -> None:
+        """Past `RunLog`, which is silent on most processes, and whose lock the main thread may hold."""
+        with Path(self._run.config.run_folder, LOG_NAME).open("a", encoding="utf-8") as log:
+            log.write(text)
+
+    def _wait_for_others(self) -> None:
+        until = time.monotonic() + OTHERS_S
+        while len(list(self._meeting.glob("*.txt"))) < self._run.processes.count and time.monotonic() < until:
+            time.sleep(TICK_S / 10)

@@ -1,0 +1,66 @@
+"""Where every thread of this process and of its loader workers stands, written by C code even when Python is stuck.
+
+The handler of `faulthandler` is inherited by a fork, and its file with it: workers forked after `listen` write what
+they are doing into the same file when they are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import tempfile
+import time
+from typing import Final
+
+import psutil
+
+from ci_llm.interrupts import STACKS_SIGNAL
+
+_ANSWER_S: Final = 2.0
+_LOOK_S: Final = 0.05
+
+
+class Stacks:
+    """Stacks on demand. Make it before the workers are forked; a context manager."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as this does
+        faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True, chain=False)
+
+    def __enter__(self) -> Stacks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._file.close()
+
+    def take(self) -> str:
+        """The stacks of all threads, here and in every child process that answers within a moment."""
+        end = self._end()
+        faulthandler.dump_traceback(self._file)
+        told = [f"process {os.getpid()}:", self._since(end)]
+        for child in psutil.Process().children(recursive=True):
+            end = self._end()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(STACKS_SIGNAL)
+            if self._has_answered(end):
+                told += [f"its child process {child.pid}:", self._since(end)]
+        return "\n".join(told)
+
+    def _has_answered(self, end: int) -> bool:
+        """Whether the file has grown beyond `end` in time; returns when it grows no more."""
+        until = time.monotonic() + _ANSWER_S
+        seen = end
+        while time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            before, seen = seen, self._end()
+            if end < seen == before:
+                break
+        return seen > end
+
+    def _end(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _since(self, end: int) -> str:
+        return os.pread(self._file.fileno(), self._end() - end, end).decode(errors="replace").rstrip()

@@ -1,0 +1,68 @@
+"""The real trainer under the supervisor: what it cannot heal by itself is cut, and it completes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.recovery import read_recovery
+from ci_llm.status import read_failures, read_status
+from tests.faults import KEYS, Fault, fired, metrics
+from tests.supervisor.terminal import ROOT, Terminal
+
+pytestmark = pytest.mark.slow
+
+#: A door to our trainer, as train.py is one, in which a fault waits until recovery.json asks for the cut that cures it.
+DOOR = """
+import json, sys
+from pathlib import Path
+from ci_llm.cli import main
+from ci_llm.recovery import read_recovery
+from tests.faults import Fault, arm
+fault, cut = Fault(**{fault}), {cut!r}
+if getattr(read_recovery("run"), cut) in (None, 1.0):
+    arm([fault])
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
+    """The story of a supervised run that has to complete."""
+    values = {"kind": fault.kind, "steps": fault.steps, "agents": fault.agents}
+    (folder / "train.py").write_text(DOOR.replace("{fault}", repr(values)).replace("{cut!r}", repr(cut)))
+    words = [f"{key}={value}" for key, value in (KEYS | keys).items()]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with Terminal("--train-script", "train.py", *words, cwd=folder, hasty=True, env=env) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert fired(folder)
+    assert read_status(folder / "run").status == "completed"
+    return (folder / "safe_train.log").read_text()
+
+
+def test_nan_for_ever_is_cured_by_a_smaller_rate_from_an_older_checkpoint(tmp_path: Path) -> None:
+    fault = Fault("nan output", steps=tuple(range(7, 99)), agents=(0, 1, 2))
+    keys = {"good_after_steps": 3, "save_steps": 2, "save_total_limit": "null", "max_consecutive_nonfinite": 2}
+    story = supervise(tmp_path, fault, "learning_rate_factor", **keys)
+    run = tmp_path / "run"
+    assert "learning rate: 1 -> 0.667 of the schedule's" in story
+    assert "going back to a checkpoint of step 4 or before" in story
+    (failure,) = read_failures(run, 1)
+    assert (failure.reason, failure.step) == ("nonfinite", 7)
+    assert "step 4 of 12, verified" in (run / "training.log").read_text()
+    assert (run / "superseded" / "checkpoint_step_6").is_dir()
+    assert metrics(tmp_path)[-1]["train/learning_rate"] < KEYS["learning_rate"]
+    assert len(read_recovery(run).because) == 1
+
+
+def test_out_of_memory_that_nobody_could_vote_on_is_cured_by_a_smaller_micro_batch(tmp_path: Path) -> None:
+    fault = Fault("out of memory in the optimizer", steps=(5,))
+    story = supervise(tmp_path, fault, "micro_batch_size", save_steps=2)
+    assert "micro-batch: 4 -> 2, the effective batch holds" in story
+    (failure,) = read_failures(tmp_path / "run", 1)
+    assert failure.reason == "out_of_memory"
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["train/micro_batch_size"] == 2
+    assert CheckpointStore(tmp_path / "run").all_steps()[-1] == 12

@@ -1,0 +1,127 @@
+"""A run that makes no progress ends, and the log shows where every one of its processes stood; a full disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ci_llm.run.pulse import FIRST_S, LEAST_S, TIMES, Pulse, Silence
+from ci_llm.status import read_failures, read_status
+from tests.faults import Fault, fired, said, train
+from tests.forkserver import ForkServer
+
+pytestmark = pytest.mark.xdist_group("healing hang")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    cache = tmp_path_factory.mktemp("cache")
+    with ForkServer("tests.faults", environment={"HF_DATASETS_CACHE": str(cache)}) as server:
+        yield server
+
+
+def stacks(folder: Path) -> list[str]:
+    """What the log says of each process that stood still, in the order of their numbers."""
+    log = (folder / "run" / "training.log").read_text()
+    parts = log.split("stacks of process ")[1:]
+    return sorted(parts)
+
+
+# A hang
+
+
+def test_a_process_that_never_comes_to_the_ballot(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("hang", steps=(3,), process=1)
+    assert train(server, tmp_path, fault, ranks=2, global_batch_size=8, hang_timeout=3) == [1, 1], said(tmp_path)
+    assert fired(tmp_path) == [("hang", 3, 1)]
+    waiting, stuck = stacks(tmp_path)
+    assert "in reduce_flat_" in waiting
+    assert "in agree_on_gradients" in waiting
+    assert "in wait_for_nothing" in stuck
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason, status.step) == ("failed", "hang", 3)
+    for failure in read_failures(tmp_path / "run", 1):
+        assert failure.reason == "hang"
+        assert failure.step == 3
+    assert train(server, tmp_path, ranks=2, global_batch_size=8) == [0, 0], said(tmp_path)
+
+
+def test_a_worker_of_the_loader_that_never_answers(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("hang in a worker", steps=(5,))
+    assert train(server, tmp_path, fault, num_workers=1, hang_timeout=3) == [1], said(tmp_path)
+    assert [kind for kind, _, _ in fired(tmp_path)] == ["hang in a worker"]
+    (both,) = stacks(tmp_path)
+    own, _, worker = both.partition("its child process")
+    assert "in train" in own
+    assert "in stuck_in_worker" in worker
+    assert read_status(tmp_path / "run").reason == "hang"
+
+
+def test_a_run_at_work_is_left_alone(server: ForkServer, tmp_path: Path) -> None:
+    """Evaluation, generation and a pause are progress or rest, even where a step is short."""
+    keys = {"hang_timeout": 20, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
+    assert train(server, tmp_path, max_train_steps=6, **keys) == [0], said(tmp_path)
+
+
+def test_how_long_silence_may_be() -> None:
+    pulse = Pulse()
+    silence = Silence(pulse)
+    assert silence.limit_s(step_measured=False) == FIRST_S
+    assert silence.limit_s(step_measured=True) == LEAST_S
+    for _ in range(40):
+        silence.tick(1.0)
+    assert silence.seconds == 40
+    pulse.beat()
+    silence.tick(1.0)
+    assert silence.seconds == 0
+    assert silence.limit_s(step_measured=True) == max(LEAST_S, TIMES * 40)
+    assert Silence(pulse, 7.0).limit_s(step_measured=False) == 7.0
+
+
+def test_rest_is_no_silence_and_teaches_nothing() -> None:
+    pulse = Pulse()
+    silence = Silence(pulse)
+    with pulse.resting():
+        for _ in range(1000):
+            silence.tick(1.0)
+        assert silence.seconds == 0
+    silence.tick(1.0)
+    silence.tick(1.0)
+    assert silence.seconds == 1
+    assert silence.limit_s(step_measured=True) == LEAST_S
+
+
+# A full disk
+
+
+def test_a_checkpoint_that_finds_no_space_is_dropped_and_the_run_goes_on(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("disk full", steps=(3,))
+    assert train(server, tmp_path, fault, save_steps=4, async_save="false") == [0], said(tmp_path)
+    assert fired(tmp_path) == [("disk full", 3, 0)]
+    assert "checkpoint_step_4 is dropped" in said(tmp_path)
+    assert read_status(tmp_path / "run").status == "completed"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_that_find_no_space_are_no_completed_run(ranks: int, server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("disk full", steps=(11,))
+    assert train(server, tmp_path, fault, ranks=ranks, save_steps=6) == [1] * ranks, said(tmp_path)
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "disk_full")
+    assert "checkpoint_step_12 is dropped" in said(tmp_path)
+    assert "make space on this disk" in said(tmp_path)
+    assert train(server, tmp_path, ranks=ranks, save_steps=6) == [0] * ranks, said(tmp_path)
+    assert read_status(tmp_path / "run").status == "completed"
+
+
+def test_a_failure_that_cannot_be_written_hides_nothing(server: ForkServer, tmp_path: Path) -> None:
+    faults = (Fault("bug", steps=(2,)), Fault("failure unwritten", steps=(2,)))
+    assert train(server, tmp_path, *faults) == [1]
+    assert {kind for kind, _, _ in fired(tmp_path)} == {"bug", "failure unwritten"}
+    assert "the failure could not be written down" in said(tmp_path)
+    assert "RuntimeError: a bug: memory is fine" in said(tmp_path)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("failed", "error:RuntimeError")
