@@ -22,7 +22,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 from ci_llm.checkpoints.behind import Behind
 from ci_llm.checkpoints.collective import Processes, TorchProcesses, together
 from ci_llm.checkpoints.fit import load_into
+from ci_llm.checkpoints.interval import BestInterval
 from ci_llm.checkpoints.manifest import Manifest, read_folder
 from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.snapshot import Snapshot, State, read_snapshot, take_snapshot
@@ -94,7 +95,8 @@ class CheckpointManager:
     Args:
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None never by steps.
-        save_interval_seconds: and when so much time has passed since the last; None never by time.
+        save_interval_seconds: and when so much time has passed since the last; None never by time; "auto" as often
+            as loses least by what saves cost here and how often the run has failed (see interval.py).
         max_to_keep: numbered checkpoints to keep; None keeps all.
         async_save: copy the state, return, write it behind. One save is in flight: the next one waits for it, and
             says so. A save in flight at the end of the process is finished. False: `save` returns when it is durable.
@@ -115,7 +117,7 @@ class CheckpointManager:
         directory: Path | str,
         *,
         save_interval_steps: int | None = 1,
-        save_interval_seconds: float | None = None,
+        save_interval_seconds: float | Literal["auto"] | None = None,
         max_to_keep: int | None = None,
         async_save: bool = True,
         accelerator: Any = None,
@@ -127,7 +129,10 @@ class CheckpointManager:
         say: Callable[[str], None] = _LOGGER.warning,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.policy = SavePolicy(save_interval_steps, save_interval_seconds)
+        self._interval = BestInterval(say, clock) if save_interval_seconds == "auto" else None
+        self._policy = SavePolicy(
+            save_interval_steps, None if save_interval_seconds == "auto" else save_interval_seconds
+        )
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self.store = CheckpointStore(
@@ -150,6 +155,13 @@ class CheckpointManager:
         self._votes: tuple[int, _Votes] | None = None
 
     # Saving
+
+    @property
+    def policy(self) -> SavePolicy:
+        """When to save, as things are now."""
+        if self._interval is None:
+            return self._policy
+        return replace(self._policy, every_seconds=self._interval.seconds)
 
     def should_save(self, step: int) -> bool:
         """Whether this process, asked alone, would save `step`: by the policy, a stop or a request."""
@@ -189,7 +201,9 @@ class CheckpointManager:
             return False
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
-        [saved] = together(self._processes, lambda: [self._write(step, state, info or {}, frozenset(keep))])
+        [saved] = together(
+            self._processes, lambda: [self._write(step, state, info or {}, frozenset(keep), left=votes.stop > 0)]
+        )
         if saved:
             self._votes = step, votes._replace(newer=0)
         return saved > 0
@@ -345,10 +359,13 @@ class CheckpointManager:
         if self._is_main and step == self._newest():
             self._say(f"step {step} is saved already")
 
-    def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int]) -> bool:
+    def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], *, left: bool) -> bool:
         if not self._is_main:
             return False
-        commit = partial(self._commit, step, _copy_of(info), keep)
+        info = _copy_of(info)
+        if self._interval is not None:
+            info |= self._interval.record(self.store.directory, self._newest(), self.store.claim(), left=left)
+        commit = partial(self._commit, step, info, keep)
         if self._behind is None:
             saved = commit(take_snapshot(state)).saved
         else:
@@ -369,6 +386,8 @@ class CheckpointManager:
     def _commit(self, step: int, info: Mapping[str, object], keep: Collection[int], snapshot: Snapshot) -> SaveResult:
         result = self.store.save(step, snapshot.files, forms=snapshot.forms, info=info, keep=keep)
         self._tell(result)
+        if result.saved and self._interval is not None:
+            self._interval.measured(result.seconds if self._behind is None else self._behind.stall_s, result.seconds)
         return result
 
     def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:

@@ -210,7 +210,9 @@ class CheckpointKeys(Keys):
     """Checkpoints"""
 
     save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
-    save_interval_seconds: Seconds | None = free(300.0, "save every n seconds; null: off")
+    save_interval_seconds: Seconds | Literal["auto"] | None = free(
+        300.0, "save every n seconds; auto: as often as loses least, by what saves and failures cost here; null: off"
+    )
     save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
     resume_from_checkpoint: Text | None = free("latest", "latest, a path, or null for a fresh start")
     allow_inexact_resume: bool = free(False, "resume although the run would not be the same")

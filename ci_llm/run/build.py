@@ -79,6 +79,7 @@ def join(
         weight_decay=config.weight_decay,
         fused=config.fused_optimizer,
     )
+    manager.watch(optimizer)
     return Run(
         config=config,
         base=base,
