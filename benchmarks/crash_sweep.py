@@ -2,10 +2,12 @@
 
     python benchmarks/crash_sweep.py                     every point of every scenario
     python benchmarks/crash_sweep.py --sample 200        a seeded sample, as in the tests
+    python benchmarks/crash_sweep.py --scenario "replace behind" "prune behind"
 
 A victim is forked from a process that has imported PyTorch and run nothing; `strace` is attached to it and
 injects, at its n-th call of one name: SIGKILL before the call, EIO, ENOSPC, or a write that claims to have
-taken half and has taken nothing. Afterwards a fresh process reads. What must hold at every point:
+taken half and has taken nothing. In the scenarios named `behind` the state is saved asynchronously, and the thread
+that writes is struck. Afterwards a fresh process reads. What must hold at every point:
 
     the newest checkpoint that verifies is the old or the new one, with the right numbers in it;
     a victim that said it had saved has saved;
@@ -25,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,7 +44,7 @@ from ci_llm.errors import CiLlmError
 KILL, EIO, ENOSPC, SHORT = "SIGKILL", "EIO", "ENOSPC", "short write"
 VICTIM_LIMIT_S = 60
 PR_SET_PTRACER = 0x59616D61
-CALL = re.compile(r"(\d+)\s+(\w+)\((.*)")
+CALL = re.compile(r"(\w+)\((.*)")
 SAID_NO, RAISED, BROKEN = 10, 11, 12
 
 
@@ -55,6 +58,7 @@ class Scenario:
     old: int | None
     new: int | None
     limit: int | None = None
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,17 @@ def state(step: int) -> dict[str, object]:
     }
 
 
-def manager(root: Path, limit: int | None = None) -> CheckpointManager:
-    return CheckpointManager(root, max_to_keep=limit, async_save=False, say=lambda line: None)
+def manager(root: Path, limit: int | None = None, behind: bool = False) -> CheckpointManager:
+    return CheckpointManager(root, max_to_keep=limit, async_save=behind, say=lambda line: None)
+
+
+def saved_behind(step: int) -> Callable[[CheckpointManager], bool]:
+    def act(writer: CheckpointManager) -> bool:
+        writer.save(step, state(step))
+        writer.wait_until_finished()
+        return writer.last_result is not None and writer.last_result.saved
+
+    return act
 
 
 def with_steps(*steps: int) -> Callable[[Path], None]:
@@ -131,6 +144,9 @@ SCENARIOS = {
         Scenario("take over", with_dead_writer, lambda m: m.save(2, state(2)), 1, 2, limit=1),
         Scenario("finish", with_final, lambda m: m.finish({"README.md": b"the last"}), 2, 2),
         Scenario("go back", with_steps(1, 2, 3), lambda m: len(m.supersede(1)) == 2, 3, 1),
+        Scenario("first behind", lambda root: None, saved_behind(1), None, 1, behind=True),
+        Scenario("replace behind", with_steps(1), saved_behind(2), 1, 2, limit=1, behind=True),
+        Scenario("prune behind", with_steps(1, 2, 3), saved_behind(1000), 3, 1000, limit=2, behind=True),
         Scenario("heal", with_damage, lambda m: m.latest_step() == 1, 1, 1),
     )
 }
@@ -139,8 +155,8 @@ SCENARIOS = {
 # One point
 
 
-def fork(work: Callable[[], int], *, stopped: bool = False) -> int:
-    """Run `work` in a child, whose exit code is what it returns; `stopped` waits for SIGCONT first."""
+def fork(work: Callable[[], int]) -> int:
+    """Run `work` in a child, whose exit code is what it returns."""
     pid = os.fork()
     if pid:
         return pid
@@ -148,12 +164,35 @@ def fork(work: Callable[[], int], *, stopped: bool = False) -> int:
     try:
         torch.set_num_threads(1)
         signal.alarm(VICTIM_LIMIT_S)
-        if stopped:
-            allow_any_tracer()
-            os.kill(os.getpid(), signal.SIGSTOP)
         code = work()
     finally:
         os._exit(code)
+
+
+def fork_victim(root: Path, scenario: Scenario, work: Callable[[CheckpointManager], int]) -> tuple[int, int]:
+    """Run `work` in a child that waits for SIGCONT first; its number, and that of the thread to strike."""
+    told, tell = os.pipe()
+
+    def victim() -> int:
+        writer = manager(root, scenario.limit, scenario.behind)
+        os.write(tell, str(writing_thread(writer)).encode())
+        allow_any_tracer()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return work(writer)
+
+    pid = fork(victim)
+    os.waitpid(pid, os.WUNTRACED)
+    thread = int(os.read(told, 20))
+    os.close(told)
+    os.close(tell)
+    return pid, thread
+
+
+def writing_thread(writer: CheckpointManager) -> int:
+    """The kernel's number of the thread that will write."""
+    if writer._behind is None:
+        return threading.get_native_id()
+    return writer._behind._pool.submit(threading.get_native_id).result()
 
 
 def allow_any_tracer() -> None:
@@ -167,9 +206,8 @@ def wait(pid: int) -> int | None:
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
 
 
-def victim(root: Path, scenario: Scenario) -> int:
-    """Do the deed under fire; then, if still alive, show that life goes on."""
-    writer = manager(root, scenario.limit)
+def act_under_fire(root: Path, scenario: Scenario, writer: CheckpointManager) -> int:
+    """Do the deed; then, if still alive, show that life goes on."""
     try:
         code = 0 if scenario.act(writer) else SAID_NO
     except CiLlmError:
@@ -184,6 +222,7 @@ def victim(root: Path, scenario: Scenario) -> int:
 def next_step_works(writer: CheckpointManager) -> bool:
     """The disk is well again: the same writer saves, and a fresh reader finds it."""
     writer.save(2000, state(2000))
+    writer.wait_until_finished()
     return manager(writer.store.directory).latest_step() == 2000
 
 
@@ -204,21 +243,20 @@ def reader(root: Path, scenario: Scenario, victim_code: int | None) -> int:
     return 0 if manager(root).latest_step() == 3000 else BROKEN
 
 
-def strace(pid: int, *options: str) -> subprocess.Popen[str]:
-    """Attach to a stopped child and return when attached."""
-    command = ["strace", "-f", "-p", str(pid), *options]
+def strace(thread: int, *options: str) -> subprocess.Popen[str]:
+    """Attach to one thread of a stopped child and return when attached."""
+    command = ["strace", "-p", str(thread), *options]
     tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert tracer.stderr is not None
     if "attached" not in (line := tracer.stderr.readline()):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(thread, signal.SIGKILL)
         raise SystemExit(f"strace cannot attach: {line}")
     return tracer
 
 
 def run_traced(root: Path, scenario: Scenario, *options: str) -> int | None:
-    pid = fork(lambda: victim(root, scenario), stopped=True)
-    os.waitpid(pid, os.WUNTRACED)
-    tracer = strace(pid, *options)
+    pid, thread = fork_victim(root, scenario, lambda writer: act_under_fire(root, scenario, writer))
+    tracer = strace(thread, *options)
     try:
         os.kill(pid, signal.SIGCONT)
         return wait(pid)
@@ -230,9 +268,8 @@ def points_of(scenario: Scenario, template: Path, scratch: Path) -> Iterator[Poi
     """Every call of an undisturbed victim that names the folder or a file in it, until its deed is done."""
     root, log = scratch / "run", scratch / "trace"
     shutil.copytree(template, root, symlinks=True)
-    pid = fork(lambda: 0 if scenario.act(manager(root, scenario.limit)) else SAID_NO, stopped=True)
-    os.waitpid(pid, os.WUNTRACED)
-    tracer = strace(pid, "-y", "-s", "0", "-o", str(log), "-e", "trace=%file,%desc")
+    pid, thread = fork_victim(root, scenario, lambda writer: 0 if scenario.act(writer) else SAID_NO)
+    tracer = strace(thread, "-y", "-s", "0", "-o", str(log), "-e", "trace=%file,%desc")
     os.kill(pid, signal.SIGCONT)
     code = wait(pid)
     tracer.communicate(timeout=VICTIM_LIMIT_S)
@@ -241,11 +278,11 @@ def points_of(scenario: Scenario, template: Path, scratch: Path) -> Iterator[Poi
     shutil.rmtree(root)
     numbers: Counter[str] = Counter()
     for line in log.read_text().splitlines():
-        if (match := CALL.match(line)) and int(match[1]) == pid:
-            call = match[2]
+        if match := CALL.match(line):
+            call = match[1]
             numbers[call] += 1
-            if str(root) in match[3]:
-                yield from faults(scenario.name, call, numbers[call], match[3])
+            if str(root) in match[2]:
+                yield from faults(scenario.name, call, numbers[call], match[2])
 
 
 def faults(scenario: str, call: str, number: int, rest: str) -> Iterator[Point]:

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from benchmarks import bit_flips
 from ci_llm.checkpoints import arena
 from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
 from ci_llm.checkpoints.manager import CheckpointManager, load_checkpoint
@@ -216,6 +217,26 @@ def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(
         opener.join()
 
 
+def test_without_memory_for_a_copy_the_way_out_is_named(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def refuse(size: int, **options: Any) -> Any:
+        if size:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(size, **options)
+
+    with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
+        monkeypatch.setattr(torch, "empty", refuse)
+        with pytest.raises(CheckpointError, match=r"(?s)no memory.*async_save: false"):
+            manager.save(1, training.state)
+        monkeypatch.undo()
+        training.step()
+        assert manager.save(2, training.state)
+        assert manager.all_steps() == [2]
+
+
 LEAVES = """
 import sys, threading, torch
 from pathlib import Path
@@ -257,3 +278,7 @@ def test_a_save_that_fails_at_the_exit_is_told(tmp_path: Path) -> None:
     told = leave(tmp_path, "lose")
     assert told.startswith("the last checkpoint was not saved: ")
     assert "taken over" in told
+
+
+def test_a_tenth_of_the_flips_in_what_was_written_behind_is_noticed(tmp_path: Path) -> None:
+    assert bit_flips.noticed(bit_flips.write_behind, 30, 0, tmp_path / "run") == 30

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, chain
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from ci_llm.checkpoints.snapshot import Entry, Snapshot, snapshot_of
 from ci_llm.errors import CheckpointError
 
 ALIGNMENT = 64  # of the first tensor of a file; a multiple of every item size
+
+#: A place in the arena, and the tensor that belongs there.
+Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Arena:
@@ -67,7 +71,7 @@ class Arena:
         if nbytes > self.nbytes or (pinned and not self._block.is_pinned()):
             self._layout, self._places, self.bodies = [], [], []
             self._block = torch.empty(0, dtype=torch.uint8)  # the old one goes first: never both
-            self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self._block = _allocate(nbytes, pinned)
 
     def _place(self, tensor: Tensor, start: int) -> Tensor:
         first = start // tensor.element_size()
@@ -85,8 +89,11 @@ class Copy:
         self._arena, self._entries = arena, entries
         tensors = chain.from_iterable(entry.tensors for entry in entries)
         pairs = list(zip(arena.reserve(entries), tensors, strict=True))
-        _copy(pair for pair in pairs if _memory(pair[1]) not in later)
-        self._pairs = [pair for pair in pairs if _memory(pair[1]) in later]
+        self._pairs: list[Pair] = []
+        at_once: list[Pair] = []
+        for pair in pairs:
+            (self._pairs if _memory(pair[1]) in later else at_once).append(pair)
+        _copy(at_once)
         self._versions = [tensor._version for _, tensor in self._pairs]
         devices = {tensor.device for _, tensor in pairs if tensor.is_cuda}
         self._begun = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
@@ -97,12 +104,12 @@ class Copy:
         Raises:
             CheckpointError: a tensor was changed in the meantime.
         """
-        _copy(pair for pair in self._pairs if not pair[1].is_cuda)
+        _copy([pair for pair in self._pairs if not pair[1].is_cuda])
         for device, event in self._begun:
             stream = self._arena.side_stream(device)
             stream.wait_event(event)
             with torch.cuda.stream(stream):
-                _copy(pair for pair in self._pairs if pair[1].device == device)
+                _copy([pair for pair in self._pairs if pair[1].device == device])
             stream.synchronize()
         if self._versions != [tensor._version for _, tensor in self._pairs]:
             raise CheckpointError(
@@ -125,13 +132,23 @@ def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     }
 
 
+def _allocate(nbytes: int, pinned: bool) -> Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:  # PyTorch has no class of its own for it on a CPU
+        raise CheckpointError(
+            f"there is no memory for a copy of the state, {nbytes:,} bytes: {error}",
+            cure="async_save: false saves without a copy, and the training waits",
+        ) from error
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _copy(pairs: Sequence[Pair]) -> None:
     """One call for all: it holds Python's lock once, however many there are."""
-    if taken := list(pairs):
-        places, tensors = zip(*taken, strict=True)
+    if pairs:
+        places, tensors = zip(*pairs, strict=True)
         torch._foreach_copy_(list(places), list(tensors), non_blocking=True)

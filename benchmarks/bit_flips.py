@@ -1,0 +1,91 @@
+"""Flip a bit or cut a file short in the newest checkpoint, and read: is it noticed, and is the one before taken?
+
+    python -m benchmarks.bit_flips              300 trials for every way to write
+    python -m benchmarks.bit_flips --trials 30
+
+Two of three trials flip one bit, drawn over every byte of every file, the manifest included; the third cuts a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ci_llm.checkpoints.manager import CheckpointManager
+
+
+def write_plainly(folder: Path) -> None:
+    """Steps 1 and 2, each durable when `save` returns."""
+    write(folder, async_save=False)
+
+
+def write_behind(folder: Path) -> None:
+    """Steps 1 and 2, copied and written behind the training."""
+    write(folder)
+
+
+def write(folder: Path, **options: Any) -> None:
+    model = torch.nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with CheckpointManager(folder, optimizers=[optimizer], **options) as manager:
+        for step in (1, 2):
+            model(torch.ones(1, 40)).sum().backward()
+            optimizer.step()
+            manager.save(step, {"model": model, "optimizer": optimizer, "step": step, "config.yaml": b"seed: 42\n"})
+
+
+WAYS: dict[str, Callable[[Path], None]] = {"plain": write_plainly, "behind": write_behind}
+
+
+def noticed(way: Callable[[Path], None], trials: int, seed: int, folder: Path) -> int:
+    """In how many of `trials` a damaged step 2 is named and put aside, and step 1 taken."""
+    way(folder)
+    newest, kept = folder / "checkpoint_step_2", folder.with_name(f"{folder.name}_kept")
+    shutil.copytree(newest, kept)
+    draw, found = random.Random(seed), 0
+    paths = sorted(path for path in newest.rglob("*") if path.is_file())
+    sizes = [path.stat().st_size for path in paths]
+    for trial in range(trials):
+        [path] = draw.choices(paths, sizes)
+        damage(path, draw, cut=trial % 3 == 2)
+        said: list[str] = []
+        with CheckpointManager(folder, say=said.append) as manager:
+            found += manager.latest_step() == 1 and "checkpoint_step_2 is damaged" in said[0]
+        shutil.rmtree(newest, ignore_errors=True)
+        shutil.rmtree(folder / "quarantine", ignore_errors=True)
+        shutil.copytree(kept, newest)
+    return found
+
+
+def damage(path: Path, draw: random.Random, cut: bool) -> None:
+    """Lose the end of a file, or change one bit of it."""
+    data = bytearray(path.read_bytes())
+    place = draw.randrange(len(data))
+    if cut:
+        del data[place:]
+    else:
+        data[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+def main() -> None:
+    """Prints a line for every way to write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, way in WAYS.items():
+            found = noticed(way, options.trials, options.seed, Path(scratch, name))
+            print(f"{name:<12} {found} of {options.trials} noticed", flush=True)
+
+
+if __name__ == "__main__":
+    main()
