@@ -59,17 +59,17 @@ def serve(name: str, scale: int, home: Path, pipe: Connection) -> None:
         pipe.send(str(error))
         return
     training.after_other_hooks()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins here
     for _ in range(BASELINE_STEPS):
         training.step()
+    peak = memory_peak()
     pipe.send(None)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins here
-    resident = memory("VmRSS")
     while (folder := pipe.recv()) is not None:
-        pipe.send(one_save(training, save, folder, resident))
+        pipe.send(one_save(training, save, folder, peak))
 
 
-def one_save(training: Training, save: Any, folder: Path, resident: int) -> Save:
-    """Save once while the loop goes on."""
+def one_save(training: Training, save: Any, folder: Path, peak: int = 0) -> Save:
+    """Save once while the loop goes on; `peak` bytes are those of the loop without saves."""
     usual = statistics.median(timed_step(training) for _ in range(BASELINE_STEPS))
     began = time.perf_counter()
     wait = save(folder)
@@ -86,7 +86,7 @@ def one_save(training: Training, save: Any, folder: Path, resident: int) -> Save
     place = folder if folder.exists() else max(folder.parent.glob("ours*/checkpoint_step_*"), key=os.path.getmtime)
     nbytes = fsync_tree(place)
     durable = ended[0] - began + time.perf_counter() - synced
-    return Save(stall, max(slower, 0.0), durable, nbytes, memory("VmHWM") - resident)
+    return Save(stall, max(slower, 0.0), durable, nbytes, memory_peak() - peak)
 
 
 def timed_step(training: Training) -> float:
@@ -107,10 +107,10 @@ def fsync_tree(folder: Path) -> int:
     return nbytes
 
 
-def memory(field: str) -> int:
-    """Bytes that the kernel counts for this process."""
+def memory_peak() -> int:
+    """Most bytes that this process had resident since its peak was cleared."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 # --------------------------------------------------------------------------------------------- in this process

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as listing
-from benchmarks import crowd, gsm8k, step
+from benchmarks import checkpoint_growth, checkpoint_stall, checkpoint_writers, crowd, gsm8k, step
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
 from ci_llm.crowd.evaluate import Scores
 
@@ -67,6 +68,37 @@ def test_the_controls_have_the_crowds_size_and_compute() -> None:
     assert "lora_rank: 8\n" in text
     assert "max_train_steps: 260 " in text
     assert (crowd.RANK.keys["lora_rank"], crowd.STEPS.keys["max_train_steps"]) == ("32", "1040")
+
+
+@pytest.mark.parametrize("name", ["ours", "ours_at_once", "ours_plain", "torch_save", "accelerate_adapters"])
+def test_a_save_of_every_kind_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small state; all of it is written, and nothing of the base."""
+    small = {"WIDTH": 16, "INNER": 32, "LAYERS": 1, "PRODUCTS": 1, "BASE_BYTES": 1 << 20}
+    for constant, value in small.items():
+        monkeypatch.setattr(checkpoint_writers, constant, value)
+    training = checkpoint_writers.Training(1)
+    save = checkpoint_writers.WRITERS[name][1](training, tmp_path / name)
+    training.after_other_hooks()
+    cost = checkpoint_stall.one_save(training, save, tmp_path / "folder")
+    state = sum(tensor.nbytes for tensor in training.tensors.values())
+    assert len(training.tensors) == 224
+    assert state < cost.nbytes < state + 200_000
+    assert 0 < cost.stall_s <= cost.durable_s + training.joined_s
+
+
+def test_the_table_of_saves_shows_the_first_apart() -> None:
+    slow = checkpoint_stall.Save(2.0, 0.5, 3.0, 10_000_000, 1_000_000)
+    fast = checkpoint_stall.Save(0.5, 0.25, 1.0, 10_000_000, 2_000_000)
+    row = checkpoint_stall.table({"ours": [slow, fast, fast]}).splitlines()[-1]
+    assert row == "| ours, `optimizers=[...]` | 500.0 | 250 | 1000 | 10.0 | 2 | 2000 |"
+
+
+def test_growth_is_measured_with_the_step_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_growth, "STEP_S", 0.01)
+    point = checkpoint_growth.measure(1, 5, tmp_path)
+    assert (point.megabytes, point.tensors) == (1, 5)
+    assert point.stall_ms > 0
+    assert point.durable_ms > 0
 
 
 def test_every_benchmark_is_listed_with_what_it_measures(

@@ -8,9 +8,8 @@ arena is pinned, and what is copied behind goes through a side stream.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate, chain
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, compress, groupby
 
 import torch
 from torch import Tensor
@@ -20,17 +19,13 @@ from ci_llm.errors import CheckpointError
 
 ALIGNMENT = 64  # of the first tensor of a file; a multiple of every item size
 
-#: A place in the arena, and the tensor that belongs there.
-Pair: TypeAlias = tuple[Tensor, Tensor]
-
 
 class Arena:
     """One block of memory, as large as the largest state that was copied into it."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._layout: list[list[tuple[torch.Size, torch.dtype]]] = []
-        self._places: list[Tensor] = []
+        self._places: list[list[Tensor]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.bodies: list[memoryview] = []
 
@@ -39,15 +34,15 @@ class Arena:
         """Bytes that it keeps."""
         return self._block.nbytes
 
-    def reserve(self, entries: Sequence[Entry]) -> list[Tensor]:
-        """A place for every tensor of `entries`, one after the other; `bodies` are then the bytes of each entry.
+    def reserve(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
+        """A place for every tensor of every entry; `bodies` are then the bytes of each entry.
 
         The places are those of the last call if the tensors have the same shapes and types.
         """
-        layout = [[(tensor.shape, tensor.dtype) for tensor in entry.tensors] for entry in entries]
-        if layout != self._layout:
+        if [len(places) for places in self._places] != [len(entry.tensors) for entry in entries] or not all(
+            map(_alike, chain.from_iterable(self._places), chain.from_iterable(entry.tensors for entry in entries))
+        ):
             self._lay_out(entries)
-            self._layout = layout
         return self._places
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -62,20 +57,15 @@ class Arena:
         self._require(starts[-1], pinned=any(tensor.is_cuda for entry in entries for tensor in entry.tensors))
         block: memoryview = self._block.numpy().data
         self.bodies = [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        self._places = []
-        for entry, start in zip(entries, starts, strict=False):
-            ends = accumulate((tensor.nbytes for tensor in entry.tensors), initial=start)
-            self._places += [self._place(tensor, at) for tensor, at in zip(entry.tensors, ends, strict=False)]
+        self._places = [
+            list(_views(self._block[start:], entry.tensors)) for entry, start in zip(entries, starts, strict=False)
+        ]
 
     def _require(self, nbytes: int, pinned: bool) -> None:
         if nbytes > self.nbytes or (pinned and not self._block.is_pinned()):
-            self._layout, self._places, self.bodies = [], [], []
+            self._places, self.bodies = [], []
             self._block = torch.empty(0, dtype=torch.uint8)  # the old one goes first: never both
             self._block = _allocate(nbytes, pinned)
-
-    def _place(self, tensor: Tensor, start: int) -> Tensor:
-        first = start // tensor.element_size()
-        return self._block.view(tensor.dtype)[first : first + tensor.numel()].view(tensor.shape)
 
 
 class Copy:
@@ -87,15 +77,19 @@ class Copy:
 
     def __init__(self, arena: Arena, entries: Sequence[Entry], later: Collection[int] = ()) -> None:
         self._arena, self._entries = arena, entries
-        tensors = chain.from_iterable(entry.tensors for entry in entries)
-        pairs = list(zip(arena.reserve(entries), tensors, strict=True))
-        self._pairs: list[Pair] = []
-        at_once: list[Pair] = []
-        for pair in pairs:
-            (self._pairs if _memory(pair[1]) in later else at_once).append(pair)
-        _copy(at_once)
-        self._versions = [tensor._version for _, tensor in self._pairs]
-        devices = {tensor.device for _, tensor in pairs if tensor.is_cuda}
+        # Lists side by side and no pairs: thousands of new objects would call Python's garbage collector.
+        self._places: list[Tensor] = []
+        self._tensors: list[Tensor] = []
+        places_now: list[Tensor] = []
+        tensors_now: list[Tensor] = []
+        places = chain.from_iterable(arena.reserve(entries))
+        for place, tensor in zip(places, chain.from_iterable(entry.tensors for entry in entries), strict=True):
+            wait = _memory(tensor) in later
+            (self._places if wait else places_now).append(place)
+            (self._tensors if wait else tensors_now).append(tensor)
+        _copy(places_now, tensors_now)
+        self._versions = [tensor._version for tensor in self._tensors]
+        devices = {tensor.device for tensor in chain(tensors_now, self._tensors) if tensor.is_cuda}
         self._begun = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
 
     def finish(self) -> Snapshot:
@@ -104,20 +98,28 @@ class Copy:
         Raises:
             CheckpointError: a tensor was changed in the meantime.
         """
-        _copy([pair for pair in self._pairs if not pair[1].is_cuda])
-        for device, event in self._begun:
-            stream = self._arena.side_stream(device)
-            stream.wait_event(event)
-            with torch.cuda.stream(stream):
-                _copy([pair for pair in self._pairs if pair[1].device == device])
-            stream.synchronize()
-        if self._versions != [tensor._version for _, tensor in self._pairs]:
+        if self._begun:
+            self._copy_from_gpus()
+        else:
+            _copy(self._places, self._tensors)
+        if self._versions != [tensor._version for tensor in self._tensors]:
             raise CheckpointError(
                 "the state was changed before it was copied: this checkpoint is dropped",
                 cure="give the manager every optimizer of the loop, or call wait_until_copied before changing weights",
             )
-        self._pairs.clear()
         return snapshot_of(self._entries, self._arena.bodies)
+
+    def _copy_from_gpus(self) -> None:
+        self._copy_where([not tensor.is_cuda for tensor in self._tensors])
+        for device, event in self._begun:
+            stream = self._arena.side_stream(device)
+            stream.wait_event(event)
+            with torch.cuda.stream(stream):
+                self._copy_where([tensor.device == device for tensor in self._tensors])
+            stream.synchronize()
+
+    def _copy_where(self, chosen: Sequence[bool]) -> None:
+        _copy(list(compress(self._places, chosen)), list(compress(self._tensors, chosen)))
 
 
 def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
@@ -130,6 +132,21 @@ def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
         for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
         if isinstance(tensor, Tensor)
     }
+
+
+def _alike(place: Tensor, tensor: Tensor) -> bool:
+    return place.shape == tensor.shape and place.dtype == tensor.dtype
+
+
+def _views(block: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Views of `block`, a view of bytes, one after the other, with the types and shapes of `tensors`."""
+    for dtype, run in groupby(tensors, key=lambda tensor: tensor.dtype):
+        alike = list(run)
+        counts = [tensor.numel() for tensor in alike]
+        nbytes = sum(counts) * dtype.itemsize
+        parts = block[:nbytes].view(dtype).split(counts)
+        yield from (part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True))
+        block = block[nbytes:]
 
 
 def _allocate(nbytes: int, pinned: bool) -> Tensor:
@@ -147,8 +164,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def _copy(pairs: Sequence[Pair]) -> None:
+def _copy(places: list[Tensor], tensors: list[Tensor]) -> None:
     """One call for all: it holds Python's lock once, however many there are."""
-    if pairs:
-        places, tensors = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(places), list(tensors), non_blocking=True)
+    if tensors:
+        torch._foreach_copy_(places, tensors, non_blocking=places[0].is_pinned())
