@@ -208,6 +208,14 @@ class CheckpointManager:
             self._votes = step, votes._replace(newer=0)
         return saved > 0
 
+    def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
+        """Commit `step` plainly and now, as the last of this attempt: for a thread of process 0 that ends them all.
+
+        Raises: as `save` does.
+        """
+        self.wait_until_finished()
+        return self._commit(step, self._own(info, left=True), keep, take_snapshot(state)).saved
+
     def reached_preemption(self, step: int) -> bool:
         """Whether the run shall stop at `step`: a signal has reached any of its processes. A collective.
 
@@ -362,10 +370,7 @@ class CheckpointManager:
     def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], *, left: bool) -> bool:
         if not self._is_main:
             return False
-        info = _copy_of(info)
-        if self._interval is not None:
-            info |= self._interval.record(self.store.directory, self._newest(), self.store.claim(), left=left)
-        commit = partial(self._commit, step, info, keep)
+        commit = partial(self._commit, step, self._own(info, left), keep)
         if self._behind is None:
             saved = commit(take_snapshot(state)).saved
         else:
@@ -375,6 +380,12 @@ class CheckpointManager:
         if saved:
             self._known_newest = [step]
         return saved
+
+    def _own(self, info: Mapping[str, object], left: bool) -> dict[str, Any]:
+        own = _copy_of(info)
+        if self._interval is not None:
+            own |= self._interval.record(self.store.directory, self._newest(), self.store.claim(), left=left)
+        return own
 
     def _is_busy(self) -> bool:
         return self._behind is not None and self._behind.busy

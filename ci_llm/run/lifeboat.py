@@ -136,8 +136,8 @@ class Lifeboat:
         run.log.say(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
         run.manager.wait_until_finished()
         if step:
-            snapshot = take_snapshot(contents(run, self._all_generators()))
-            run.manager.store.save(step, snapshot.files, forms=snapshot.forms, info=describe(run), keep=kept_steps(run))
+            kept = kept_steps(run)
+            run.manager.save_last(step, contents(run, self._all_generators()), info=describe(run), keep=kept)
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
         """Of every process at the boundary, by index; None where a process has not left them in time."""
