@@ -82,6 +82,7 @@ def draw(points: list[Point], target: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "ci_llm"}
     from matplotlib import pyplot
 
     figure, (by_size, by_count) = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")

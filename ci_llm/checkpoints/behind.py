@@ -64,9 +64,9 @@ class Behind:
         """
         began = time.perf_counter()
         self.wait()
-        copy = Copy(self._arena, hand_off(state), owned_memory(self._optimizers))
-        self._copied.clear()
-        self._job = self._pool.submit(self._save, copy, commit)
+        copy, copied = Copy(self._arena, hand_off(state), owned_memory(self._optimizers)), threading.Event()
+        self._job = self._pool.submit(_save, copy, copied, commit)
+        self._copied = copied
         self.stall_s = time.perf_counter() - began
 
     def wait_until_copied(self) -> None:
@@ -91,9 +91,10 @@ class Behind:
         for hook in self._hooks:
             hook.remove()
 
-    def _save(self, copy: Copy, commit: Callable[[Snapshot], SaveResult]) -> SaveResult:
-        try:
-            snapshot = copy.finish()
-        finally:
-            self._copied.set()
-        return commit(snapshot)
+
+def _save(copy: Copy, copied: threading.Event, commit: Callable[[Snapshot], SaveResult]) -> SaveResult:
+    try:
+        snapshot = copy.finish()
+    finally:
+        copied.set()
+    return commit(snapshot)
