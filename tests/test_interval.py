@@ -44,7 +44,7 @@ def test_the_interval_follows_what_is_measured_and_says_so() -> None:
     interval.measured(0.02, 0.5)
     assert len(said) == 1
     assert "saves every 58.8 s from here" in said[0]
-    assert "0.02 s and is durable after 0.5 s; 0 failures in 0 h" in said[0]
+    assert "0.02 s and is durable after 0.5 s; 0 failures in 0.0 h" in said[0]
     for _ in range(20):
         interval.measured(0.02, 30.0)  # the disk became slow: no more than a tenth of the time is spent writing
     assert interval.seconds == 300.0

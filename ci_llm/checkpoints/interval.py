@@ -28,7 +28,7 @@ SHORTEST_S: Final = 1.0
 WRITING_SHARE: Final = 0.1
 MEASUREMENTS: Final = 20
 #: A change is said when it is larger than this factor.
-_NEWS: Final = 1.25
+_NEWS: Final = 2.0
 
 
 def best_interval_s(cost_s: float, mtbf_s: float) -> float:
@@ -132,5 +132,5 @@ class BestInterval:
         return (
             f"saves every {interval_s:.3g} s from here (save_interval_seconds: auto): a save holds the training for"
             f" {stall_s:.2g} s and is durable after {save_s:.2g} s; {seen.failures} failures in"
-            f" {seen.seconds / 3600:.2g} h"
+            f" {seen.seconds / 3600:.1f} h"
         )
