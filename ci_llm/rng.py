@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ci_llm.errors import ForeignCheckpoint
-
 
 def key_of(*parts: int | str) -> int:
     """A 63-bit seed from any integers and words, the same on every platform and version (BLAKE2b)."""
@@ -56,25 +54,23 @@ def capture() -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore(state: dict[str, Any]) -> str | None:
     """Put every generator back.
 
-    Raises:
-        ForeignCheckpoint: a generator of this process has no saved state; a partial restore would be a silent lie.
+    Returns:
+        which could not be, on a machine with more or fewer GPUs: nobody is to be told that all were.
     """
-    cuda = state.get("cuda", {})
-    if torch.cuda.is_available() and len(cuda) != torch.cuda.device_count():
-        raise ForeignCheckpoint(
-            f"the checkpoint holds {len(cuda)} CUDA generators, this process sees {torch.cuda.device_count()} devices",
-            cure="set allow_inexact_resume=true to go on with keyed random numbers alone",
-        )
+    cuda, here = state.get("cuda", {}), torch.cuda.device_count() if torch.cuda.is_available() else 0
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["pos"], numpy["has_gauss"], numpy["cached_gaussian"]))
     torch.set_rng_state(_bytes(state["torch"]))
+    if len(cuda) != here:
+        return f"CUDA generators {len(cuda)} -> {here}"
     if cuda:
-        torch.cuda.set_rng_state_all([_bytes(cuda[f"{i}"]) for i in range(len(cuda))])
+        torch.cuda.set_rng_state_all([_bytes(cuda[f"{i}"]) for i in range(here)])
+    return None
 
 
 def _bytes(state: Tensor) -> Tensor:

@@ -183,6 +183,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: p
         (["model_name=/nowhere/model"], "cannot be loaded"),
         (["mixed_precision=fp16"], "fp16 needs a GPU"),
         (["max_seq_length=2"], "No row is left"),
+        (["max_seq_length=600"], "rows of up to 600 tokens, but the base has 512 positions"),
         (["output_dir=/proc/nothing"], "nothing can be written here"),
     ],
 )

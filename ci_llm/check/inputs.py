@@ -13,6 +13,7 @@ from ci_llm.check.scene import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, Lengths, 
 from ci_llm.check.shapes import find_shape
 from ci_llm.check.trace import Untraceable, trace
 from ci_llm.check.words import count, size
+from ci_llm.crowd.base import require_positions
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -115,7 +116,7 @@ def _micro_batch(scene: Scene) -> str:
 
 def batch(scene: Scene) -> str:
     """One micro-batch fits: into the positions of the base, and into the memory of this machine."""
-    _require_positions(scene)
+    require_positions(scene.shape.config, scene.config.max_seq_length)
     found, device = scene.trace, scene.processes.device
     if found is None:
         return f"{_micro_batch(scene)} fit the base's positions; memory is not estimated"
@@ -131,16 +132,6 @@ def batch(scene: Scene) -> str:
     if taken > free:
         raise _too_large(scene, f"{_micro_batch(scene)} need {size(needed)}: {parts}", free // together)
     return f"{_micro_batch(scene)} need about {size(needed)} of {size(total)}: {parts}"
-
-
-def _require_positions(scene: Scene) -> None:
-    limit, wanted = scene.shape.positions, scene.config.max_seq_length
-    if limit is not None and wanted > limit:
-        raise ConfigError(
-            f"rows of up to {wanted} tokens, but the base has {limit} positions",
-            where=f"max_seq_length: {wanted}",
-            cure=f"max_seq_length={limit}",
-        )
 
 
 def _too_large(scene: Scene, what: str, free: float) -> ConfigError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ci_llm.crowd.base import load_architecture
+from ci_llm.crowd.base import load_architecture, positions_of
 from ci_llm.errors import ModelError
 
 #: Published figures of the bases for which presets are shipped: enough to know what a run needs, not to load one.
@@ -66,8 +66,7 @@ class Shape:
     @property
     def positions(self) -> int | None:
         """Tokens that a row can have; None where the family has no limit."""
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        return positions_of(self.config)
 
 
 def find_shape(model_name: str) -> Shape:

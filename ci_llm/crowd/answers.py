@@ -11,7 +11,6 @@ Numbers are compared as numbers: 1,234 = $1234.00.  Legend: K agents, n rows.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.aggregate import Aggregator
+from ci_llm.crowd.evaluate import paired_gain
 from ci_llm.crowd.generate import Decoding, num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
@@ -113,9 +113,9 @@ class AnswerScores:
                 "agents": means,
                 "crowd": float(crowd.mean()),
                 "vote": float(vote.mean()),
-                "crowd_minus_mean": _gain(crowd, torch.stack(agents).mean(0)),
-                "crowd_minus_best": _gain(crowd, best),
-                "crowd_minus_vote": _gain(crowd, vote),
+                "crowd_minus_mean": paired_gain(crowd, torch.stack(agents).mean(0)),
+                "crowd_minus_best": paired_gain(crowd, best),
+                "crowd_minus_vote": paired_gain(crowd, vote),
             },
         }
 
@@ -130,12 +130,6 @@ def merged(teacher_forced: dict[str, Any], generated: AnswerScores | None) -> di
         return {**teacher_forced, "measured_by": "teacher_forcing"}
     solutions = {key: teacher_forced[key] for key in ("n", "exact_match")}
     return {**teacher_forced, **generated.record(), "measured_by": "generation", "teacher_forced": solutions}
-
-
-def _gain(one: Tensor, other: Tensor) -> dict[str, float]:
-    difference = one - other
-    spread = float(difference.std()) if len(difference) > 1 else math.nan
-    return {"value": float(difference.mean()), "interval95": 1.96 * spread / math.sqrt(len(difference))}
 
 
 # The examination

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import ModelError
+from ci_llm.errors import ConfigError, ModelError
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,12 +29,19 @@ _AGENT = re.compile(r"\.lora_[AB]\.agent\d+$")
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen base: the model, its tokenizer, a name that `from_pretrained` opens, a fingerprint of its weights."""
+    """A frozen base.
+
+    Attributes:
+        name: what `from_pretrained` opens.
+        fingerprint: of its weights, bit by bit.
+        rounded_fingerprint: of its weights rounded to bf16, which is the same in whatever precision they were loaded.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     fingerprint: str
+    rounded_fingerprint: str
 
     @property
     def num_parameters(self) -> int:
@@ -53,13 +60,12 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     transformers_logging.disable_progress_bar()
     config = load_architecture(model_name)
-    dtype = DTYPES[model_dtype] if model_dtype else ("auto" if torch.device(device).type == "cuda" else torch.float32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
-            dtype=dtype,
+            dtype=_dtype(model_dtype, torch.device(device)),
             trust_remote_code=False,
             # The fused kernels leave out Gemma 2's soft cap without a word.
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
@@ -67,8 +73,15 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
     except (OSError, ValueError, KeyError) as error:
         raise explained(model_name, error) from error
     model.config.use_cache = False
-    fingerprint = fingerprint_of(model)
-    return Base(model.to(device), tokenizer, name, fingerprint)
+    fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
+    return Base(model.to(device), tokenizer, name, fingerprint, rounded)
+
+
+def _dtype(model_dtype: str | None, device: torch.device) -> torch.dtype | str:
+    """The checkpoint's own precision is for GPUs: half of it is slow on many CPUs."""
+    if model_dtype is not None:
+        return DTYPES[model_dtype]
+    return "auto" if device.type == "cuda" else torch.float32
 
 
 def load_architecture(model_name: str) -> PreTrainedConfig:
@@ -87,15 +100,42 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
     return config
 
 
-def fingerprint_of(model: PreTrainedModel) -> str:
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Tokens that a row can have; None where the family has no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
+    """Refuse rows that the base has no positions for.
+
+    Raises:
+        ConfigError: with the length that it can take.
+    """
+    limit = positions_of(config)
+    if limit is not None and max_seq_length > limit:
+        raise ConfigError(
+            f"rows of up to {max_seq_length} tokens, but the base has {limit} positions",
+            where=f"max_seq_length: {max_seq_length}",
+            cure=f"max_seq_length={limit}",
+        )
+
+
+def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
 
     Agents on the base do not count, so that it has the same one before and after they are attached.
+
+    Args:
+        rounded: of the values in bf16, the coarsest precision a base is loaded in: half and single precision of the
+            same weights then agree, as rounding what is rounded already changes nothing.
     """
     digest = hashlib.sha256()
     named = model.state_dict().items()
     base = {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
     for name, tensor in sorted(base.items()):
+        if rounded and tensor.is_floating_point():
+            tensor = tensor.to(torch.bfloat16)
         raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
     return digest.hexdigest()[:32]

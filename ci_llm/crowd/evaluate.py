@@ -59,12 +59,14 @@ class Scores:
         right = self.right.double()
         agents = right[:-1]
         other = agents.mean(0) if over == "mean" else agents[int(agents.mean(1).argmax())]
-        difference = right[-1] - other
-        spread = difference.std() if len(difference) > 1 else difference.new_tensor(math.nan)
-        return {
-            "value": float(difference.mean()),
-            "interval95": float(1.96 * spread / math.sqrt(len(difference))),
-        }
+        return paired_gain(right[-1], other)
+
+
+def paired_gain(one: Tensor, other: Tensor) -> dict[str, float]:
+    """The mean of `one - other` over rows, and the half-width of its normal 95 % interval; NaN for a single row."""
+    difference = one - other
+    spread = float(difference.std()) if len(difference) > 1 else math.nan
+    return {"value": float(difference.mean()), "interval95": 1.96 * spread / math.sqrt(len(difference))}
 
 
 @torch.no_grad()

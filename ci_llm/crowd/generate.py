@@ -27,6 +27,7 @@ from transformers.generation import (
 )
 
 from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.base import positions_of
 from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.rng import generator_for
 
@@ -136,8 +137,8 @@ def write(
 
 def num_positions(model: PreTrainedModel) -> int:
     """Tokens that the base was made to read; no limit where its family has none."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return sys.maxsize if limit is None else int(limit)
+    limit = positions_of(model.config)
+    return sys.maxsize if limit is None else limit
 
 
 class _OneVoice(LogitsProcessor):  # type: ignore[misc]

@@ -5,12 +5,11 @@ Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabula
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +24,9 @@ from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
+from ci_llm.crowd.route import Route, choose_route
 from ci_llm.data.batches import Batch, padded
 from ci_llm.errors import ModelError
-
-Route = Literal["packed", "padded"]
 
 
 @dataclass
@@ -209,72 +207,8 @@ class Crowd(nn.Module):
                 layer.solo = None
 
     def choose_route(self) -> str | None:
-        """Try one short batch through the base's own forward and through ours, and take the way that agrees.
-
-        Returns:
-            why the padded way was taken, or None for the packed one.
-
-        Raises:
-            ModelError: the base sees the future, or no way of ours reproduces its logits.
-        """
-        with self._noisy_agents(), torch.no_grad():
-            batch = _probe(self.model, self.device)
-            wanted = self._reference(batch)
-            self._refuse_the_clairvoyant(batch)
-            reason = None
-            routes: tuple[Route, ...] = ("packed", "padded")
-            for self.route in routes:
-                try:
-                    found = self.head.logits(self.states(batch))
-                except TypeError as error:
-                    reason = str(error)
-                    continue
-                gap = _distance(found, wanted)
-                if gap <= _tolerance(found.dtype, self.model.dtype):
-                    return reason
-                reason = f"{self.route} rows change its logits by {gap:.1e}"
-        name = type(self.model).__name__
-        raise ModelError(
-            f"{name} computes its logits in a way this program does not reproduce ({reason})",
-            where=f"model_name: {self.base_name}",
-            cure="use a base of another family; Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX and GPT-2 are known to work",
-        )
-
-    @contextmanager
-    def _noisy_agents(self) -> Iterator[None]:
-        """Agents that differ, for a moment: with B = 0 a check would not see whose adapter was applied to whom."""
-        kept, training = self.agents.weights.clone(), self.training
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(kept.shape, generator=generator) * 0.05
-        self.agents.weights.copy_(noise)
-        self.eval()
-        try:
-            yield
-        finally:
-            self.agents.weights.copy_(kept)
-            self.train(training)
-
-    def _reference(self, batch: Batch) -> Tensor:
-        """[K, N, V]: each agent alone, each row alone, through the model's own forward."""
-        rows = [batch.input_ids[s:e][None] for s, e in zip(batch.bounds, batch.bounds[1:], strict=False)]
-        logits = []
-        for k in range(self.num_agents):
-            with self.solo(k) as model:
-                logits.append(torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]))
-        return torch.stack(logits)
-
-    def _refuse_the_clairvoyant(self, batch: Batch) -> None:
-        row = batch.input_ids[: batch.bounds[1]][None]
-        other = row.clone()
-        other[0, -1] = (other[0, -1] + 1) % self.model.get_input_embeddings().weight.shape[0]
-        with self.solo(0) as model:
-            first, second = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (row, other))
-        if _distance(first, second) > _tolerance(first.dtype, self.model.dtype):
-            raise ModelError(
-                f"{type(self.model).__name__} is no causal language model: a later token changes earlier logits",
-                where=f"model_name: {self.base_name}",
-                cure="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
-            )
+        """Take the way for rows that gives the base's own logits; see `ci_llm.crowd.route.choose_route`."""
+        return choose_route(self)
 
     def meta(self, fingerprint: str) -> dict[str, Any]:
         """`ci_llm_meta_config.json`: what it takes to build this crowd again."""
@@ -299,36 +233,3 @@ class Crowd(nn.Module):
             files[f"agent{k}/adapter_model"] = self.agents.agent_tensors(k)
             files[f"agent{k}/adapter_config"] = config
         return files
-
-
-def _probe(model: PreTrainedModel, device: torch.device) -> Batch:
-    """Three short rows of random tokens; one is longer than a short attention window, if the model has one."""
-    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
-    lengths = [7, 12, max(9, window + 5 if window < 64 else 0)]
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    everything = torch.arange(len(ids))
-    return Batch(
-        input_ids=ids,
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        bounds=tuple(bounds),
-        predict_from=everything,
-        targets=ids,
-        target_rows=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        last_tokens=torch.tensor(bounds[1:]) - 1,
-        sample_ids=tuple(range(len(lengths))),
-    ).to(device)
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.double(), wanted.double()
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
-def _tolerance(*dtypes: torch.dtype) -> float:
-    """Half the digits of the coarsest dtype: far above rounding, far below a wrong mask.
-
-    Not under 1e-5: some families take their softmax in fp32 whatever the model's dtype is.
-    """
-    return max(1e-5, math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes)))

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
-from ci_llm.crowd.base import Base, load_base
+from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.init_from import start_from
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
@@ -47,6 +47,7 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
+    require_positions(load_architecture(config.model_name), config.max_seq_length)
     base = load_base(config.model_name, config.model_dtype, processes.device)
     log.say(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base, log)

@@ -7,7 +7,7 @@ same samples in the same optimizer steps; sums may round differently).
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -119,7 +119,11 @@ def describe(run: Run) -> dict[str, Any]:
 
 def fingerprints(run: Run) -> dict[str, str]:
     """What must be the same for a run to be the same run."""
-    return {"base": run.base.fingerprint, "data": run.rows.fingerprint}
+    return {
+        "base": run.base.fingerprint,
+        "base_rounded": run.base.rounded_fingerprint,
+        "data": run.rows.fingerprint,
+    }
 
 
 def surroundings(run: Run) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def restore(run: Run, source: Source) -> list[str]:
         BadInput: a changed configuration would train on other samples or with other maths.
     """
     saved, where = source.checkpoint.state, str(source.folder)
-    _check_crowd(run, saved["ci_llm_meta_config"], where)
+    _check_crowd(run, source, where)
     changes = _check_config(run.config, saved["config.yaml"], where)
     _check_data(run, source)
     for k in range(run.crowd.num_agents):
@@ -178,12 +182,14 @@ def _like(name: str, tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return tensor.to(row.device) if name == "step" else tensor.to(row)
 
 
-def _check_crowd(run: Run, meta: Mapping[str, Any], where: str) -> None:
+def _check_crowd(run: Run, source: Source, where: str) -> None:
+    meta: Any = source.checkpoint.state["ci_llm_meta_config"]
     own = run.crowd.meta(run.base.fingerprint)
     lora = ("rank", "alpha", "target_modules", "use_rslora")
     pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
     pairs |= {f"lora_{key}": (meta["lora"][key], own["lora"][key]) for key in lora}
-    pairs["base model (fingerprint of its weights)"] = (meta["base_fingerprint"], own["base_fingerprint"])
+    if not _same_base(run, source):
+        pairs["base model (fingerprint of its weights)"] = (meta["base_fingerprint"], own["base_fingerprint"])
     odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
     if odd:
         raise ForeignCheckpoint(
@@ -191,6 +197,22 @@ def _check_crowd(run: Run, meta: Mapping[str, Any], where: str) -> None:
             where=where,
             cure="put the old values back, or give another output_dir or experiment_name for a new run",
         )
+
+
+def _same_base(run: Run, source: Source) -> bool:
+    """Whether the weights are those of the checkpoint, bit by bit; or rounded, where another device loads them in
+    another precision (`model_dtype: null`)."""
+    prints: Any = source.checkpoint.manifest.info["fingerprints"]
+    before, now = _precisions(run, source)
+    if before == now:
+        return bool(prints["base"] == run.base.fingerprint)
+    return bool(prints.get("base_rounded") == run.base.rounded_fingerprint)
+
+
+def _precisions(run: Run, source: Source) -> tuple[str, str]:
+    """Of the base, in the checkpoint and here."""
+    meta: Any = source.checkpoint.state["ci_llm_meta_config"]
+    return meta["base_dtype"], run.crowd.meta(run.base.fingerprint)["base_dtype"]
 
 
 def _check_data(run: Run, source: Source) -> None:
@@ -232,11 +254,15 @@ def restore_surroundings(run: Run, source: Source) -> str:
         for name, version in before["versions"].items()
         if now["versions"].get(name) != version
     ]
+    precision, precision_now = _precisions(run, source)
+    if precision != precision_now:
+        odd.append(f"precision of the base {precision} -> {precision_now}")
     if before["processes"] == run.processes.count:
         generators: Any = source.checkpoint.state["rng"]
         odd += [f"no generators of process {i}" for i in range(run.processes.count) if f"process{i}" not in generators]
-        if (own := generators.get(f"process{run.processes.index}")) is not None:
-            rng.restore(own)
+        own = generators.get(f"process{run.processes.index}")
+        if own is not None and (hindrance := rng.restore(own)):
+            odd.append(hindrance)
     if not now["deterministic"]:
         odd.append("no deterministic algorithms on this device")
     return f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"
