@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from ci_llm import durable
 from ci_llm.check.checks import Check, try_all
 from ci_llm.check.dry_run import CHECKS
+from ci_llm.check.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.check.memory import group_limits
+from ci_llm.check.shapes import KNOWN
+from ci_llm.check.trace import trace
 from ci_llm.cli import main
+from ci_llm.config import load_config
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
 from tests.children import Child
@@ -201,6 +207,25 @@ def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: P
     assert "GB" in found.lines["batch"]
     assert "at most" in found.lines["time"]
     assert "of" in found.lines["storage"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "preset", [f"{name}.yaml" for name in ("qwen2.5_0.5b_gsm8k", "gemma2_2b_gsm8k", "llama3.1_8b_gsm8k")]
+)
+def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -> None:
+    text = (PRESETS / preset).read_text()
+    named = re.search(r"Meant for: .*?(\d+) GB", text)
+    told = re.search(r"dry run estimates (\d+) GB", text)
+    assert named is not None
+    assert told is not None
+    config, device = load_config(PRESETS / preset), torch.device("cpu")
+    shape = AutoConfig.for_model(**KNOWN[config.model_name])
+    tokens = config.max_seq_length
+    found = trace(config, shape, device, rows=config.batch_size, tokens=tokens, targets=tokens // 2)
+    needed = found.device_bytes + CUDA_CONTEXT_BYTES
+    assert needed < int(named[1]) * 1e9
+    assert round(needed / 1e9) == int(told[1])
 
 
 @pytest.mark.slow
