@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ci_llm.config import Config, describe_keys, groups, load_config
+from ci_llm.config import Config, describe_keys, groups, keys_as_markdown, load_config
 from ci_llm.config.aliases import ALIASES, WORDS
 from ci_llm.config.keys import NO_EFFECT, NOT_YET
 from ci_llm.errors import ConfigError
@@ -499,3 +499,9 @@ def test_every_key_is_read_by_someone_or_says_that_it_is_not() -> None:
     code = "\n".join(path.read_text(encoding="utf-8") for path in [*readers, ROOT / "ci_llm/config/config.py"])
     read = {key for key in Config.model_fields if re.search(rf"\b(config|self)\.{key}\b", code)}
     assert set(Config.model_fields) - read == NOT_YET | set(NO_EFFECT)
+
+
+def test_the_docs_list_every_key_as_it_is() -> None:
+    """`python -c "from ci_llm.config import keys_as_markdown as k; print(k())"` makes the tables of docs/keys.md."""
+    text = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    assert text.endswith(f"\n\n{keys_as_markdown()}\n")

@@ -111,6 +111,23 @@ def describe_keys() -> str:
     return "\n".join(line.removeprefix("# ") for line in lines)
 
 
+def keys_as_markdown() -> str:
+    """All keys as tables, one for each group: key, default, what it is; other names of a key stand below its own."""
+    parts = []
+    for title, keys in groups().items():
+        rows = [f"| {_named(key)} | `{dump_value(Config.model_fields[key].default)}` | {_told(key)} |" for key in keys]
+        parts.append("\n".join([f"## {title}", "", "| key | default | what it is |", "| --- | --- | --- |", *rows]))
+    return "\n\n".join(parts)
+
+
+def _named(key: str) -> str:
+    return "<br>".join([f"`{key}`", *(f"{alias}" for alias, meant in ALIASES.items() if meant == key)])
+
+
+def _told(key: str) -> str:
+    return str(Config.model_fields[key].description).replace("|", "or")
+
+
 def _describe(dumped: str) -> str:
     key, _, default = dumped.partition(": ")
     head = f"  {key}={default}".replace('"', "")
