@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as listing
-from benchmarks import checkpoint_growth, checkpoint_stall, checkpoint_writers, crowd, gsm8k, step
+from benchmarks import campaign, checkpoint_growth, checkpoint_stall, checkpoint_writers, crowd, gsm8k, step
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
 from ci_llm.crowd.evaluate import Scores
 
@@ -110,3 +111,23 @@ def test_every_benchmark_is_listed_with_what_it_measures(
     assert {"step", "crowd"} <= set(listing.found())
     assert [line.split()[0] for line in printed] == list(listing.found())
     assert all(len(line.split()) > 4 for line in printed)
+
+
+def test_a_campaign_of_faults_is_drawn_by_its_seed_with_room_between_them() -> None:
+    faults = campaign.draw(seed=3, count=100)
+    assert faults == campaign.draw(seed=3, count=100) != campaign.draw(seed=4, count=100)
+    kinds = [fault.kind for fault in faults]
+    assert len(kinds) == 100
+    assert set(kinds) == set(campaign.KINDS)
+    assert kinds.count("oom") == campaign.OOMS_AT_MOST
+    gaps = [after.step - before.step for before, after in pairwise(faults)]
+    assert min(gaps) > 2 * campaign.SAVE_STEPS
+
+
+def test_what_a_fault_costs_is_read_off_the_ledger() -> None:
+    told = [("start", 0), ("nan", 5), ("kill", 10), ("start", 9), ("terminate", 20), ("start", 21)]
+    assert campaign.costs([{"kind": kind, "step": step} for kind, step in told]) == {
+        "nan": [0],
+        "kill": [1],
+        "terminate": [0],
+    }
