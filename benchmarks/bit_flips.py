@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from tests import crews
+from tests.forkserver import ForkServer
 
 
 def write_plainly(folder: Path) -> None:
@@ -41,7 +43,20 @@ def write(folder: Path, **options: Any) -> None:
             manager.save(step, {"model": model, "optimizer": optimizer, "step": step, "config.yaml": b"seed: 42\n"})
 
 
-WAYS: dict[str, Callable[[Path], None]] = {"plain": write_plainly, "behind": write_behind}
+def write_in_parts(folder: Path) -> None:
+    """Steps 1 and 2 by three processes, each of which writes its part."""
+    log = folder.with_name(f"{folder.name}.log")
+    with ForkServer("tests.crews") as server:
+        arguments = {"directory": str(folder), "steps": [1, 2], "backend": "distributed", "behind": True}
+        if any(server.run(crews.saving, log, ranks=3, **arguments)):
+            raise SystemExit(log.read_text())
+
+
+WAYS: dict[str, Callable[[Path], None]] = {
+    "plain": write_plainly,
+    "behind": write_behind,
+    "in parts": write_in_parts,
+}
 
 
 def noticed(way: Callable[[Path], None], trials: int, seed: int, folder: Path) -> int:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from ci_llm.config import Config, describe_keys, groups, keys_as_markdown, load_config
 from ci_llm.config.aliases import ALIASES, WORDS
-from ci_llm.config.keys import NO_EFFECT, NOT_YET
+from ci_llm.config.keys import NO_EFFECT
 from ci_llm.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -117,9 +117,8 @@ def test_the_contract_of_names_and_defaults() -> None:
 
 
 def test_tables_name_existing_keys() -> None:
-    assert set(ALIASES.values()) | set(WORDS) | set(NO_EFFECT) | NOT_YET <= set(Config.model_fields)
+    assert set(ALIASES.values()) | set(WORDS) | set(NO_EFFECT) <= set(Config.model_fields)
     assert not set(ALIASES) & set(Config.model_fields)
-    assert not set(NO_EFFECT) & NOT_YET
 
 
 def test_every_key_is_in_one_group_and_described() -> None:
@@ -300,6 +299,7 @@ def test_an_empty_file_is_all_defaults(file: Path, text: str) -> None:
         ("max_runtime: 11:55", ["max_runtime is '11:55'", "HH:MM:SS"]),
         ("max_runtime: 0", ["seconds above 0"]),
         ("save_steps: 0", ["of at least 1, or null"]),
+        ("checkpoint_backend: dcp", ["vanilla", "distributed"]),
         ("lora_target_modules: []", ["a list of names"]),
         ("lora_target_modules: [[q]]", ["lora_target_modules is [a nested list]"]),
         ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | wandb"]),
@@ -421,14 +421,6 @@ def test_notices() -> None:
     assert load_config(None, ["max_train_steps=5", "num_warmup_steps=5"]).notices() != []
 
 
-@pytest.mark.parametrize("key", sorted(NOT_YET))
-def test_a_key_without_effect_yet_says_so(key: str) -> None:
-    other = {"init_from": "x", "checkpoint_backend": "distributed", "on_disk_full": "pause"}
-    default = Config().model_dump()[key]
-    value = other.get(key, "true" if default in (False, "auto") else "false" if default is True else "7")
-    assert f"{key} is known, but has no effect yet" in load_config(None, [f"{key}={value}"]).notices()
-
-
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
 def test_a_dump_reads_back(path: Path, file: Path) -> None:
     config = load_config(path)
@@ -498,7 +490,7 @@ def test_every_key_is_read_by_someone_or_says_that_it_is_not() -> None:
     readers = [path for path in (ROOT / "ci_llm").rglob("*.py") if "config" not in path.parent.name]
     code = "\n".join(path.read_text(encoding="utf-8") for path in [*readers, ROOT / "ci_llm/config/config.py"])
     read = {key for key in Config.model_fields if re.search(rf"\b(config|self)\.{key}\b", code)}
-    assert set(Config.model_fields) - read == NOT_YET | set(NO_EFFECT)
+    assert set(Config.model_fields) - read == set(NO_EFFECT)
 
 
 def test_the_docs_list_every_key_as_it_is() -> None:

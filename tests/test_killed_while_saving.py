@@ -20,12 +20,15 @@ from tests.forkserver import ForkServer
 from tests.trials import Cell, Trials, account, differences, train_watched
 
 CELL = Cell(accumulation=4, dropout=0.1)
+PARTS = Cell(accumulation=4, dropout=0.1, ranks=2)
 SAVING = {"save_steps": 2, "save_total_limit": 2}
 OPERATIONS = ("create", "write", "sync", "close", "sync_folder", "mkdir", "rename", "unlink", "rmdir")
 
 
-def struck(folder: str, arguments: list[str], number: int) -> int:
-    """A trial: `train.py` that dies before its disk operation `number`; -1: it lives, and counts them."""
+def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> int:
+    """A trial: `train.py` of which one process dies before its disk operation `number`; -1: it lives, and counts."""
+    if int(os.environ.get("RANK", "0")) != victim:
+        return train_watched(folder, arguments, None)
     count = itertools.count()
 
     def guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,3 +65,27 @@ def test_ten_points_drawn_by_seed_go_on_training(tmp_path: Path) -> None:
             assert strike(folder, number) == [-signal.SIGKILL], f"operation {number} of {total}"
             assert trials.train(CELL, folder, **SAVING) == [0], (folder / "log").read_text()
             assert not differences(trials.reference(CELL), account(folder)), f"operation {number} of {total}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_either_of_two_that_write_their_parts_may_die(tmp_path: Path, victim: int) -> None:
+    modules = ("tests.trials", "tests.test_killed_while_saving")
+    keys = SAVING | {"checkpoint_backend": "distributed"}
+    with ForkServer(*modules, environment={"HF_DATASETS_CACHE": str(tmp_path / "cache")}) as server:
+        trials = Trials(server, tmp_path)
+
+        def strike(folder: Path, number: int) -> list[int]:
+            place = {"folder": str(folder), "arguments": PARTS.arguments(**keys)}
+            return server.run(struck, folder / "log", ranks=2, number=number, victim=victim, **place)
+
+        alive = trials.new_folder()
+        assert strike(alive, -1) == [0, 0], (alive / "log").read_text()
+        assert list(alive.glob("run/checkpoint_step_12/optimizer-0000*-of-00002.safetensors"))
+        assert not differences(trials.reference(PARTS), account(alive))
+        total = int((alive / "operations").read_text())
+        for number in random.Random(victim).sample(range(total), 2):
+            folder = trials.new_folder()
+            assert strike(folder, number)[victim] == -signal.SIGKILL, f"operation {number} of {total}"
+            assert trials.train(PARTS, folder, **keys) == [0, 0], (folder / "log").read_text()
+            assert not differences(trials.reference(PARTS), account(folder)), f"operation {number} of {total}"

@@ -156,6 +156,7 @@ class Scene:
             config.run_folder,
             save_interval_steps=None,
             async_save=config.async_save,
+            checkpoint_backend=config.checkpoint_backend,
             processes=self.processes,
             interrupts=self.interrupts,
             say=log.say,

@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
-from ci_llm.checkpoints.snapshot import Snapshot, State, hand_off
+from ci_llm.checkpoints.snapshot import Entry, Snapshot
 from ci_llm.checkpoints.store import SaveResult
+
+
+@dataclass(frozen=True)
+class Task:
+    """A save that is to be run.
+
+    Attributes:
+        entries: what is to be copied.
+        save: what is to be done with the files of the copy, which a function gives; it raises if there are none.
+        give_up: to be called instead if nothing can be copied.
+    """
+
+    entries: Sequence[Entry]
+    save: Callable[[Callable[[], Snapshot]], SaveResult]
+    give_up: Callable[[], None] = lambda: None
+
+
+#: Makes a task, after it has called what it is given: that raises what has to end this save, too.
+Prepare: TypeAlias = Callable[[Callable[[], None]], "Task | None"]
 
 
 class Behind:
@@ -33,7 +53,7 @@ class Behind:
         self.stall_s = 0.0
         self._arena = Arena()
         self._pool = ThreadPoolExecutor(1, "ci_llm checkpoint")  # its thread starts with the first save
-        self._job: Future[SaveResult] | None = None
+        self._job: Future[None] | None = None
         self._copied = threading.Event()
         self._copied.set()
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -53,19 +73,25 @@ class Behind:
         job = self._job
         return job is not None and not job.done()
 
-    def begin(self, state: State, commit: Callable[[Snapshot], SaveResult]) -> None:
-        """Take `state` as it is now, and leave the rest to the thread. Waits for, and raises for, the save before.
+    def begin(self, prepare: Prepare, tell: Callable[[SaveResult], object]) -> None:
+        """Take a state as it is now, and leave the rest to the thread. Waits for, and raises for, the save before.
 
         Args:
-            commit: called there with the state's files, whose memory is used again by the next save.
+            prepare: what there is to do, if anything.
+            tell: called there with what became of it.
 
         Raises:
             CheckpointError: the state holds a value that cannot be saved.
         """
         began = time.perf_counter()
-        self.wait()
-        copy, copied = Copy(self._arena, hand_off(state), owned_memory(self._optimizers)), threading.Event()
-        self._job = self._pool.submit(_save, copy, copied, commit)
+        if (task := prepare(self.wait)) is None:
+            return
+        try:
+            copy, copied = Copy(self._arena, task.entries, owned_memory(self._optimizers)), threading.Event()
+        except BaseException:
+            task.give_up()
+            raise
+        self._job = self._pool.submit(_save, copy, copied, task, tell)
         self._copied = copied
         self.stall_s = time.perf_counter() - began
 
@@ -92,9 +118,14 @@ class Behind:
             hook.remove()
 
 
-def _save(copy: Copy, copied: threading.Event, commit: Callable[[Snapshot], SaveResult]) -> SaveResult:
+def _save(copy: Copy, copied: threading.Event, task: Task, tell: Callable[[SaveResult], object]) -> None:
+    def take() -> Snapshot:
+        try:
+            return copy.finish()
+        finally:
+            copied.set()
+
     try:
-        snapshot = copy.finish()
+        tell(task.save(take))
     finally:
         copied.set()
-    return commit(snapshot)

@@ -1,4 +1,4 @@
-"""What several processes say about a checkpoint: a sum of votes, in which an error of one is an error of all.
+"""What several processes say about a checkpoint: votes, in which an error of one is an error of all, and messages.
 
 For loops that bring nothing of ours but the manager. Our own trainer brings its `Processes`.
 """
@@ -6,7 +6,7 @@ For loops that bring nothing of ours but the manager. Our own trainer brings its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,10 @@ from torch import Tensor
 from ci_llm.errors import CheckpointError
 
 MAX_VOTES = 8
+
+
+class PeerGone(CheckpointError):
+    """Another process is gone or silent: what was begun together cannot be ended together."""
 
 
 class Processes(Protocol):
@@ -49,6 +53,53 @@ class TorchProcesses:
         there = tensor.to(self._device or own)
         dist.all_reduce(there)
         return tensor.copy_(there)
+
+
+class Line:
+    """A connection of all processes beside the one of the training, so that another thread may speak on it.
+
+    Building it is a collective, and so is every `exchange`; on one process it has one end.
+
+    Attributes:
+        index, count: of this process, and of how many.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = dist.new_group(backend="gloo") if _distributed() else None
+        self._gone: PeerGone | None = None
+        self.index, self.count = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+
+    def exchange(self, said: bytes) -> list[bytes]:
+        """What every process says, by index. Nothing that is received is executed.
+
+        Raises:
+            PeerGone: a process has ended.
+        """
+        if self._gone is not None:
+            raise self._gone
+        if self._group is None:
+            return [said]
+        try:
+            sizes = [int(size) for size in self._gather(torch.tensor([len(said)]))]
+            padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+            padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            texts = self._gather(padded)
+        except RuntimeError as error:  # gloo knows no narrower class
+            self._hang_up(error)
+        return [text[:size].numpy().tobytes() for text, size in zip(texts, sizes, strict=True)]
+
+    def _hang_up(self, error: RuntimeError) -> NoReturn:
+        """Close every connection: whoever waits for this process, and not for the one that is gone, hears as well."""
+        self._gone = PeerGone(
+            "another process is gone: nothing can be saved together", where=str(error).splitlines()[0]
+        )
+        dist.destroy_process_group(self._group)
+        raise self._gone from error
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        everyones = [torch.empty_like(own) for _ in range(self.count)]
+        dist.all_gather(everyones, own, group=self._group)
+        return everyones
 
 
 def _distributed() -> bool:

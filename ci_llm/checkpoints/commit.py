@@ -10,13 +10,35 @@ import contextlib
 import errno
 import secrets
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
-from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest, verify_folder
+from ci_llm.checkpoints.manifest import MANIFEST, FileImage, FileRecord, Manifest, verify_folder
 from ci_llm.durable import Filesystem, commit_folder, remove_tree, sync_tree, write_new
 
 BLOCK_BYTES = 4096
 MARGIN_BYTES = 1 << 20
+
+
+class Others:
+    """The processes that write a part of a checkpoint, as the one that commits it sees them: here, nobody.
+
+    Attributes:
+        records: what they will write; none of these files is among those of the committing process.
+    """
+
+    records: Mapping[str, FileRecord] = {}
+
+    def writing(self, draft: Path) -> AbstractContextManager[None]:
+        """They write while the body runs; at its end their files are in `draft`, synced and read back.
+
+        Raises:
+            OSError, DamagedCheckpoint: one of them could not.
+        """
+        return contextlib.nullcontext()
+
+
+NOBODY = Others()
 
 
 def require_space(directory: Path, manifest: Manifest, disk: Filesystem) -> None:
@@ -27,11 +49,19 @@ def require_space(directory: Path, manifest: Manifest, disk: Filesystem) -> None
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
 
 
-def commit(target: Path, files: Mapping[str, FileImage], manifest: Manifest, work: Path, disk: Filesystem) -> Path:
+def commit(
+    target: Path,
+    files: Mapping[str, FileImage],
+    manifest: Manifest,
+    work: Path,
+    disk: Filesystem,
+    others: Others = NOBODY,
+) -> Path:
     """Make `target` a committed folder of `files`, or leave everything as it was and raise.
 
     Args:
         work: folder of the attempt, on the same filesystem.
+        others: who writes what the manifest knows beside `files`.
 
     Returns:
         where the old `target` lies now, if there was one.
@@ -42,13 +72,13 @@ def commit(target: Path, files: Mapping[str, FileImage], manifest: Manifest, wor
     draft, old = draft_in(work), draft_in(work)
     with contextlib.ExitStack() as undo:
         undo.callback(_remove_if_there, draft, disk)
-        _write_folder(draft, files, manifest, disk)
+        _write_folder(draft, files, manifest, disk, others)
         if target.exists() or target.is_symlink():
             disk.rename(target, old)
             undo.callback(disk.rename, old, target)
         undo.callback(_take_back, target, draft, disk)
         commit_folder(draft, target, disk=disk)
-        verify_folder(target, from_disk=True)
+        verify_folder(target, from_disk=True, but=others.records)
         undo.pop_all()
     return old
 
@@ -58,16 +88,24 @@ def draft_in(work: Path) -> Path:
     return work / f"draft-{secrets.token_hex(4)}"
 
 
-def _write_folder(draft: Path, files: Mapping[str, FileImage], manifest: Manifest, disk: Filesystem) -> None:
+def _write_folder(
+    draft: Path, files: Mapping[str, FileImage], manifest: Manifest, disk: Filesystem, others: Others
+) -> None:
     # Never with parents: a draft whose attempt was taken over must fail here and not come to be anew.
     disk.mkdir(draft)
-    for folder in sorted({parent for name in files for parent in PurePosixPath(name).parents}):
+    for folder in sorted({parent for name in manifest.files for parent in PurePosixPath(name).parents}):
         if folder.name:
             disk.mkdir(draft / folder)
-    for name, image in files.items():
-        write_new(draft / name, image.parts, disk=disk)
+    with others.writing(draft):
+        write_files(draft, files, disk)
     write_new(draft / MANIFEST, [manifest.dump()], disk=disk)
     sync_tree(draft, disk=disk)
+
+
+def write_files(draft: Path, files: Mapping[str, FileImage], disk: Filesystem) -> None:
+    """Create and sync `files` in `draft`, in which their folders must exist."""
+    for name, image in files.items():
+        write_new(draft / name, image.parts, disk=disk)
 
 
 def _take_back(target: Path, draft: Path, disk: Filesystem) -> None:

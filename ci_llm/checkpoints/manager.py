@@ -28,13 +28,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+from ci_llm.checkpoints.backends import open_backend
 from ci_llm.checkpoints.behind import Behind
 from ci_llm.checkpoints.collective import Processes, TorchProcesses, together
 from ci_llm.checkpoints.fit import load_into
 from ci_llm.checkpoints.interval import BestInterval
 from ci_llm.checkpoints.manifest import Manifest, read_folder
 from ci_llm.checkpoints.policy import SavePolicy
-from ci_llm.checkpoints.snapshot import Snapshot, State, read_snapshot, take_snapshot
+from ci_llm.checkpoints.snapshot import State, read_snapshot, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
@@ -90,7 +91,8 @@ class CheckpointManager:
 
     Reading needs nothing; the first `save` claims the folder for this process. On several processes `save`,
     `reached_preemption` and `finish` are collectives: every process calls them with the same step, and
-    process 0 writes its own `state`. Errors of a save in the background surface at the next call.
+    process 0 writes its own `state`, or each process its part. Errors of a save in the background surface at the next
+    call.
 
     Args:
         directory: the folder of the run.
@@ -102,6 +104,9 @@ class CheckpointManager:
             says so. A save in flight at the end of the process is finished. False: `save` returns when it is durable.
         optimizers: those of the loop. With `async_save` what they own is copied behind the training, too, and each
             waits for that before its next step; whoever else changes it calls `wait_until_copied` before.
+        checkpoint_backend: "vanilla", process 0 writes its own `state`; "distributed", the tensors of a state that all
+            processes hold are dealt out, and each writes its part of the same checkpoint at the same time. What one
+            backend wrote, the other restores, on any number of processes.
         accelerator: an `Accelerator`, for the device of its collectives.
         processes: what to speak to other processes with; `torch.distributed` by default, if initialised.
         interrupts: notes of signals that the caller installs. By default the manager installs its own at the
@@ -122,6 +127,7 @@ class CheckpointManager:
         async_save: bool = True,
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
+        checkpoint_backend: Literal["vanilla", "distributed"] = "vanilla",
         processes: Processes | None = None,
         interrupts: Interrupts | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
@@ -146,6 +152,7 @@ class CheckpointManager:
         )
         device = accelerator.device if accelerator is not None else None
         self._processes: Processes = processes or TorchProcesses(device)
+        self._backend = open_backend(checkpoint_backend, self._processes)
         self._say, self._clock = say, clock
         self._behind = Behind(optimizers) if async_save else None
         if self._behind is not None:
@@ -214,7 +221,8 @@ class CheckpointManager:
         Raises: as `save` does.
         """
         self.wait_until_finished()
-        return self._commit(step, self._own(info, left=True), keep, take_snapshot(state)).saved
+        whole, own = take_snapshot(state), self._own(info, left=True)
+        return self._judge(self.store.save(step, whole.files, forms=whole.forms, info=own, keep=keep))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run shall stop at `step`: a signal has reached any of its processes. A collective.
@@ -343,10 +351,10 @@ class CheckpointManager:
     def _own_votes(self, step: int) -> _Votes:
         stop = self._interrupts.stop_reason is not None
         requested = self._interrupts.save_requested
-        if not self._is_main:
-            return _Votes(stop, requested, 0, 0)
         if not self._is_busy():
             self.wait_until_finished()
+        if not self._is_main:
+            return _Votes(stop, requested, 0, 0)
         newest = self._newest()
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
         return _Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
@@ -368,22 +376,23 @@ class CheckpointManager:
             self._say(f"step {step} is saved already")
 
     def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], *, left: bool) -> bool:
-        if not self._is_main:
-            return False
-        commit = partial(self._commit, step, self._own(info, left), keep)
-        if self._behind is None:
-            saved = commit(take_snapshot(state)).saved
+        self._say_if_busy(step)
+        describe = partial(self._own, info, left)
+        prepare = partial(self._backend.prepare, self.store, step, state, describe, keep)
+        saved = True
+        if self._behind is not None:
+            self._behind.begin(prepare, self._judge)
+        elif (task := prepare(self.wait_until_finished)) is None:
+            saved = False
         else:
-            self._say_if_busy(step)
-            self._behind.begin(state, commit)
-            saved = True
-        if saved:
+            saved = self._judge(task.save(partial(snapshot_of, task.entries)))
+        if saved and self._is_main:
             self._known_newest = [step]
         return saved
 
     def _own(self, info: Mapping[str, object], left: bool) -> dict[str, Any]:
         own = _copy_of(info)
-        if self._interval is not None:
+        if self._interval is not None and self._is_main:
             own |= self._interval.record(self.store.directory, self._newest(), self.store.claim(), left=left)
         return own
 
@@ -391,22 +400,20 @@ class CheckpointManager:
         return self._behind is not None and self._behind.busy
 
     def _say_if_busy(self, step: int) -> None:
-        if self._is_busy():
+        if self._is_main and self._is_busy():
             self._say(f"saving step {step} waits for the save before it: saves are due faster than they are written")
-
-    def _commit(self, step: int, info: Mapping[str, object], keep: Collection[int], snapshot: Snapshot) -> SaveResult:
-        result = self.store.save(step, snapshot.files, forms=snapshot.forms, info=info, keep=keep)
-        self._tell(result)
-        if result.saved and self._interval is not None:
-            self._interval.measured(result.seconds if self._behind is None else self._behind.stall_s, result.seconds)
-        return result
 
     def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:
         self.wait_until_finished()
         return self._is_main and self._tell(self.store.finish(extra, step=step))
 
+    def _judge(self, result: SaveResult) -> bool:
+        if result.saved and self._interval is not None and self._is_main:
+            self._interval.measured(result.seconds if self._behind is None else self._behind.stall_s, result.seconds)
+        return self._tell(result)
+
     def _tell(self, result: SaveResult) -> bool:
         self.last_result = result
-        if result.note:
+        if result.note and self._is_main:
             self._say(result.note)
         return result.saved

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -197,11 +197,12 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.parse(read_exactly(folder / MANIFEST, size))
 
 
-def verify_folder(folder: Path, *, from_disk: bool = False) -> Manifest:
+def verify_folder(folder: Path, *, from_disk: bool = False, but: Collection[str] = ()) -> Manifest:
     """Read every byte of a committed folder and compare it with the manifest.
 
     Args:
         from_disk: drop cached pages first, so that what the device holds is read.
+        but: files that somebody else has just compared: only their sizes are looked at.
 
     Raises:
         DamagedCheckpoint: something is missing, added or different; each such thing is named.
@@ -209,15 +210,29 @@ def verify_folder(folder: Path, *, from_disk: bool = False) -> Manifest:
     manifest = read_manifest(folder)
     with _condemning(folder):
         _check_listing(folder, manifest)
-        damage = [
-            line
-            for name, record in manifest.files.items()
-            if digest(read_chunks(folder / name, from_disk=from_disk)) != record.digest
-            for line in _describe_damage(folder / name, name, record)
-        ]
-        if damage:
-            raise ValueError("; ".join(damage))
+        _require_digests(folder, {n: r for n, r in manifest.files.items() if n not in but}, from_disk)
     return manifest
+
+
+def verify_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Read some files of a folder from the device and compare them with what is to be in them.
+
+    Raises:
+        DamagedCheckpoint: the device does not hold what was written.
+    """
+    with _condemning(folder):
+        _require_digests(folder, records, from_disk=True)
+
+
+def _require_digests(folder: Path, records: Mapping[str, FileRecord], from_disk: bool) -> None:
+    damage = [
+        line
+        for name, record in records.items()
+        if digest(read_chunks(folder / name, from_disk=from_disk)) != record.digest
+        for line in _describe_damage(folder / name, name, record)
+    ]
+    if damage:
+        raise ValueError("; ".join(damage))
 
 
 def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:

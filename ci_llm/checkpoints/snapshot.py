@@ -84,17 +84,32 @@ class Entry:
         plain, tensors = f"{self.key}.json", f"{self.key}.safetensors"
         return {"tensors": [tensors], "plain": [plain], "tree": [plain, tensors]}[self.form]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @classmethod
+    def flat(cls, key: str, tensors: dict[str, Tensor]) -> Entry:
+        """The entry of a dict of tensors."""
+        return cls(key, "tensors", tensors, sorted(tensors.values(), key=_widest_first))
+
     def images(self, body: memoryview | None) -> dict[str, FileImage]:
         """Its files, with the bytes of its tensors as they are now, or with those in `body`."""
         if self.form == "bytes":
             return {self.key: FileImage((self.value,))}
         if self.form == "tensors":
             return {f"{self.key}.safetensors": write_safetensors(self.value, body)}
+        text, tensors = self.text_and_tensors()
+        files = {f"{self.key}.json": FileImage((text,))}
+        return files | {f"{self.key}.safetensors": write_safetensors(tensors, body)} if tensors else files
+
+    def text_and_tensors(self) -> tuple[bytes, dict[str, Tensor]]:
+        """A tree as JSON in which names stand for tensors, and the tensors by these names."""
         tensors: dict[str, Tensor] = {}
         tree = encode(self.value, _Collector(tensors))
         text = json.dumps(tree, indent=None if tensors else 2, allow_nan=False) + "\n"
-        files = {f"{self.key}.json": FileImage((text.encode(),))}
-        return files | {f"{self.key}.safetensors": write_safetensors(tensors, body)} if tensors else files
+        return text.encode(), tensors
 
 
 def hand_off(state: State) -> list[Entry]:
@@ -123,14 +138,17 @@ def hand_off(state: State) -> list[Entry]:
 
 def take_snapshot(state: State) -> Snapshot:
     """The files of `state`. Tensors on the CPU are viewed, not copied. Raises as `hand_off` does."""
-    entries = hand_off(state)
-    return snapshot_of(entries, [None] * len(entries))
+    return snapshot_of(hand_off(state))
 
 
-def snapshot_of(entries: Sequence[Entry], bodies: Sequence[memoryview | None]) -> Snapshot:
-    """The files of a state that was handed off; `bodies` holds the bytes of each entry's tensors, None: look there."""
+def snapshot_of(entries: Sequence[Entry], bodies: Sequence[memoryview | None] | None = None) -> Snapshot:
+    """The files of a state that was handed off.
+
+    Args:
+        bodies: the bytes of each entry's tensors; where there are none, they are looked up in the tensors.
+    """
     files: dict[str, FileImage] = {}
-    for entry, body in zip(entries, bodies, strict=True):
+    for entry, body in zip(entries, bodies or [None] * len(entries), strict=True):
         files |= entry.images(body)
     return Snapshot(files, {entry.key: entry.form for entry in entries})
 
@@ -242,6 +260,13 @@ def write_safetensors(tensors: Mapping[str, Tensor], body: memoryview | None = N
 
 
 def _require_plain_bytes(tensor: Tensor, where: str = "") -> None:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and (
+        hasattr(tensor, "to_local") or hasattr(tensor, "local_shards")
+    ):
+        raise TypeError(
+            f"tensor {where!r} is one shard of a distributed tensor: give the whole one on every process,"
+            " by full_tensor() or get_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+        )
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         raise TypeError(f"tensor {where!r} ({tensor.dtype}, {tensor.layout}, {tensor.device}) has no plain bytes")
 
@@ -280,13 +305,29 @@ def _read(key: str, form: str, files: Mapping[str, bytes]) -> object:
         case "tensors":
             return read_safetensors(files[f"{key}.safetensors"])
         case "tree":
-            tensors = read_safetensors(files[f"{key}.safetensors"])
+            tensors = _tensors_of(key, files)
             tags = {
                 "$tensor": lambda name: tensors[str(name)],
                 "$array": lambda name: tensors[str(name)].numpy(),
             }
             return decode(parse_json(files[f"{key}.json"]), tags)
     raise ValueError(f"unknown form {form!r}")
+
+
+def index_name(key: str) -> str:
+    """The file that says in which file each tensor of a key lies, if there are several (see shards.py)."""
+    return f"{key}.safetensors.index.json"
+
+
+def _tensors_of(key: str, files: Mapping[str, bytes]) -> dict[str, Tensor]:
+    """The tensors of a tree, from its one file or from all that its index names."""
+    if index_name(key) not in files:
+        return read_safetensors(files[f"{key}.safetensors"])
+    match parse_json(files[index_name(key)]):
+        case {"weight_map": dict(where)}:
+            shards = {str(name): read_safetensors(files[str(name)]) for name in where.values()}
+            return {tensor: shards[str(name)][tensor] for tensor, name in where.items()}
+    raise ValueError("the index does not say where its tensors are")
 
 
 def read_safetensors(data: bytes) -> dict[str, Tensor]:

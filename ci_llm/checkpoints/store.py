@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Literal
 
 from ci_llm.checkpoints.claim import Claim, Holder, claim_folder, leftovers
-from ci_llm.checkpoints.commit import commit, draft_in, require_space
+from ci_llm.checkpoints.commit import NOBODY, Others, commit, draft_in, require_space, write_files
 from ci_llm.checkpoints.line import FINAL, committed, folders_of, numbered_steps, read_step, step_folder
-from ci_llm.checkpoints.manifest import FileImage, Manifest, read_manifest, verify_folder
+from ci_llm.checkpoints.manifest import FileImage, FileRecord, Manifest, read_manifest, verify_files, verify_folder
 from ci_llm.durable import DISK, Filesystem, commit_folder, make_folders, remove_tree
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
@@ -224,11 +224,13 @@ class CheckpointStore:
         forms: Mapping[str, str] | None = None,
         info: Mapping[str, object] | None = None,
         keep: Collection[int] = (),
+        others: Others = NOBODY,
     ) -> SaveResult:
         """Commit one checkpoint and prune old ones. A disk that fails drops this one, never an older one.
 
         Args:
             keep: steps that pruning spares; they are kept beside the newest ones of the limit.
+            others: processes that write files of the same checkpoint.
 
         Raises:
             WriterBusy: another attempt holds the folder.
@@ -241,12 +243,24 @@ class CheckpointStore:
         if os.path.lexists(target) and self._verifies(target, heal=True):
             return SaveResult(step, False, f"step {step} is saved already")
         began = time.monotonic()
-        records = {name: image.record() for name, image in files.items()}
+        records = {**{name: image.record() for name, image in files.items()}, **others.records}
         manifest = Manifest(step, claim.attempt, time.time(), forms or {}, records, info or {})
-        if cause := self._commit(target, files, manifest):
+        if cause := self._commit(target, files, manifest, others):
             return _dropped(target, step, cause, began)
         pruned, note = self._prune(step, keep)
         return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began, pruned)
+
+    def write_part(self, draft: Path, files: Mapping[str, FileImage], records: Mapping[str, FileRecord]) -> None:
+        """Write files of a checkpoint that another process commits, and read them back from the device.
+
+        Args:
+            draft: its folder, seen from the directory of this store.
+
+        Raises:
+            OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
+        """
+        write_files(self.directory / draft, files, self._disk)
+        verify_files(self.directory / draft, records)
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> SaveResult:
         """Make `final_checkpoint` anew from a committed step, with `extra` files beside its own.
@@ -288,12 +302,14 @@ class CheckpointStore:
 
     # Committing
 
-    def _commit(self, target: Path, files: Mapping[str, FileImage], manifest: Manifest) -> Exception | None:
+    def _commit(
+        self, target: Path, files: Mapping[str, FileImage], manifest: Manifest, others: Others = NOBODY
+    ) -> Exception | None:
         """Write, commit, read back; the error if that failed, after everything was put back as it was."""
         while True:
             try:
                 require_space(self.directory, manifest, self._disk)
-                old = commit(target, files, manifest, self._held().work, self._disk)
+                old = commit(target, files, manifest, self._held().work, self._disk, others)
             except (OSError, DamagedCheckpoint) as error:
                 self._held()
                 if not (isinstance(error, OSError) and error.errno in DISK_FULL and self._pause(error)):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ci_llm.config.keys import NO_EFFECT, NOT_YET
+from ci_llm.config.keys import NO_EFFECT
 
 if TYPE_CHECKING:
     from ci_llm.config import Config
@@ -82,8 +82,6 @@ def _without_effect(config: Config) -> Iterator[str]:
             continue
         if key in NO_EFFECT:
             yield f"{key} has no effect: {NO_EFFECT[key]}"
-        elif key in NOT_YET:
-            yield f"{key} is known, but has no effect yet"
 
 
 def _doubtful(c: Config) -> Iterator[str]:

@@ -271,10 +271,3 @@ NO_EFFECT: dict[str, str] = {
     "compile": "declined: packed rows have another length in every step; compiled for that, layers were no faster"
     " (docs/benchmarks.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
 }
-
-#: Valid and documented, but read by nobody yet. Whoever makes a key work deletes it here.
-NOT_YET: frozenset[str] = frozenset(
-    {
-        "checkpoint_backend",
-    }
-)

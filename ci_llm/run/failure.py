@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ci_llm.checkpoints.collective import PeerGone
 from ci_llm.checkpoints.store import DISK_FULL
 from ci_llm.errors import GivenUp
 from ci_llm.processes import PeerLost
@@ -34,7 +35,7 @@ def record_failure(run: Run, attempt: int, error: BaseException) -> None:
 
 def reason_of(error: BaseException) -> str:
     """A word for scripts, and for the supervisor."""
-    if isinstance(error, PeerLost):
+    if isinstance(error, (PeerLost, PeerGone)):
         return PEER_LOST
     for cause in _causes(error):
         if isinstance(cause, GivenUp):

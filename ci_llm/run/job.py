@@ -60,6 +60,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
         save_interval_seconds=config.save_interval_seconds,
         max_to_keep=config.save_total_limit,
         async_save=config.async_save,
+        checkpoint_backend=config.checkpoint_backend,
         processes=processes,
         interrupts=interrupts,
         on_disk_full=config.on_disk_full,
@@ -72,8 +73,10 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
         return _conduct(run)
     finally:
         log.close()
-        manager.close()
-        processes.shutdown()
+        try:
+            manager.close()
+        finally:
+            processes.shutdown()
 
 
 def check_folder(folder: Path) -> None:

@@ -1,0 +1,194 @@
+"""Kill or fail one of several writers at every operation on the disk, and look what is left.
+
+    python -m benchmarks.crash_parts                     every point of both victims
+    python -m benchmarks.crash_parts --sample 30         a seeded sample, as in the tests
+
+Two processes replace checkpoint 1 by 2 over the distributed backend, each writing its part. One of them strikes at its
+n-th operation: SIGKILL before it, EIO, ENOSPC, or a write that claims to have taken half and has taken nothing. What
+must hold at every point:
+
+    the newest checkpoint that verifies is the old or the new one, with the right numbers in it;
+    if any process said that it was saved, it is the new one;
+    no process waits for one that is gone, and all that live can save the next step, or a new process can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.durable import Filesystem
+from ci_llm.errors import CiLlmError
+from tests.crews import enter, same, state
+from tests.forkserver import ForkServer
+
+RANKS = 2
+KILL, EIO, ENOSPC, SHORT = "SIGKILL", "EIO", "ENOSPC", "short write"
+OPERATIONS = ("create", "write", "sync", "close", "sync_folder", "mkdir", "rename", "unlink", "rmdir")
+SAVED, SAID_NO, RAISED, BROKEN = 0, 10, 11, 12
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where to strike: the n-th operation of one process, and how."""
+
+    victim: int
+    number: int
+    operation: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} at operation {self.number} ({self.operation}) of process {self.victim}"
+
+
+# In the processes
+
+
+def replacing(directory: str, victim: int, number: int, fault: str) -> int:
+    """Replace step 1 by 2; strike at an operation; then, if everybody lives, show that life goes on."""
+    rank = enter()
+    manager = CheckpointManager(
+        directory, max_to_keep=1, async_save=False, checkpoint_backend="distributed", say=lambda line: None
+    )
+    manager.should_save(2)  # claims the folder: that is another scenario
+    seen = strike_at(number, fault) if rank == victim else []
+    try:
+        code = SAVED if manager.save(2, state(2)) else SAID_NO
+    except CiLlmError:
+        code = RAISED
+    except OSError:
+        code = RAISED
+    except RuntimeError:
+        return RAISED  # a peer is gone
+    if number < 0 and rank == victim:
+        Path(directory).with_name("operations").write_text(json.dumps(seen))
+    try:
+        return code if manager.save(2000, state(2000)) else BROKEN
+    except (CiLlmError, RuntimeError):
+        return code if fault == KILL else BROKEN
+
+
+def strike_at(number: int, fault: str) -> list[str]:
+    """Fail one operation, counted from now on; returns a list to which the names of all are added."""
+    seen: list[str] = []
+
+    def guarded(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def act(disk: Filesystem, *arguments: Any) -> Any:
+            seen.append(name)
+            if len(seen) - 1 == number:
+                if fault == KILL:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == SHORT:
+                    return len(arguments[1]) // 2
+                code = getattr(errno, fault)
+                raise OSError(code, os.strerror(code))
+            return operation(disk, *arguments)
+
+        return act
+
+    for name in OPERATIONS:
+        setattr(Filesystem, name, guarded(name, getattr(Filesystem, name)))
+    return seen
+
+
+# The sweep
+
+
+class Sweep:
+    """Strikes points in fresh copies of a folder that holds step 1.
+
+    Args:
+        scratch: an empty folder.
+    """
+
+    def __init__(self, server: ForkServer, scratch: Path) -> None:
+        self._server, self._scratch = server, scratch
+        self._root, self._log = scratch / "run", scratch / "log"
+        with CheckpointManager(scratch / "template", async_save=False) as manager:
+            manager.save(1, state(1))
+
+    def points(self) -> list[Point]:
+        """Every operation of either victim until step 2 is saved, with every fault."""
+        found = []
+        for victim in range(RANKS):
+            assert self._run(Point(victim, -1, "", "")) == [SAVED] * RANKS, self._log.read_text()
+            for number, name in enumerate(json.loads((self._scratch / "operations").read_text())):
+                faults = [KILL, EIO, ENOSPC] + [SHORT] * (name == "write")
+                found += [Point(victim, number, name, fault) for fault in faults]
+        return found
+
+    def strike(self, point: Point) -> str:
+        """Run one point; "" or what is wrong."""
+        codes = self._run(point)
+        if (codes[point.victim] == KILLED) != (point.fault == KILL) or BROKEN in codes:
+            return f"the processes ended with {codes}: {self._log.read_text()[-500:]}"
+        fresh = CheckpointManager(self._root, async_save=False, say=lambda line: None)
+        found = fresh.latest_step()
+        allowed = {2000} if point.fault != KILL else {2} if SAVED in codes else {1, 2}
+        if found not in allowed or not same(fresh.restore(found), state(found)):
+            return f"codes {codes}, newest {found}"
+        with fresh:
+            return "" if fresh.save(3000, state(3000)) and fresh.latest_step() == 3000 else "no new process can save"
+
+    def _run(self, point: Point) -> list[int]:
+        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.copytree(self._scratch / "template", self._root)
+        self._log.unlink(missing_ok=True)
+        arguments = {"victim": point.victim, "number": point.number, "fault": point.fault}
+        return self._server.run(replacing, self._log, ranks=RANKS, directory=str(self._root), **arguments)
+
+
+def sweep(sample: int | None, seed: int, scratch: Path) -> tuple[Counter[str], list[str]]:
+    """Points struck, by victim and fault; and the violations."""
+    struck: Counter[str] = Counter()
+    violations: list[str] = []
+    with ForkServer("benchmarks.crash_parts") as server:
+        all_points = Sweep(server, scratch)
+        points = all_points.points()
+        print(f"{len(points)} points", flush=True)
+        for point in random.Random(seed).sample(points, min(sample or len(points), len(points))):
+            struck[f"process {point.victim}, {point.fault}"] += 1
+            if wrong := all_points.strike(point):
+                violations.append(f"{point}: {wrong}")
+                print(violations[-1], flush=True)
+    return struck, violations
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, help="strike only so many points, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object at the end")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="crash_parts_") as scratch:
+        struck, violations = sweep(options.sample, options.seed, Path(scratch).resolve())
+    for what, count in sorted(struck.items()):
+        print(f"{count:6d}  {what}")
+    print(f"{sum(struck.values())} points struck, {len(violations)} violations, {time.monotonic() - began:.0f} s")
+    if options.json:
+        print(json.dumps({"points": sum(struck.values()), "violations": violations}))
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    from benchmarks import crash_parts  # the fork server knows what it forks by the name of the module
+
+    sys.exit(crash_parts.main())

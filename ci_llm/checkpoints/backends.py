@@ -1,0 +1,123 @@
+"""Who writes a checkpoint: process 0 alone (vanilla), or every process its part (distributed).
+
+Both make the same checkpoint: same store, same manifest, same verification; what one wrote, the other restores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from ci_llm.checkpoints.behind import Task
+from ci_llm.checkpoints.collective import Processes
+from ci_llm.checkpoints.commit import Others
+from ci_llm.checkpoints.parts import Crew
+from ci_llm.checkpoints.snapshot import Snapshot, State, hand_off
+from ci_llm.checkpoints.store import CheckpointStore, SaveResult
+from ci_llm.errors import CheckpointError
+
+Describe: TypeAlias = Callable[[], Mapping[str, object]]
+
+
+class Backend(Protocol):
+    """Prepares saves, each of which is then run here or behind the training."""
+
+    def prepare(
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: State,
+        describe: Describe,
+        keep: Collection[int],
+        be_ready: Callable[[], object],
+    ) -> Task | None:
+        """Take `state` as it is now.
+
+        Args:
+            store: where it goes; of the same folder on every process, and only process 0 claims it.
+            describe: makes the info of the manifest.
+            be_ready: called first; raises what has to end this save.
+
+        Returns:
+            None if nothing is to be done on this process.
+
+        Raises:
+            CheckpointError: a value that cannot be saved.
+        """
+        ...
+
+
+class Vanilla:
+    """Process 0 writes its own state; the others do nothing."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def prepare(
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: State,
+        describe: Describe,
+        keep: Collection[int],
+        be_ready: Callable[[], object],
+    ) -> Task | None:
+        if self._processes.index:
+            return None
+        be_ready()
+        entries, info = hand_off(state), describe()
+
+        def save(take: Callable[[], Snapshot]) -> SaveResult:
+            whole = take()
+            return store.save(step, whole.files, forms=whole.forms, info=info, keep=keep)
+
+        return Task(entries, save)
+
+
+class Distributed:
+    """The tensors of a state that all processes hold are dealt out, and each process writes its part."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._crew: Crew | None = None
+
+    def prepare(
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: State,
+        describe: Describe,
+        keep: Collection[int],
+        be_ready: Callable[[], object],
+    ) -> Task:
+        """A collective."""
+        self._crew = crew = self._crew or Crew(self._processes)
+        own: dict[str, Any] = {}
+
+        def take_info() -> None:
+            be_ready()
+            own.update(describe())
+
+        forms, mine = crew.share(state, take_info)
+
+        def commit(part: Snapshot, others: Others) -> SaveResult:
+            return store.save(step, part.files, forms=forms, info=own, keep=keep, others=others)
+
+        return Task(mine, lambda take: crew.save(store, step, take, commit), crew.give_up)
+
+
+BACKENDS: Mapping[str, Callable[[Processes], Backend]] = {
+    "vanilla": Vanilla,
+    "distributed": Distributed,
+}
+
+
+def open_backend(name: str, processes: Processes) -> Backend:
+    """The backend of that name. Raises CheckpointError if there is none."""
+    if name not in BACKENDS:
+        raise CheckpointError(
+            f"there is no checkpoint backend {name!r}",
+            where="checkpoint_backend",
+            cure=f"one of {', '.join(BACKENDS)}",
+        )
+    return BACKENDS[name](processes)
