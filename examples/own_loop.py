@@ -21,7 +21,7 @@ from ci_llm.rng import seed_everything
 STEPS, BATCH = 60, 8
 
 
-def ingredients():
+def ingredients() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     """A network with dropout, its optimizer, and 100 rows: what you have already."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -89,4 +89,4 @@ def accelerate_loop(folder: Path, steps: int = STEPS) -> None:
 
 if __name__ == "__main__":
     loop = accelerate_loop if "accelerate" in sys.argv[1:] else torch_loop
-    loop(Path("own_loop_output", loop.__name__))
+    loop(Path("ci_llm_output", loop.__name__))

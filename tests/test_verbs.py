@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ci_llm.checkpoints.difference import compare
@@ -365,6 +365,9 @@ def original_folder(folder: Path, model: Original, agents: int, whole: bool) -> 
     else:
         for k in range(agents):
             weights = peft.get_peft_model_state_dict(model.wrapped, adapter_name=f"agent{k}")
+            if k == 1:  # as old versions of PEFT wrote it beside an agent10
+                name = next(iter(weights))
+                weights[name.replace(".weight", "0.weight")] = weights[name]
             torch.save(weights, folder / f"agent{k}_weights.pth")
     return folder
 
@@ -429,6 +432,17 @@ def test_the_first_ci_llm(parallel: bool, whole: bool, tmp_path: Path, capsys: p
         with torch.no_grad():
             wanted = model.wrapped.eval()(input_ids=torch.arange(5, 17)[None]).logits
         torch.testing.assert_close(logits_of(crowd, k), wanted)
+
+
+def test_weights_that_peft_saved_as_a_pickle(tmp_path: Path) -> None:
+    (folder,) = peft_folders(tmp_path, 1)
+    weights = load_file(folder / "adapter_model.safetensors")
+    torch.save(weights, folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    assert verb("import", folder, "--to", tmp_path / "crowd") == 0
+    saved = load_file(tmp_path / "crowd" / "agent0" / "adapter_model.safetensors")
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
 class Bomb:

@@ -29,6 +29,9 @@ WHOLE_MODEL = "model.safetensors"
 
 _TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
 
+# Where the name of an agent begins with that of another, PEFT once gave the files of agent1 the tensors of agent10.
+_LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
+
 
 @dataclass(frozen=True)
 class ForeignAdapter:
@@ -109,7 +112,7 @@ def _read_original(source: Path) -> list[ForeignAdapter]:
     files = [source / f"agent{k}_weights.pth" for k in range(count)]
     missing = [file.name for file in files if not file.is_file()]
     if not missing:
-        agents = [_read_tensors(file) for file in files]
+        agents = [{n: t for n, t in _read_tensors(file).items() if not _LEAKED.fullmatch(n)} for file in files]
     elif len(missing) == count and (source / WHOLE_MODEL).is_file():
         agents = _agents_of(source / WHOLE_MODEL, count)
     else:

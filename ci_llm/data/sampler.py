@@ -28,6 +28,9 @@ class StatefulSampler(Sampler[int]):
     Args:
         data_source: anything with a length.
         seed: of the order.
+
+    Attributes:
+        pass_ended: called with the epoch when the last row of a pass was asked for.
     """
 
     def __init__(self, data_source: Sized, *, seed: int = 42) -> None:
