@@ -101,10 +101,10 @@ def _verify(call: argparse.Namespace) -> int:
     from ci_llm.checkpoints.line import committed
     from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
 
-    inside = [folder for _, folder in committed(call.path)]
-    folders = [call.path] if (call.path / MANIFEST).exists() or not inside else inside
     if not call.path.is_dir():
         raise _no_checkpoint(call.path)
+    inside = [] if (call.path / MANIFEST).exists() else [folder for _, folder in committed(call.path)]
+    folders = inside or [call.path]
     damage = {}
     for folder in folders:
         try:
