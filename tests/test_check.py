@@ -225,7 +225,7 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     found = trace(config, shape, device, rows=config.batch_size, tokens=tokens, targets=tokens // 2)
     needed = found.device_bytes + CUDA_CONTEXT_BYTES
     assert needed < int(named[1]) * 1e9
-    assert round(needed / 1e9) == int(told[1])
+    assert needed / 1e9 == pytest.approx(int(told[1]), abs=1)
 
 
 @pytest.mark.slow
