@@ -35,7 +35,7 @@ def torch_loop(folder: Path, steps: int = STEPS) -> None:
     sampler = StatefulSampler(rows, seed=1)
     loader = DataLoader(rows, BATCH, sampler=sampler)
     objects = {"model": model, "optimizer": optimizer}
-    manager = CheckpointManager(folder, save_interval_steps=10, optimizers=[optimizer])  # <- 1
+    manager = CheckpointManager(folder, save_interval_steps=10)  # <- 1
     start = 0
     if (latest := manager.latest_step()) is not None:  # <- 2
         manager.restore(latest, into=objects)
@@ -64,7 +64,7 @@ def accelerate_loop(folder: Path, steps: int = STEPS) -> None:
     loader = DataLoader(rows, BATCH, sampler=StatefulSampler(rows, seed=1))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     objects = {"model": accelerator.unwrap_model(model), "optimizer": optimizer}
-    manager = CheckpointManager(folder, save_interval_steps=10, optimizers=[optimizer], accelerator=accelerator)  # <- 1
+    manager = CheckpointManager(folder, save_interval_steps=10, accelerator=accelerator)  # <- 1
     start = 0
     if (latest := manager.latest_step()) is not None:  # <- 2
         manager.restore(latest, into=objects)
