@@ -3,9 +3,9 @@
     python -m benchmarks.crash_parts                     every point of both victims
     python -m benchmarks.crash_parts --sample 30         a seeded sample, as in the tests
 
-Two processes replace checkpoint 1 by 2 over the distributed backend, each writing its part. One of them strikes at its
-n-th operation: SIGKILL before it, EIO, ENOSPC, or a write that claims to have taken half and has taken nothing. What
-must hold at every point:
+Two processes replace checkpoint 1 by 2 over the distributed backend, each writing its part, plainly and behind. One of
+them strikes at its n-th operation: SIGKILL before it, EIO, ENOSPC, or a write that claims to have taken half and has
+taken nothing. What must hold at every point:
 
     the newest checkpoint that verifies is the old or the new one, with the right numbers in it;
     if any process said that it was saved, it is the new one;
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import json
 import os
 import random
@@ -53,24 +54,26 @@ class Point:
     number: int
     operation: str
     fault: str
+    behind: bool
 
     def __str__(self) -> str:
-        return f"{self.fault} at operation {self.number} ({self.operation}) of process {self.victim}"
+        how = "behind" if self.behind else "plainly"
+        return f"{self.fault} at operation {self.number} ({self.operation}) of process {self.victim}, saving {how}"
 
 
 # In the processes
 
 
-def replacing(directory: str, victim: int, number: int, fault: str) -> int:
+def replacing(directory: str, victim: int, number: int, fault: str, behind: bool) -> int:
     """Replace step 1 by 2; strike at an operation; then, if everybody lives, show that life goes on."""
     rank = enter()
     manager = CheckpointManager(
-        directory, max_to_keep=1, async_save=False, checkpoint_backend="distributed", say=lambda line: None
+        directory, max_to_keep=1, async_save=behind, checkpoint_backend="distributed", say=lambda line: None
     )
     manager.should_save(2)  # claims the folder: that is another scenario
     seen = strike_at(number, fault) if rank == victim else []
     try:
-        code = SAVED if manager.save(2, state(2)) else SAID_NO
+        code = SAVED if saves(manager, 2) else SAID_NO
     except CiLlmError:
         code = RAISED
     except OSError:
@@ -80,9 +83,16 @@ def replacing(directory: str, victim: int, number: int, fault: str) -> int:
     if number < 0 and rank == victim:
         Path(directory).with_name("operations").write_text(json.dumps(seen))
     try:
-        return code if manager.save(2000, state(2000)) else BROKEN
+        return code if saves(manager, 2000) else BROKEN
     except (CiLlmError, RuntimeError):
         return code if fault == KILL else BROKEN
+
+
+def saves(manager: CheckpointManager, step: int) -> bool:
+    manager.save(step, state(step))
+    manager.wait_until_finished()
+    result = manager.last_result
+    return result is not None and (result.step, result.saved) == (step, True)
 
 
 def strike_at(number: int, fault: str) -> list[str]:
@@ -125,13 +135,13 @@ class Sweep:
             manager.save(1, state(1))
 
     def points(self) -> list[Point]:
-        """Every operation of either victim until step 2 is saved, with every fault."""
+        """Every operation of either victim until step 2 is saved, with every fault; saving plainly, and behind."""
         found = []
-        for victim in range(RANKS):
-            assert self._run(Point(victim, -1, "", "")) == [SAVED] * RANKS, self._log.read_text()
+        for victim, behind in itertools.product(range(RANKS), (False, True)):
+            assert self._run(Point(victim, -1, "", "", behind)) == [SAVED] * RANKS, self._log.read_text()
             for number, name in enumerate(json.loads((self._scratch / "operations").read_text())):
                 faults = [KILL, EIO, ENOSPC] + [SHORT] * (name == "write")
-                found += [Point(victim, number, name, fault) for fault in faults]
+                found += [Point(victim, number, name, fault, behind) for fault in faults]
         return found
 
     def strike(self, point: Point) -> str:
@@ -151,7 +161,7 @@ class Sweep:
         shutil.rmtree(self._root, ignore_errors=True)
         shutil.copytree(self._scratch / "template", self._root)
         self._log.unlink(missing_ok=True)
-        arguments = {"victim": point.victim, "number": point.number, "fault": point.fault}
+        arguments = {name: getattr(point, name) for name in ("victim", "number", "fault", "behind")}
         return self._server.run(replacing, self._log, ranks=RANKS, directory=str(self._root), **arguments)
 
 

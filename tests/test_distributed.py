@@ -23,7 +23,7 @@ from ci_llm.errors import CheckpointError, DamagedCheckpoint
 from tests import crews
 from tests.forkserver import ForkServer
 
-POINTS = 32
+POINTS = 48
 pytestmark = pytest.mark.xdist_group("distributed")
 
 
