@@ -75,7 +75,7 @@ MOMENTS = {
     "after the ballot": Moment("ci_llm.run.loop.apply_gradients", 4, step=5),
     "the optimizer moves": Moment("torch.optim.AdamW.step", 4, step=5),
     "a line of metrics": Moment("ci_llm.logs.run_log.RunLog.metrics", 1, step=2),
-    "a checkpoint is copied": Moment("ci_llm.checkpoints.manager.take_snapshot", step=3),
+    "a checkpoint is copied": Moment("ci_llm.checkpoints.behind.Behind.begin", step=3),
     "a checkpoint is committed behind": Moment("ci_llm.checkpoints.store.commit"),
     "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune"),
     "evaluation on the way": Moment("ci_llm.crowd.evaluate._score_batch", step=3),

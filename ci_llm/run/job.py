@@ -262,10 +262,10 @@ def require_written(run: Run) -> None:
     """
     run.manager.wait_until_finished()
     result = run.manager.last_result
-    cause = result.cause if result else None
-    if run.processes.broadcast_object(cause is not None):
+    note, cause = run.processes.broadcast_object((result.note, result.cause) if result else ("", None))
+    if cause is not None:
         raise CheckpointError(
-            result.note if result else "the main process could not write what the run has learned",
+            note,
             where=str(run.config.run_folder),
             cure="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause
