@@ -1,6 +1,6 @@
 """A signal at a random moment, again and again: is the run saved, and does it go on to the same bits?
 
-    python -m benchmarks.interrupts                  200 moments, on one and on two processes, about 20 minutes
+    python -m benchmarks.interrupts                  200 moments, on one and on two processes, about five minutes
     python -m benchmarks.interrupts --trials 20
 
 Every trial is a run of train.py that a SIGTERM, SIGINT or SIGUSR2 reaches after a random time, from its first moment to

@@ -90,7 +90,7 @@ def train(words: list[str]) -> int:
             _require_checkpoint(config.run_folder)
         launch = read_launch()
         if launch.dies_unheard:
-            die_with_parent()
+            die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
         if launch.is_main:
             print(f"ci_llm {__version__}   run {config.run_folder}   loading...", flush=True)
         _mind_the_hub(config, launch)

@@ -118,8 +118,9 @@ def look_up(job: Job, ask: Ask = ask) -> Standing | None:
 def killed_at(job: Job, ask: Ask = ask, now: float | None = None) -> float | None:
     """Unix seconds at which SLURM kills a job that it has told to end; None if that is not known.
 
-    The end of a job that still runs is its limit, or that of a preemption's grace, to which SLURM then moves it. Told
-    to end at its limit, by scancel or by scontrol requeue, it is killed KillWait seconds later.
+    The end of a job that still runs is its limit, or that of a preemption's grace, to which SLURM then moves it; it
+    says so only of a job with a limit. Told to end at its limit, by scancel or by scontrol requeue, a job is killed
+    KillWait seconds later.
     """
     standing = look_up(job, ask)
     if standing is None or standing.end is None:

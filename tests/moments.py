@@ -19,6 +19,7 @@ import torch
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli import main
+from ci_llm.processes import Processes
 
 STRUCK = "struck"
 STEPS = 6
@@ -125,6 +126,15 @@ def train_signalled(
     elif place is not None and tripwire is not None:
         interfere(place, tripwire, lambda: os._exit(99))
     return main(["train", *words])
+
+
+def train_stuck(folder: str, words: list[str]) -> int:
+    """A trial for the fork server: `train.py` in a world that its library does not let go of."""
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    Processes.shutdown = lambda _self: False  # type: ignore[method-assign]
+    main(["train", *words])
+    return 99
 
 
 def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:

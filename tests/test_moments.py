@@ -138,6 +138,16 @@ def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: Fork
     assert train(server, tmp_path, ranks=2) == [0, 0]
 
 
+def test_a_process_whose_library_waits_for_a_lost_peer_ends_all_the_same(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    how = {"folder": str(tmp_path), "words": arguments()}
+    assert server.run(moments.train_stuck, tmp_path / "log", **how) == [0]
+    assert read_status(tmp_path / "run").status == "completed"
+    how["words"] = arguments(lora_rank=3)
+    assert server.run(moments.train_stuck, tmp_path / "again", **how) == [2]
+    assert "error: the checkpoint belongs to another crowd" in (tmp_path / "again").read_text()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_that_outlasts_the_grace_is_given_up_and_the_last_boundary_saved(
     ranks: int, server: ForkServer, tmp_path: Path

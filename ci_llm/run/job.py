@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from ci_llm.config import Config
 from ci_llm.crowd.answers import AnswerScores, merged
 from ci_llm.crowd.evaluate import Scores, evaluation_record
 from ci_llm.durable import write_json
-from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.errors import CheckpointError, CiLlmError, ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.launch import Launch
 from ci_llm.logs.hardware import HardwareMonitor
@@ -68,15 +70,27 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
     )
     for note in [*processes.notes, *config.notices()]:
         log.say(note)
+    code = 1
     try:
         run = build(config, processes, interrupts, manager, log)
-        return _conduct(run)
+        code = _conduct(run)
+        return code
     finally:
         log.close()
         try:
             manager.close()
         finally:
-            processes.shutdown()
+            if not processes.shutdown():
+                end_at_once(code, sys.exc_info()[1])
+
+
+def end_at_once(code: int, error: BaseException | None) -> None:
+    """End this process here: its library waits for a peer, and would wait at the exit of the interpreter as well."""
+    with suppress(OSError, ValueError):  # the terminal may be gone
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        print(end="", flush=True)
+    os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
 
 
 def check_folder(folder: Path) -> None:

@@ -7,10 +7,12 @@ by itself until SLURM wakes it, and everything else waits for an event.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import psutil
 import xxhash
 
+from ci_llm import slurm
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.status import Status, is_alive, read_failures, read_status
 from tests.slurm.cluster import ENDED, Cluster, Job, until
@@ -135,13 +138,10 @@ class Scenario:
     def until_nothing_is_left(self, job: Job) -> None:
         until("nothing is left of the job", lambda: not self.cluster.processes(job))
 
-    def signal(self, job: Job) -> Status:
-        """`scancel --signal=TERM`, which ends nothing by itself; the status in which the run has left."""
+    def signal(self, job: Job) -> dict[str, Any]:
+        """`scancel --signal=TERM`, which ends nothing by itself, to the srun step."""
         self.cluster.call("scancel", "--signal=TERM", job.number)
-        shown = job.until_ended()
-        assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "0"), job.said()
-        assert "Traceback" not in job.said()
-        return read_status(self.run)
+        return self.told(job)
 
     def told(self, job: Job, **more: object) -> dict[str, Any]:
         """How the job ended, and what it left."""
@@ -265,22 +265,24 @@ def split_brain(scene: Scenario) -> dict[str, Any]:
     }
 
 
-def signalled_at_start(scene: Scenario) -> Status:
-    """A SIGTERM to the srun step while it loads what it needs."""
-    job = scene.submit(requeue="false")
+def signalled_at_start(scene: Scenario) -> dict[str, Any]:
+    """A SIGTERM to the srun step while it loads what it needs, for the third time."""
+    for earlier in (8, 9):
+        slurm.record_attempt(scene.run, earlier, 0, None)
+    job = scene.submit()
     job.until("it is loading", lambda: "loading..." in job.said())
     return scene.signal(job)
 
 
-def signalled_in_training(scene: Scenario) -> Status:
-    """A SIGTERM to the srun step in a step of the optimizer."""
-    job = scene.submit(requeue="false", max_train_steps=1_000_000, save_steps="null")
+def signalled_in_training(scene: Scenario) -> dict[str, Any]:
+    """A SIGTERM to the srun step in a step of the optimizer, of a job that may not come back."""
+    job = scene.submit(max_requeues=0, max_train_steps=1_000_000, save_steps="null")
     job.until("it trains", lambda: bool(scene.metrics()))
     return scene.signal(job)
 
 
-def signalled_in_evaluation(scene: Scenario) -> Status:
-    """A SIGTERM to the srun step while it judges what it has trained."""
+def signalled_in_evaluation(scene: Scenario) -> dict[str, Any]:
+    """A SIGTERM to the srun step while it judges what it has trained, of a run that does not want to come back."""
     job = scene.submit(requeue="false", max_train_steps=2, eval_samples=1000)
     job.until("the last step is saved", lambda: scene.newest_step() == 2)
     return scene.signal(job)
@@ -314,6 +316,27 @@ def foreign(scene: Scenario) -> dict[str, Any]:
     job = scene.sbatch(ROOT / "slurm" / "safe_train.sbatch", *words, environment={})
     shown = job.until_ended()
     return {"shown": shown, "output": job.said(), "published": scene.published(), "story": story_of(scene)}
+
+
+def deaf(scene: Scenario) -> dict[str, Any]:
+    """A job that ends for no SIGTERM: how long SLURM gives it, as `ci_llm.slurm` reads its answers, in seconds."""
+    job = scene.sbatch("--time=60", "--wrap=trap '' TERM; echo deaf; exec sleep 10000", environment={})
+    job.until("it runs", lambda: "deaf" in job.said())
+
+    def left() -> tuple[float, dict[str, str]]:
+        end = slurm.killed_at(slurm.Job(job.number, 0), ask=lambda command: scene.cluster.call(*command))
+        return (end or math.inf) - time.time(), job.show()
+
+    told = {"unasked": left()}
+    scene.cluster.preempt(job.node)
+    job.until("its grace begins", lambda: job.show()["PreemptTime"] != "None")
+    told["preempted"] = left()
+    scene.cluster.call("scancel", job.number)
+    job.until("it is to end", lambda: job.show()["JobState"] != "RUNNING")
+    told["cancelled"] = left()
+    for process in scene.cluster.processes(job):
+        process.kill()
+    return told
 
 
 def story_of(scene: Scenario) -> str:

@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
@@ -13,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from ci_llm.status import Status
 from tests.slurm import scenarios
-from tests.slurm.cluster import Cluster, until
+from tests.slurm.cluster import GRACE_S, KILL_WAIT_S, Cluster, until
 from tests.slurm.scenarios import CAUGHT_AT, STEPS, Scenario
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -34,6 +34,7 @@ SCENARIOS = (
     scenarios.supervised_and_cancelled,
     scenarios.undisturbed,
     scenarios.foreign,
+    scenarios.deaf,
     scenarios.signalled_at_start,
     scenarios.signalled_in_training,
     scenarios.signalled_in_evaluation,
@@ -167,15 +168,30 @@ def test_an_attempt_that_slept_through_its_own_replacement_damages_nothing(
 
 
 @pytest.mark.parametrize(
-    "scenario",
-    [scenarios.signalled_at_start, scenarios.signalled_in_training, scenarios.signalled_in_evaluation],
-    ids=lambda scenario: scenario.__name__,
+    ("scenario", "step", "said"),
+    [
+        (scenarios.signalled_at_start, 0, "not put back into the queue: no progress in 3 attempts"),
+        (scenarios.signalled_in_training, None, "not put back into the queue: it was 0 times, and max_requeues is 0"),
+        (scenarios.signalled_in_evaluation, 2, "step 2 is saved"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_signal_to_the_step_is_heard_at_any_time(scenario: Callable[[Scenario], Status], story: Stories) -> None:
-    status = story(scenario)
-    assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
-    expected = {scenarios.signalled_at_start: 0, scenarios.signalled_in_evaluation: 2}
-    assert status.step == expected.get(scenario, status.step)
+def test_a_signal_to_the_step_is_heard_at_any_time(
+    scenario: Callable[[Scenario], Any], step: int | None, said: str, story: Stories
+) -> None:
+    told = story(scenario)
+    assert how_it_ended(told) == ("COMPLETED", "0", "interrupted"), told["output"]
+    assert told["status"].reason == "signal:SIGTERM"
+    assert told["status"].step == (step if step is not None else told["status"].step)
+    assert said in told["log"]
+    assert "Traceback" not in told["output"]
+
+
+def test_how_long_slurm_gives_a_job_is_read_from_its_answers(story: Stories) -> None:
+    told = story(scenarios.deaf)
+    assert 2 * GRACE_S < told["unasked"][0] < math.inf, told
+    assert 0 < told["preempted"][0] <= GRACE_S, told
+    assert 0 < told["cancelled"][0] <= KILL_WAIT_S, told
 
 
 # Under the supervisor
