@@ -142,6 +142,13 @@ def test_two_runs_with_the_same_bits(run: Path, tmp_path: Path, capsys: pytest.C
     assert verb("diff", run, run / "checkpoint_step_4") == 0, "a run is its newest checkpoint"
 
 
+def test_the_backend_that_wrote_a_checkpoint_is_no_difference(run: Path, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "other", async_save=False, checkpoint_backend="distributed") as manager:
+        manager.save(4, state(4), info={"position": 48, "surroundings": {"threads": 1}})
+    assert verb("verify", tmp_path / "other") == 0
+    assert verb("diff", run / "checkpoint_step_4", tmp_path / "other") == 0
+
+
 def nudged(tensor: Tensor) -> Tensor:
     return torch.nextafter(tensor, torch.full_like(tensor, 9.0))
 
