@@ -37,8 +37,7 @@ from torch.utils.data import SequentialSampler
 
 from ci_llm import rng
 from ci_llm.checkpoints.collective import TorchProcesses, together
-from ci_llm.checkpoints.lone import write_lone
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint, write_lone
 from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
 from ci_llm.crowd.base import fingerprint_of
 from ci_llm.crowd.model import Crowd

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ci_llm.accelerate_hooks import latest_state, register_hooks
 from ci_llm.checkpoints.difference import compare
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.crowd.base import fingerprint_of
 from ci_llm.crowd.lora import LoraSettings

@@ -18,7 +18,8 @@ from torch import nn
 from benchmarks import bit_flips
 from ci_llm.checkpoints import arena
 from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
-from ci_llm.checkpoints.manager import CheckpointManager, load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.snapshot import hand_off
 from ci_llm.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config

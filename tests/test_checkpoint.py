@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ci_llm.checkpoints.arena import Arena, Copy
 from ci_llm.checkpoints.fit import load_into
-from ci_llm.checkpoints.manager import CheckpointManager, SavePolicy, load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager, SavePolicy
 from ci_llm.checkpoints.snapshot import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy

@@ -16,7 +16,8 @@ from hypothesis import given
 
 from benchmarks.bit_flips import noticed, write_in_parts
 from benchmarks.crash_parts import sweep
-from ci_llm.checkpoints.manager import CheckpointManager, load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.shards import deal, outline
 from ci_llm.checkpoints.snapshot import hand_off, read_snapshot, snapshot_of
 from ci_llm.errors import CheckpointError, DamagedCheckpoint

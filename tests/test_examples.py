@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ci_llm.checkpoints.difference import compare
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from examples import accelerate_loop, own_loop
 from tests.forkserver import ForkServer
 from tests.moments import interfere

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.run.memory_pressure import is_out_of_memory, unless_out_of_memory
 from ci_llm.status import read_failures, read_status
 from tests.faults import Fault, fired, metrics, said, samples, train

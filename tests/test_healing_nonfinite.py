@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.recovery import Recovery, write_recovery
 from ci_llm.status import read_failures, read_status
 from tests.faults import KEYS, Fault, fired, metrics, said, train, weights

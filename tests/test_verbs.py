@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ci_llm.checkpoints.difference import compare
-from ci_llm.checkpoints.lone import write_lone
-from ci_llm.checkpoints.manager import CheckpointManager, load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint, write_lone
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli import main
 from ci_llm.config import load_config

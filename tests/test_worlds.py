@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.data.order import Plan
 from ci_llm.embedded import BASE_FOLDER
 from tests.forkserver import ForkServer

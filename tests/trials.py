@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli import main
 from ci_llm.crowd.model import Crowd

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from ci_llm.check.inputs import tokenized
 from ci_llm.check.scene import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, Scene
 from ci_llm.check.words import count, duration, size
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.crowd.aggregate import aggregate
 from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.generate import Decoding

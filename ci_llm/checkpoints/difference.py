@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.manager import Checkpoint
+from ci_llm.checkpoints.lone import Checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST
 
 Path: TypeAlias = "tuple[str, ...]"

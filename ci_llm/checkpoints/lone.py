@@ -5,13 +5,33 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ci_llm.checkpoints.commit import commit, require_space
-from ci_llm.checkpoints.manifest import Manifest
-from ci_llm.checkpoints.snapshot import State, take_snapshot
+from ci_llm.checkpoints.manifest import Manifest, read_folder
+from ci_llm.checkpoints.snapshot import State, read_snapshot, take_snapshot
 from ci_llm.durable import DISK, Filesystem, make_folders, remove_tree
 from ci_llm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and verified."""
+
+    state: dict[str, Any]
+    manifest: Manifest
+
+
+def load_checkpoint(folder: Path | str) -> Checkpoint:
+    """Read one committed folder, wherever it lies.
+
+    Raises:
+        DamagedCheckpoint: it is missing, or not as it was written.
+    """
+    manifest, files = read_folder(Path(folder))
+    return Checkpoint(read_snapshot(manifest.forms, files), manifest)
 
 
 def write_lone(

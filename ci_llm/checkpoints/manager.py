@@ -22,7 +22,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ from ci_llm.checkpoints.behind import Behind
 from ci_llm.checkpoints.collective import Processes, TorchProcesses, together
 from ci_llm.checkpoints.fit import load_into
 from ci_llm.checkpoints.interval import BestInterval
-from ci_llm.checkpoints.manifest import Manifest, read_folder
+from ci_llm.checkpoints.manifest import Manifest
 from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.snapshot import State, read_snapshot, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
@@ -42,24 +42,6 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.typed_json import decode, encode
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was read and verified."""
-
-    state: dict[str, Any]
-    manifest: Manifest
-
-
-def load_checkpoint(folder: Path | str) -> Checkpoint:
-    """Read one committed folder, wherever it lies.
-
-    Raises:
-        DamagedCheckpoint: it is missing, or not as it was written.
-    """
-    manifest, files = read_folder(Path(folder))
-    return Checkpoint(read_snapshot(manifest.forms, files), manifest)
 
 
 def _copy_of(info: Mapping[str, object]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ci_llm.checkpoints.manager import load_checkpoint
+from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.errors import CheckpointError
 from ci_llm.run.run import Run
 

@@ -17,7 +17,8 @@ import torch
 
 from ci_llm import rng
 from ci_llm._version import __version__
-from ci_llm.checkpoints.manager import Checkpoint, CheckpointManager, load_checkpoint
+from ci_llm.checkpoints.lone import Checkpoint, load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, ForeignCheckpoint
 from ci_llm.run.guard import guard_state, restore_guard

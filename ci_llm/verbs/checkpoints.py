@@ -123,7 +123,7 @@ def _verify(call: argparse.Namespace) -> int:
 
 def _diff(call: argparse.Namespace) -> int:
     from ci_llm.checkpoints.difference import compare
-    from ci_llm.checkpoints.manager import load_checkpoint
+    from ci_llm.checkpoints.lone import load_checkpoint
 
     folders = [_checkpoint(path) for path in (call.one, call.other)]
     found = compare(*(load_checkpoint(folder) for folder in folders))
