@@ -210,6 +210,15 @@ def test_any_nested_state_comes_back_bit_for_bit(state: dict[str, Any]) -> None:
         assert same(read_snapshot(snapshot.forms, files), state)
 
 
+def test_a_flat_dict_keeps_its_order_whatever_the_types() -> None:
+    state = {
+        name: torch.ones(1, dtype=dtype) for name, dtype in zip("dacb", 2 * [torch.int8, torch.float64], strict=True)
+    }
+    snapshot = take_snapshot({"a": state})
+    files = {name: b"".join(image.parts) for name, image in snapshot.files.items()}
+    assert list(read_snapshot(snapshot.forms, files)["a"]) == list("dacb")
+
+
 @given(st.dictionaries(st.text(min_size=1, max_size=4), tensors, min_size=1, max_size=5))
 def test_the_library_reads_what_our_writer_writes(state: dict[str, Tensor]) -> None:
     state = {name: tensor for name, tensor in state.items() if name != "__metadata__"}

@@ -232,8 +232,9 @@ def _widest_first(tensor: Tensor) -> int:
 def write_safetensors(tensors: Mapping[str, Tensor], body: memoryview | None = None) -> FileImage:
     """The safetensors file of `tensors`: 8 bytes of header length, the header as JSON, the raw bytes.
 
-    Wider types come first, as the format wants it (https://github.com/huggingface/safetensors#format). The
-    library's own writer makes a copy of its own; here the digests are of the very bytes that go to disk.
+    Bytes of wider types come first, as the format wants it (https://github.com/huggingface/safetensors#format); the
+    header keeps the order of `tensors`. The library's own writer makes a copy of its own; here the digests are of the
+    very bytes that go to disk.
 
     Args:
         body: all raw bytes, in the order of the file; read from the tensors if None.
@@ -242,14 +243,15 @@ def write_safetensors(tensors: Mapping[str, Tensor], body: memoryview | None = N
         TypeError: a type or layout that the format does not know.
     """
     order = sorted(tensors, key=lambda name: _widest_first(tensors[name]))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {}
     end = 0
     spans: dict[str, slice] = {}
     for name in order:
         begin, end = end, end + tensors[name].nbytes
         kind = DTYPES[tensors[name].dtype]
-        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
         spans[name] = slice(begin, end)
+    header = {"__metadata__": {"format": "pt"}} | {name: entries[name] for name in tensors}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -331,14 +333,14 @@ def _tensors_of(key: str, files: Mapping[str, bytes]) -> dict[str, Tensor]:
 
 
 def read_safetensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, read by the library.
+    """The tensors of a safetensors file, read by the library, in the order of its header.
 
     Raises:
         ValueError: it is no such file, or its header is longer than the format allows.
     """
-    tensor_spans(data)
+    names = tensor_spans(data)
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
-    return tensors
+    return {name: tensors[name] for name in names}
