@@ -6,7 +6,7 @@ For loops that bring nothing of ours but the manager. Our own trainer brings its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,17 +84,18 @@ class Line:
             padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
             padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
             texts = self._gather(padded)
+            return [text[:size].numpy().tobytes() for text, size in zip(texts, sizes, strict=True)]
         except RuntimeError as error:  # gloo knows no narrower class
-            self._hang_up(error)
-        return [text[:size].numpy().tobytes() for text, size in zip(texts, sizes, strict=True)]
+            reason = str(error).splitlines()[0]
+        # Out here, for the error's traceback holds the group, and a group that is held keeps its connections.
+        raise self._hung_up(reason)
 
-    def _hang_up(self, error: RuntimeError) -> NoReturn:
+    def _hung_up(self, reason: str) -> PeerGone:
         """Close every connection: whoever waits for this process, and not for the one that is gone, hears as well."""
-        self._gone = PeerGone(
-            "another process is gone: nothing can be saved together", where=str(error).splitlines()[0]
-        )
+        self._gone = PeerGone("another process is gone: nothing can be saved together", where=reason)
         dist.destroy_process_group(self._group)
-        raise self._gone from error
+        self._group = None
+        return self._gone
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         everyones = [torch.empty_like(own) for _ in range(self.count)]
@@ -112,16 +113,22 @@ def together(processes: Processes, work: Callable[[], Sequence[int]]) -> list[in
     Raises:
         CheckpointError: `work` raised on another process; where it raised, its own error goes on. Either way
             every process comes out of the collective, so that none waits for one that failed.
+        PeerGone: at once and without a vote, in which those who still wait elsewhere could not take part.
     """
-    votes: Sequence[int] | None = None
     try:
         votes = work()
-    finally:
-        ballot = torch.zeros(1 + MAX_VOTES, dtype=torch.int64)
-        ballot[0] = votes is None
-        for place, vote in enumerate(votes or (), start=1):
-            ballot[place] = int(vote)
-        failed, *totals = processes.reduce_flat_(ballot).tolist()
+    except PeerGone:
+        raise
+    except BaseException:
+        _add_up(processes, failed=True)
+        raise
+    failed, *totals = _add_up(processes, votes)
     if failed:
         raise CheckpointError("another process of this run has failed at this point", cure="its own message says why")
     return totals[: len(votes)]
+
+
+def _add_up(processes: Processes, votes: Sequence[int] = (), *, failed: bool = False) -> list[int]:
+    ballot = torch.zeros(1 + MAX_VOTES, dtype=torch.int64)
+    ballot[: 1 + len(votes)] = torch.tensor([int(failed), *map(int, votes)])
+    return processes.reduce_flat_(ballot).tolist()
