@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ci_llm.checkpoints import manager as manager_module
+from ci_llm.checkpoints import parts
 from ci_llm.checkpoints.collective import PeerGone
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.durable import Filesystem
 from ci_llm.errors import CheckpointError
+from ci_llm.interrupts import Interrupts
 
 
 def state(step: int) -> dict[str, Any]:
@@ -123,7 +126,7 @@ def strike_once(fault: str) -> None:
 def whatever_goes_wrong(work: Callable[[], object]) -> Exception | None:
     try:
         work()
-    except (CheckpointError, ZeroDivisionError) as error:
+    except (CheckpointError, ZeroDivisionError, IndexError) as error:
         return error
     return None
 
@@ -171,7 +174,35 @@ def hopeless(directory: str) -> int:
     error = whatever_goes_wrong(lambda: manager.save(1, {"value": {1, 2} if rank == 1 else 1}))
     assert isinstance(error, CheckpointError)
     assert ("cannot be saved" if rank == 1 else "another process") in error.what
+    real = parts.contents
+    if rank == 1:
+        parts.contents = lambda _: [][1]
+    error = whatever_goes_wrong(lambda: manager.save(1, state(1)))
+    assert isinstance(error, IndexError if rank == 1 else CheckpointError)
+    parts.contents = real
     assert manager.save(2, state(2))
+    return 0
+
+
+def pausing(directory: str, backend: str, behind: bool) -> int:
+    """A disk that stays full: process 0 waits for a while, drops that checkpoint, and all go on together."""
+    rank = enter()
+    naps: list[float] = []
+    Interrupts.wait = lambda _, seconds: naps.append(seconds)  # type: ignore[method-assign, assignment, return-value]
+    manager_module.LONGEST_PAUSE_S = 1e-3
+    options: dict[str, Any] = {"async_save": behind, "checkpoint_backend": backend, "on_disk_full": "pause"}
+    with CheckpointManager(directory, **options) as manager:
+        assert manager.save(1, state(1))
+        manager.wait_until_finished()
+        real = Filesystem.free_bytes
+        Filesystem.free_bytes = lambda *_: 0  # type: ignore[method-assign]
+        manager.save(2, state(2))
+        manager.wait_until_finished()
+        Filesystem.free_bytes = real  # type: ignore[method-assign]
+        assert bool(naps) == (rank == 0)
+        dist.barrier()
+        assert manager.save(3, state(3))
+    assert rank or CheckpointManager(directory).all_steps() == [1, 3]
     return 0
 
 

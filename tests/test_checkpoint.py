@@ -476,6 +476,19 @@ def test_a_disk_that_fails_behind_is_told_and_no_error(managers: Any) -> None:
     assert manager.latest_step() == 2
 
 
+def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    disk = FailingDisk(10**9, 28)
+    manager = managers(disk=disk, async_save=True, say=said.append)
+    manager.store.claim()
+    disk.lives = disk.changes + 2
+    assert manager.save(1, {"a": 1})
+    manager.wait_until_finished()
+    assert manager.save(1, {"a": 1}, force=True)
+    assert manager.latest_step() == 1
+    assert said == ["checkpoint_step_1 is dropped: [Errno 28] No space left on device"]
+
+
 # Stopping
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,9 +20,11 @@ from benchmarks.bit_flips import noticed, write_in_parts
 from benchmarks.crash_parts import sweep
 from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.parts import GAVE_UP, _Followers
 from ci_llm.checkpoints.shards import deal, outline
 from ci_llm.checkpoints.snapshot import hand_off, read_snapshot, snapshot_of
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.typed_json import dump_json
 from tests import crews
 from tests.forkserver import ForkServer
 
@@ -116,6 +120,20 @@ def test_a_state_that_is_not_one_is_refused(world: World) -> None:
 
 def test_what_one_cannot_hand_off_is_an_error_of_all(world: World) -> None:
     world.run(crews.hopeless, 3)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("backend", ["vanilla", "distributed"])
+def test_a_pause_for_which_others_wait_has_an_end(world: World, backend: str, behind: bool) -> None:
+    world.run(crews.pausing, 2, backend=backend, behind=behind)
+
+
+def test_who_gave_up_is_an_error_before_our_own_full_disk() -> None:
+    line = SimpleNamespace(exchange=lambda said: [said, dump_json(GAVE_UP)])
+    told = [{"records": {}}, {"records": {}}]
+    followers = _Followers(line, Path("run"), told)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="process 1 could not write"), followers.writing(Path("run/draft")):
+        raise OSError(errno.ENOSPC, "full")
 
 
 def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:

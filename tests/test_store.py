@@ -713,10 +713,17 @@ def test_pause_waits_for_space_and_then_saves(run: Run) -> None:
 
 def test_pause_ends_when_the_run_is_to_stop(run: Run) -> None:
     naps: list[float] = []
-    stop = lambda: len(naps) >= 2  # noqa: E731
+    paused: list[float] = []
+
+    def stop(paused_s: float) -> bool:
+        paused.append(paused_s)
+        return len(naps) >= 2
+
     store = run.open(disk=FullDisk(), on_disk_full="pause", sleep=naps.append, stop_waiting=stop)
     assert not store.save(1, files(1)).saved
     assert len(naps) == 2
+    assert paused == sorted(paused)
+    assert 0 <= paused[0] < paused[-1]
 
 
 @pytest.fixture

@@ -107,6 +107,11 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def several() -> bool:
+    """Whether others wait for this process in a collective, while it is busy outside of one."""
+    return _distributed() and dist.get_world_size() > 1
+
+
 def together(processes: Processes, work: Callable[[], Sequence[int]]) -> list[int]:
     """Do `work` on every process and add up what it returns. A collective.
 

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from ci_llm.checkpoints.backends import open_backend
 from ci_llm.checkpoints.behind import Behind
-from ci_llm.checkpoints.collective import Processes, TorchProcesses, together
+from ci_llm.checkpoints.collective import Processes, TorchProcesses, several, together
 from ci_llm.checkpoints.fit import load_into
 from ci_llm.checkpoints.interval import BestInterval
 from ci_llm.checkpoints.manifest import Manifest
@@ -42,6 +42,9 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.typed_json import decode, encode
 
 _LOGGER = logging.getLogger(__name__)
+
+#: The others wait in a collective meanwhile, and through two pauses at `finish`; NCCL gives up after ten minutes.
+LONGEST_PAUSE_S = 240.0
 
 
 def _copy_of(info: Mapping[str, object]) -> dict[str, Any]:
@@ -93,7 +96,8 @@ class CheckpointManager:
         processes: what to speak to other processes with; `torch.distributed` by default, if initialised.
         interrupts: notes of signals that the caller installs. By default the manager installs its own at the
             first `reached_preemption`, in the main thread, and gives the old handlers back on close.
-        on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space.
+        on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space; with more than one process
+            for 4 minutes at most, then drop.
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         say: called with one line for people; with `async_save` also from the thread that writes.
         clock: seconds, monotonic.
@@ -129,7 +133,7 @@ class CheckpointManager:
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
             say=say,
-            stop_waiting=lambda: self._interrupts.stop_reason is not None,
+            stop_waiting=self._stop_waiting,
             sleep=self._interrupts.wait,
         )
         device = accelerator.device if accelerator is not None else None
@@ -141,6 +145,7 @@ class CheckpointManager:
             weakref.finalize(self, _finish_at_exit, self._behind, say)
         self._tried_at = clock()
         self._known_newest: list[int | None] = []
+        self._begun: int | None = None
         self._votes: tuple[int, _Votes] | None = None
 
     # Saving
@@ -182,6 +187,8 @@ class CheckpointManager:
             CheckpointError: the state holds a value that cannot be saved; the save before failed behind.
             WriterBusy: another process writes to this folder, or has taken it over.
         """
+        if force:
+            self._votes = None  # what was begun at this step may have been dropped behind
         votes = self._agree(step)
         if not votes.newer:
             self._say_if_saved(step)
@@ -347,7 +354,14 @@ class CheckpointManager:
         self.wait_until_finished()
         self._known_newest, self._votes = [], None
 
+    def _stop_waiting(self, paused_s: float) -> bool:
+        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and several())
+
     def _newest(self) -> int | None:
+        if self._begun is not None and not self._is_busy():
+            last, begun, self._begun = self.last_result, self._begun, None
+            if last is None or (last.step, last.saved) != (begun, True):
+                self._known_newest = []
         if not self._known_newest:
             self.store.claim()
             self._known_newest = [self.store.latest()]
@@ -369,7 +383,7 @@ class CheckpointManager:
         else:
             saved = self._judge(task.save(partial(snapshot_of, task.entries)))
         if saved and self._is_main:
-            self._known_newest = [step]
+            self._known_newest, self._begun = [step], step
         return saved
 
     def _own(self, info: Mapping[str, object], left: bool) -> dict[str, Any]:

@@ -59,21 +59,24 @@ class Crew:
             CheckpointError: the state cannot be saved here, or on another process, or is not the same on all.
         """
         entries: list[Entry] = []
+        own: dict[str, str] = {}
 
         def take() -> list[int]:
             be_ready()
             entries.extend(hand_off(state))
+            self._parts = deal(entries, self._line.count)
+            if not self._compared:
+                own.update(contents(entries))
             return []
 
         together(self._processes, take)
         if not self._compared:
-            self._require_one_state(entries)
+            self._require_one_state(own)
             self._compared = True
-        self._parts = deal(entries, self._line.count)
         return {entry.key: entry.form for entry in entries}, self._parts[self._line.index].entries
 
-    def _require_one_state(self, entries: Sequence[Entry]) -> None:
-        told = _meet(self._line, contents(entries))
+    def _require_one_state(self, own: Mapping[str, str]) -> None:
+        told = _meet(self._line, own)
         for index, theirs in enumerate(told):
             if odd := sorted(key for key in {**told[0], **theirs} if told[0].get(key) != theirs.get(key)):
                 raise CheckpointError(
@@ -177,8 +180,8 @@ class _Followers(Others):
         finally:
             told = _meet(self._line, {})
             self._gave_up = _who_gave_up(told)
-        if self._gave_up is not None:
-            raise CheckpointError(f"process {self._gave_up} could not write its part", cure="see what it says")
+            if self._gave_up is not None:  # before an error of our own disk: it would be tried again, without them
+                raise CheckpointError(f"process {self._gave_up} could not write its part", cure="see what it says")
         for index, each in enumerate(told):
             if "error" in each:
                 what = f"{each['error']} (process {index})"

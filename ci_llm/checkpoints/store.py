@@ -72,7 +72,7 @@ class CheckpointStore:
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         holder: who writes; this process by default.
         say: called with one line for people.
-        stop_waiting: asked while paused; True gives the new checkpoint up.
+        stop_waiting: asked while paused, with the seconds so far; True gives the new checkpoint up.
         disk, sleep: the real ones by default.
     """
 
@@ -85,7 +85,7 @@ class CheckpointStore:
         writer_timeout: float = WRITER_TIMEOUT_S,
         holder: Holder | None = None,
         say: Callable[[str], None] = _LOGGER.warning,
-        stop_waiting: Callable[[], bool] = lambda: False,
+        stop_waiting: Callable[[float], bool] = lambda paused_s: False,
         disk: Filesystem = DISK,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -306,21 +306,23 @@ class CheckpointStore:
         self, target: Path, files: Mapping[str, FileImage], manifest: Manifest, others: Others = NOBODY
     ) -> Exception | None:
         """Write, commit, read back; the error if that failed, after everything was put back as it was."""
+        paused_at: float | None = None
         while True:
             try:
                 require_space(self.directory, manifest, self._disk)
                 old = commit(target, files, manifest, self._held().work, self._disk, others)
             except (OSError, DamagedCheckpoint) as error:
                 self._held()
-                if not (isinstance(error, OSError) and error.errno in DISK_FULL and self._pause(error)):
+                paused_at = paused_at or time.monotonic()
+                if not (isinstance(error, OSError) and error.errno in DISK_FULL and self._pause(error, paused_at)):
                     return error
             else:
                 self._clear(old)
                 return None
 
-    def _pause(self, error: OSError) -> bool:
+    def _pause(self, error: OSError, since: float) -> bool:
         """Wait for space if that is wanted; False if the checkpoint is to be given up."""
-        if self._on_disk_full != "pause" or self._stop_waiting():
+        if self._on_disk_full != "pause" or self._stop_waiting(time.monotonic() - since):
             return False
         self._say(f"the disk is full ({error}); waiting {PAUSE_S:.0f} s for space, training stands still")
         self._sleep(PAUSE_S)

@@ -126,15 +126,18 @@ class Lifeboat:
             self._save_boundary()
             leave(run, run.interrupts.stop_reason or "")
             exit_code = run.config.interrupted_exit_code
-        except (CiLlmError, OSError) as error:
-            run.log.say(f"the last boundary could not be saved: {error}")
+        except Exception as error:  # noqa: BLE001 - the process ends here: nobody else would say it
+            run.log.say(f"the last boundary could not be saved: {_in_words(error)}")
         finally:
             os._exit(exit_code)
 
     def _save_boundary(self) -> None:
         run, (step, _) = self._run, self._boundary
         run.log.say(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
-        run.manager.wait_until_finished()
+        try:
+            run.manager.wait_until_finished()
+        except Exception as error:  # noqa: BLE001 - whatever became of that one, this one may be saved
+            run.log.say(f"the save in flight has failed: {_in_words(error)}")
         if step:
             kept = kept_steps(run)
             run.manager.save_last(step, contents(run, self._all_generators()), info=describe(run), keep=kept)
@@ -171,6 +174,10 @@ class Lifeboat:
 
     def _folder(self, index: int) -> Path:
         return self._run.config.run_folder / "attempts" / str(self._attempt) / f"process_{index}"
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, (CiLlmError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def _write(folder: Path, values: Mapping[str, Any]) -> None:
