@@ -17,8 +17,9 @@ import psutil
 
 from ci_llm.interrupts import STACKS_SIGNAL
 
-_ANSWER_S: Final = 2.0
-_LOOK_S: Final = 0.05
+#: For all children together, one after the other: they write into one file, and at once their lines would mix.
+_ANSWERS_S: Final = 4.0
+_LOOK_S: Final = 0.02
 
 
 class Stacks:
@@ -36,21 +37,21 @@ class Stacks:
         self._file.close()
 
     def take(self) -> str:
-        """The stacks of all threads, here and in every child process that answers within a moment."""
+        """The stacks of all threads, here and in every child process that answers within its share of a moment."""
         end = self._end()
         faulthandler.dump_traceback(self._file)
         told = [f"process {os.getpid()}:", self._since(end)]
-        for child in psutil.Process().children(recursive=True):
-            end = self._end()
+        until, children = time.monotonic() + _ANSWERS_S, psutil.Process().children(recursive=True)
+        for left, child in zip(range(len(children), 0, -1), children, strict=True):
+            end, now = self._end(), time.monotonic()
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(STACKS_SIGNAL)
-            if self._has_answered(end):
+            if self._has_answered(end, now + (until - now) / left):
                 told += [f"its child process {child.pid}:", self._since(end)]
         return "\n".join(told)
 
-    def _has_answered(self, end: int) -> bool:
+    def _has_answered(self, end: int, until: float) -> bool:
         """Whether the file has grown beyond `end` in time; returns when it grows no more."""
-        until = time.monotonic() + _ANSWER_S
         seen = end
         while time.monotonic() < until:
             time.sleep(_LOOK_S)

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
-from ci_llm.errors import ConfigError
+from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.run.best import result_in_place
+from ci_llm.run.pulse import Pulse
 from ci_llm.run.state import TrainState
 from ci_llm.run.validation import Best, Validation
 from ci_llm.status import read_status
@@ -73,6 +76,19 @@ def test_the_state_keeps_it_and_reads_states_that_have_none() -> None:
     assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     older = {key: value for key, value in asdict(state).items() if key != "validation"}
     assert TrainState.from_dict(older).validation == Validation()
+
+
+def test_the_failure_of_the_last_save_is_not_taken_for_one_of_the_best_step() -> None:
+    class Failed:
+        def wait_until_finished(self) -> None:
+            raise CheckpointError("the last step was not written")
+
+    state = TrainState(step=30, validation=seen(0.5, 0.3, 0.4))
+    run: Any = SimpleNamespace(
+        state=state, config=SimpleNamespace(load_best_model_at_end=True), pulse=Pulse(), manager=Failed()
+    )
+    with pytest.raises(CheckpointError, match="the last step was not written"), result_in_place(run):
+        pass
 
 
 def test_pruning_spares_the_kept_steps_beside_the_newest(tmp_path: Path) -> None:

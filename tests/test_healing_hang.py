@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ci_llm.run.pulse import FIRST_S, LEAST_S, TIMES, Pulse, Silence
+from ci_llm.run.state import TrainState
+from ci_llm.run.watchdog import Watchdog
+from ci_llm.stacks import Stacks
 from ci_llm.status import read_failures, read_status
 from tests.faults import Fault, fired, said, train
 from tests.forkserver import ForkServer
@@ -58,6 +65,50 @@ def test_a_worker_of_the_loader_that_never_answers(server: ForkServer, tmp_path:
     assert "in train" in own
     assert "in stuck_in_worker" in worker
     assert read_status(tmp_path / "run").reason == "hang"
+
+
+def test_a_disk_that_takes_nothing_hides_no_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "attempts").write_text("no folder can be made here")
+    ends: list[str] = []
+    run: Any = SimpleNamespace(
+        pulse=Pulse(),
+        config=SimpleNamespace(run_folder=tmp_path, hang_timeout=None),
+        processes=SimpleNamespace(index=0, launch=None),
+        state=TrainState(step=4),
+        status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
+    )
+    with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ci_llm.run.watchdog.command_line", lambda _: "again")
+        Watchdog(run, 1, stacks_on_demand)._tell("no progress for 3 s")
+    assert "no progress for 3 s" in capfd.readouterr().err
+    assert "in test_a_disk_that_takes_nothing_hides_no_hang" in (tmp_path / "training.log").read_text()
+    assert ends == ["failed"]
+
+
+TWO_CHILDREN = """
+import os, signal
+from ci_llm.stacks import Stacks
+
+with Stacks() as stacks:
+    children = []
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            signal.pause()
+        children.append(child)
+    os.kill(children[0], signal.SIGSTOP)
+    os.waitpid(children[0], os.WUNTRACED)
+    try:
+        said = stacks.take()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    assert f"child process {children[0]}" not in said, said
+    assert f"child process {children[1]}" in said, said
+"""
+
+
+def test_a_silent_child_leaves_the_others_time_to_answer() -> None:
+    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=60)
 
 
 def test_a_run_at_work_is_left_alone(server: ForkServer, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ci_llm.run.guard import Findings
 from ci_llm.run.health import LEAST_SHARE, BadBatch, Bounds, Healing, Health
+from ci_llm.run.state import TrainState
 
 BOUNDS = Bounds(rate_factor=2.0, max_in_a_row=3, good_after=4)
 
@@ -49,6 +51,25 @@ def test_only_the_sick_pay() -> None:
     healing = Healing(agents=(Health(),) * 3).after(5, [1], BOUNDS)
     assert [healing.rate(k) for k in range(3)] == [1.0, 0.5, 1.0]
     assert [health.sick_in_a_row for health in healing.agents] == [0, 1, 0]
+
+
+def test_a_step_left_out_for_an_overflow_is_neither_a_sick_nor_a_well_one() -> None:
+    before = Healing(agents=(fare("x"), fare("x")))
+    after = before.after(1, (), BOUNDS, overflowed=(0,))
+    assert after.agents == (fare("x"), fare("x."))
+
+
+def test_only_an_overflow_halves_the_loss_scale() -> None:
+    state = TrainState(skipped=(0, 0), loss_scale=8.0)
+    for sick, scale in (((0,), 4.0), ((0, 1), 8.0)):
+        findings = Findings(left_out=(0, 1), sick=sick, bad_batch=False, tokens=1)
+        moved = state.advance(1, 1, findings.left_out, findings.overflowed)
+        assert (moved.loss_scale, moved.skipped) == (scale, (1, 1))
+
+
+def test_a_state_that_knows_nothing_of_healing_is_that_of_a_healthy_run() -> None:
+    older = {key: value for key, value in TrainState(skipped=(0, 0)).to_dict().items() if key != "healing"}
+    assert TrainState.from_dict(older).healing == Healing(agents=(Health(), Health()))
 
 
 def test_a_bad_batch_blames_nobody_and_is_known_by_its_rows() -> None:

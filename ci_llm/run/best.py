@@ -69,6 +69,8 @@ def _usable_best(run: Run) -> int | None:
     best = run.state.validation.best_step
     if not run.config.load_best_model_at_end or best in (None, run.state.step):
         return None
+    with run.pulse.resting():
+        run.manager.wait_until_finished()  # what the last save raises says nothing about the best one
     hindrance = None
     if run.processes.is_main:
         try:

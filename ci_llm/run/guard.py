@@ -7,7 +7,7 @@ and every process draws the same conclusion. What follows is computed in `health
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +42,11 @@ class Findings:
     sick: tuple[int, ...]
     bad_batch: bool
     tokens: int
+
+    @property
+    def overflowed(self) -> tuple[int, ...]:
+        """Agents that are left out and not sick: the loss scale was too large for them."""
+        return tuple(k for k in self.left_out if k not in self.sick)
 
 
 def sick_here(gradients: Tensor, losses: Tensor) -> Tensor:
@@ -78,7 +83,7 @@ def treat(run: Run, step: int, findings: Findings) -> None:
         _skip(run, BadBatch(step, tuple(run.plan.rows(step))))
         return
     before = run.state.healing
-    after = before.after(step, findings.sick, run.bounds)
+    after = before.after(step, findings.sick, run.bounds, findings.overflowed)
     run.state = replace(run.state, healing=after)
     for k in findings.sick:
         run.log.say(_story(k, step, before.agents[k], after.agents[k]))
@@ -173,21 +178,15 @@ def _write_record(run: Run, healing: Healing) -> None:
 
 
 def guard_state(run: Run) -> dict[str, Any]:
-    """What a checkpoint keeps besides the state: the good snapshots of agents that are in trouble right now.
-
-    An agent that is well is its own good snapshot.
-    """
-    return {f"agent{k}": run.last_good.state_of(k) for k in _in_trouble(run)}
+    """What a checkpoint keeps besides the state: the good snapshots, as long as they are not the agents themselves."""
+    return {f"agent{k}": run.last_good.state_of(k) for k in run.last_good.not_of(run.state.step)}
 
 
 def restore_guard(run: Run, saved: Mapping[str, Any]) -> None:
     """The inverse of `guard_state`."""
-    for k in _in_trouble(run):
-        run.last_good.load(k, saved[f"agent{k}"])
-
-
-def _in_trouble(run: Run) -> Iterator[int]:
-    return (k for k, health in enumerate(run.state.healing.agents) if health.trouble_since is not None)
+    for k in range(run.crowd.num_agents):
+        if (state := saved.get(f"agent{k}")) is not None:
+            run.last_good.load(k, state)
 
 
 def health_metrics(run: Run) -> dict[str, float]:

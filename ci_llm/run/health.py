@@ -116,9 +116,14 @@ class Healing:
         """Whether these rows made every agent sick at this step before."""
         return BadBatch(step, tuple(rows)) in self.bad_batches
 
-    def after(self, step: int, sick: Sequence[int], bounds: Bounds) -> Healing:
-        """The account after a step in which some of the agents, but not all of them, were sick."""
-        agents = tuple(health.after(step, k in sick, bounds) for k, health in enumerate(self.agents))
+    def after(self, step: int, sick: Sequence[int], bounds: Bounds, overflowed: Sequence[int] = ()) -> Healing:
+        """The account after a step in which some of the agents, but not all of them, were sick.
+
+        Of those left out because they `overflowed` the step says nothing: their accounts stay.
+        """
+        agents = tuple(
+            health if k in overflowed else health.after(step, k in sick, bounds) for k, health in enumerate(self.agents)
+        )
         return self if agents == self.agents and not self.bad_in_a_row else replace(self, agents=agents, bad_in_a_row=0)
 
     def after_bad_batch(self, batch: BadBatch) -> Healing:

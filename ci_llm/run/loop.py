@@ -58,7 +58,8 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         verdict = agree_on_gradients(run, step, micro_batches)
         findings = examine(run, step, verdict)
         norms = apply_gradients(run, step, verdict, findings.left_out)
-        run.state = run.state.advance(len(run.plan.rows(step)), findings.tokens, findings.left_out)
+        rows = len(run.plan.rows(step))
+        run.state = run.state.advance(rows, findings.tokens, findings.left_out, findings.overflowed)
         treat(run, step, findings)
         run.status.step = run.state.step
         run.pace.end_step(run.manager.last_result)

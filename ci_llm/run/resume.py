@@ -165,12 +165,13 @@ def restore(run: Run, source: Source) -> list[str]:
     _check_crowd(run, source, where)
     changes = _check_config(run.config, saved["config.yaml"], where)
     _check_data(run, source)
+    state = TrainState.from_dict(saved["train_state"])
     for k in range(run.crowd.num_agents):
         run.crowd.agents.load_agent(k, saved[f"agent{k}/adapter_model"], where)
         row = run.crowd.agents.rows[k]
         run.optimizer.state[row] = {n: _like(n, t, row) for n, t in saved["optimizer"].get(f"agent{k}", {}).items()}
-    run.state = TrainState.from_dict(saved["train_state"])
-    restore_guard(run, saved["guard"])
+    run.state = state
+    restore_guard(run, saved.get("guard", {}))
     run.remembered_trackers = dict(saved.get("trackers", {}))
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
     if any(c.kind == "schedule" and not c.keeps_bits for c in changes):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ci_llm.run.health import Healing
+from ci_llm.run.health import Healing, Health
 from ci_llm.run.validation import Validation
 
 
@@ -36,8 +36,8 @@ class TrainState:
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
 
-    def advance(self, samples: int, tokens: int, left_out: Sequence[int]) -> TrainState:
-        """The state after one optimizer step over `samples` rows."""
+    def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
+        """The state after one optimizer step over `samples` rows; `overflowed` are those left out but not sick."""
         skipped = tuple(n + (k in left_out) for k, n in enumerate(self.skipped))
         moved = replace(
             self,
@@ -46,7 +46,7 @@ class TrainState:
             tokens_seen=self.tokens_seen + tokens,
             skipped=skipped,
         )
-        return moved if self.loss_scale is None else moved._rescaled(self.loss_scale, overflow=bool(left_out))
+        return moved if self.loss_scale is None else moved._rescaled(self.loss_scale, overflow=bool(overflowed))
 
     def _rescaled(self, scale: float, overflow: bool) -> TrainState:
         """Halve on overflow, double after 2000 clean steps, as PyTorch's GradScaler does."""
@@ -61,9 +61,11 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
+        """The inverse of `to_dict`; what an older checkpoint does not know has its default."""
+        skipped, healing = tuple(values["skipped"]), values.get("healing")
         rebuilt = {
-            "skipped": tuple(values["skipped"]),
-            "healing": Healing.from_dict(values["healing"]),
+            "skipped": skipped,
+            "healing": Healing.from_dict(healing) if healing else Healing(agents=(Health(),) * len(skipped)),
             "validation": Validation.from_dict(values.get("validation", {})),
         }
         return cls(**{**values, **rebuilt})

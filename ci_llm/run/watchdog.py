@@ -11,6 +11,8 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -75,21 +77,25 @@ class Watchdog:
         os._exit(1)
 
     def _tell(self, what: str) -> None:
+        for tell in self._ways_to_tell(what):
+            with contextlib.suppress(OSError):  # terminal and disk may be what fails: each is tried for itself
+                tell()
+
+    def _ways_to_tell(self, what: str) -> Iterator[Callable[[], object]]:
         run, index = self._run, self._run.processes.index
         error = Hang(
             what,
             where=f"process {index}, step {run.state.step + 1}; the stacks of all processes are in {LOG_NAME}",
             cure="see where the main thread stands; a hang_timeout that is longer if it was only slow",
         )
-        with contextlib.suppress(OSError):  # terminal and disk may be what hangs: neither may keep the process alive
-            make_folders(self._meeting)
-            failure = Failure.of(error, error.reason, index, run.state.step)
-            write_failure(run.config.run_folder, self._attempt, index, failure)
-            stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
-            self._append_to_log(stacks)
-            write_bytes(self._meeting / f"process_{index}.txt", stacks.encode())
-            run.status.finish("failed", error.reason, command_line(run.processes.launch))
-            os.write(2, f"error: {error}\n".encode())
+        yield partial(os.write, 2, f"error: {error}\n".encode())
+        yield partial(make_folders, self._meeting)
+        failure = Failure.of(error, error.reason, index, run.state.step)
+        yield partial(write_failure, run.config.run_folder, self._attempt, index, failure)
+        stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
+        yield partial(self._append_to_log, stacks)
+        yield partial(write_bytes, self._meeting / f"process_{index}.txt", stacks.encode())
+        yield partial(run.status.finish, "failed", error.reason, command_line(run.processes.launch))
 
     def _append_to_log(self, text: str) -> None:
         """Past `RunLog`, which is silent on most processes, and whose lock the main thread may hold."""
