@@ -2,8 +2,7 @@
 
 import sys
 
-from ci_llm.cli import guarded
-from ci_llm.supervisor.door import supervise
+from ci_llm.entrance import enter
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: supervise(sys.argv[1:]), debug="--debug" in sys.argv))
+    sys.exit(enter("safe_train", sys.argv[1:]))

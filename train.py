@@ -2,7 +2,7 @@
 
 import sys
 
-from ci_llm.cli import main
+from ci_llm.entrance import enter
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(enter("main", ["train", *sys.argv[1:]]))

@@ -160,7 +160,12 @@ class _Hooks:
             gradient: Tensor | None = own["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         self._accelerator.step = own["step"]
-        rng.restore(own["rng"])
+        if (missing := rng.restore(own["rng"])) is not None:
+            raise ForeignCheckpoint(
+                f"not every generator could be restored: {missing}",
+                where=str(folder),
+                cure="resume with as many GPUs visible to each process as before",
+            )
 
     def _read(self, folder: Path) -> dict[str, Any]:
         """Our state, fit to be restored on every process; or an error on all of them. A collective."""

@@ -68,6 +68,13 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
         return explain(error)
 
 
+def safe_train(words: list[str]) -> int:
+    """`python safe_train.py`."""
+    from ci_llm.supervisor.door import supervise
+
+    return guarded(lambda: supervise(words), debug="--debug" in words)
+
+
 def explain(error: CiLlmError) -> int:
     """One explanation per run: the other processes of a world are silent about what all of them found."""
     index = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))

@@ -5,6 +5,7 @@ Without this every name of the hub costs half a minute of retries, each of them 
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import ssl
@@ -15,11 +16,14 @@ from typing import Final
 OFFLINE: Final = "HF_HUB_OFFLINE"
 TIMEOUT_S: Final = 5.0
 _ID: Final = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_FILE: Final = re.compile(r".*\.(jsonl?|csv|parquet|arrow|ya?ml)")
 
 
 def may_be_on_hub(name: str) -> bool:
     """Whether `name` has the form of a hub id, and nothing here is called so."""
-    return name != "embedded" and _ID.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
+    if name == "embedded" or _FILE.fullmatch(name):
+        return False
+    return _ID.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
 
 
 def why_unreachable(timeout_s: float = TIMEOUT_S) -> str | None:
@@ -33,7 +37,7 @@ def why_unreachable(timeout_s: float = TIMEOUT_S) -> str | None:
     except urllib.error.URLError as error:
         # Its certificate is for the libraries to judge, which may know other authorities than this call.
         return None if isinstance(error.reason, ssl.SSLError) else f"{endpoint}: {error.reason}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return f"{endpoint}: {error}"
 
 

@@ -282,7 +282,7 @@ def deafen(_worker_id: int = 0) -> None:
     """
     parent = os.getppid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # macOS cannot tell who sent a signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -40,6 +40,7 @@ def torch_loop(folder: Path, steps: int = STEPS) -> None:
     if (latest := manager.latest_step()) is not None:  # <- 2
         manager.restore(latest, into=objects)
         start = latest + 1
+        print(f"goes on after step {latest} of {steps}", flush=True)
     for step in range(start, steps):
         epoch, batches_done = divmod(step, len(loader))
         if step == start or batches_done == 0:
@@ -69,6 +70,7 @@ def accelerate_loop(folder: Path, steps: int = STEPS) -> None:
     if (latest := manager.latest_step()) is not None:  # <- 2
         manager.restore(latest, into=objects)
         start = latest + 1
+        print(f"goes on after step {latest} of {steps}", flush=True)
     for step in range(start, steps):
         epoch, batches_done = divmod(step, len(loader))
         if step == start or batches_done == 0:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ci_llm"
 
 #: From the top floor down. A file may import from floors below its own; rooms of one package may import each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "__init__"),
+    ("__main__", "__init__", "entrance"),
     ("cli",),
     ("check", "supervisor", "verbs"),
     ("run", "accelerate_hooks"),

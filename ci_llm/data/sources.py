@@ -213,7 +213,7 @@ def _matching(path: Path) -> list[Path]:
     files = sorted(file for file in map(Path, names) if os.path.isfile(file))
     if not files:
         raise DataError(
-            "The data set does not exist.",
+            "the data set does not exist",
             where=f"dataset_name: {path.absolute()}",
             cure="check the path; it is relative to the folder the run is started in",
         )

@@ -61,11 +61,11 @@ The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
 """
 
 
-def next_steps(folder: Path) -> list[str]:
-    """What a person may want to do after a completed run."""
+def next_steps(folder: Path, command: str) -> list[str]:
+    """What a person may want to do after a completed run, which `command` has started."""
     return [
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         f"curves     tensorboard --logdir {folder / 'tensorboard'}",
-        "longer     python train.py max_train_steps=...   goes on from here",
+        f"longer     {command} max_train_steps=...   goes on from here",
         "own data   python train.py dataset_name=my.jsonl experiment_name=mine   with columns question, answer",
     ]

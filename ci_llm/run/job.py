@@ -28,7 +28,7 @@ from ci_llm.run.best import count_in, is_over, kept_steps, result_in_place
 from ci_llm.run.build import build, plan_ahead, schedule
 from ci_llm.run.card import model_card, next_steps, score_table
 from ci_llm.run.failure import record_failure
-from ci_llm.run.interruption import leave, walltime_watched
+from ci_llm.run.interruption import command_line, leave, walltime_watched
 from ci_llm.run.judge import asked_to_stop, evaluate, evaluation_metrics, examine_crowd, recollect
 from ci_llm.run.lifeboat import Lifeboat
 from ci_llm.run.loop import Batches, steps, train
@@ -291,5 +291,5 @@ def _is_concluded(run: Run) -> bool:
 
 
 def _say_next(run: Run) -> None:
-    for line in next_steps(run.config.run_folder):
+    for line in next_steps(run.config.run_folder, command_line(run.processes.launch)):
         run.log.say(line)

@@ -119,7 +119,8 @@ class Supervision:
     def _conclude(self, decision: Decision) -> None:
         """The story in one piece, once more than one attempt was needed or the last one failed."""
         if len(self._chapters) > 1 or decision.action == "give up":
-            self._story.say(f"failure analysis: {decision.why} after {len(self._chapters)} attempt(s)")
+            count = len(self._chapters)
+            self._story.say(f"failure analysis of {count} attempt{'s' if count > 1 else ''}: {decision.why}")
             for number, chapter in enumerate(self._chapters, 1):
                 self._story.say(f"  {_ended(number, chapter)}")
                 self._say_all(f"    then {line}" for line in chapter.changes)

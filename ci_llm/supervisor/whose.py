@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-_OUR_DOOR: Final = re.compile(r"^\s*(?:from ci_llm\.cli import|import ci_llm\.cli\b)", re.MULTILINE)
+_OUR_DOOR: Final = re.compile(r"^\s*(?:from|import) ci_llm\.(?:cli|entrance)\b", re.MULTILINE)
 
 
 def is_ours(script: Path) -> bool:
-    """Whether a file is a door to our trainer: it imports `ci_llm.cli`, as train.py does."""
+    """Whether a file is a door to our trainer: it imports `ci_llm.entrance`, as train.py does, or `ci_llm.cli`."""
     try:
         return _OUR_DOOR.search(script.read_text(encoding="utf-8")) is not None
     except (OSError, UnicodeDecodeError):

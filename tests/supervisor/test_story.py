@@ -35,7 +35,7 @@ GOLDEN = """\
 <time>   waiting 0 s, then relaunching: it crashed
 <time> attempt 4 of 11: python moody.py --config-path ./configs --config-name config_retry_2_<token> model=gnn
 <time> attempt 4 ended after <s> s: completed
-<time> failure analysis: completed after 4 attempt(s)
+<time> failure analysis of 4 attempts: completed
 <time>   attempt 1 ended after <s> s: nonfinite: step 1 Loss=nan
 <time>     then training.learning_rate: 2e-4 -> 0.00013333333
 <time>   attempt 2 ended after <s> s: out_of_memory: torch.OutOfMemoryError: CUDA out of memory.
