@@ -94,17 +94,6 @@ def test_a_trouble_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) -> 
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
 
 
-def test_a_trouble_after_a_resume_goes_back_to_the_same_snapshot(server: ForkServer, tmp_path: Path) -> None:
-    keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
-    fault = Fault("nan gradient", steps=(6, 7, 8), agents=(1,))
-    assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
-    cut = tmp_path / "cut"
-    assert train(server, cut, Fault("kill", steps=(6,)), **keys) == [-9]
-    assert train(server, cut, fault, **keys) == [0], said(cut)
-    assert "agent1    set back to its weights and moments of step 0" in said(cut).partition("resume    step 5 of")[2]
-    assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
-
-
 def test_one_agent_beyond_help_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
     assert train(server, tmp_path, fault, max_consecutive_nonfinite=2, save_steps=3) == [1]

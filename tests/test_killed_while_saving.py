@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
 
     def guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
         def act(disk: Filesystem, *args: Any) -> Any:
-            if next(count) == number:
+            # Heartbeats come as time passes: a run that is faster than the one that counted would have fewer.
+            if threading.current_thread().name != "ci_llm heartbeat" and next(count) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return operation(disk, *args)
 

@@ -7,7 +7,7 @@ and every process draws the same conclusion. What follows is computed in `health
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -178,15 +178,21 @@ def _write_record(run: Run, healing: Healing) -> None:
 
 
 def guard_state(run: Run) -> dict[str, Any]:
-    """What a checkpoint keeps besides the state: the good snapshots, as long as they are not the agents themselves."""
-    return {f"agent{k}": run.last_good.state_of(k) for k in run.last_good.not_of(run.state.step)}
+    """What a checkpoint keeps besides the state: the good snapshots of agents that are in trouble right now.
+
+    An agent that is well is its own good snapshot: with its older one every checkpoint would be twice as large.
+    """
+    return {f"agent{k}": run.last_good.state_of(k) for k in _in_trouble(run)}
 
 
 def restore_guard(run: Run, saved: Mapping[str, Any]) -> None:
     """The inverse of `guard_state`."""
-    for k in range(run.crowd.num_agents):
-        if (state := saved.get(f"agent{k}")) is not None:
-            run.last_good.load(k, state)
+    for k in _in_trouble(run):
+        run.last_good.load(k, saved[f"agent{k}"])
+
+
+def _in_trouble(run: Run) -> Iterator[int]:
+    return (k for k, health in enumerate(run.state.healing.agents) if health.trouble_since is not None)
 
 
 def health_metrics(run: Run) -> dict[str, float]:

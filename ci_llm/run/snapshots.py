@@ -68,10 +68,6 @@ class LastGood:
             self._optimizer.state[row] = {name: tensor.clone() for name, tensor in kept.moments.items()}
         return kept.step
 
-    def not_of(self, step: int) -> list[int]:
-        """The agents whose copy is not the one after `step` steps."""
-        return [agent for agent, kept in sorted(self._kept.items()) if kept.step != step]
-
     def state_of(self, agent: int) -> dict[str, Any]:
         """The copy of one agent, for a checkpoint."""
         kept = self._kept[agent]
