@@ -34,11 +34,18 @@ def adopt_orphans() -> None:
 
 
 def living(session: int | None = None) -> list[psutil.Process]:
-    """The descendants of this process, and the members of `session`, that are not merely waiting to be reaped."""
-    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    """The descendants of this process, and the members of `session`, that are not merely waiting to be reaped.
+
+    psutil's own walk loses the children of a process that ends while it looks. They were taken for leftovers once in
+    fifty launchers that died of their TERM, and killed before they had saved; here the parent stays on the list.
+    """
+    found = {process.pid: process for process in psutil.process_iter(["ppid"])}
+    tree = {os.getpid()}
+    while more := {pid for pid, process in found.items() if process.info["ppid"] in tree} - tree:
+        tree |= more
     if session is not None and sys.platform != "linux":
-        found |= {one.pid: one for one in psutil.process_iter() if _session_of(one.pid) == session}
-    return [process for process in found.values() if is_alive(process.pid)]
+        tree |= {pid for pid in found if _session_of(pid) == session}
+    return [found[pid] for pid in sorted(tree - {os.getpid()}) if is_alive(pid)]
 
 
 def end(
@@ -79,9 +86,13 @@ def reap() -> None:
 
 
 def _looks(session: int | None, *, until: float) -> Iterable[list[psutil.Process]]:
-    """What is alive, again and again, more and more rarely, until nothing is or the time is over."""
+    """What is alive, again and again, more and more rarely, until nothing is or the time is over.
+
+    That nothing is takes two looks: an orphan which was listed before its parent (numbers start again at some time)
+    is below nobody when that parent has ended before its own turn.
+    """
     pause = _FIRST_LOOK_S
-    while (alive := living(session)) and time.monotonic() < until:
+    while (alive := living(session) or living(session)) and time.monotonic() < until:
         yield alive
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_LOOK_S)

@@ -129,7 +129,9 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
         first.signal(signal.SIGTERM)
         assert first.wait() == 75, first.text
         assert not [process for process in processes if is_alive(process.pid)]
-    [step] = CheckpointStore(tmp_path / "ci_llm_output").all_steps()
+    steps = CheckpointStore(tmp_path / "ci_llm_output").all_steps()
+    assert len(steps) == 1, first.text
+    [step] = steps
     assert f"interrupted: signal:SIGTERM, step {step}" in first.text
     with Terminal(*words, f"max_train_steps={step + 1}", *launcher, cwd=tmp_path, env=path) as second:
         assert second.wait() == 0, second.text
