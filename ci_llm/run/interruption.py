@@ -51,15 +51,23 @@ def kill_at(run: Run, deadline: Deadline | None) -> float:
 
 
 def leave(run: Run, reason: str) -> None:
-    """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue."""
+    """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue.
+
+    What counts is the step from which the same command goes on: one that was trained and not saved will be done again.
+    """
     command = command_line(run.processes.launch)
-    saved = run.manager.all_steps()[-1:] if run.processes.is_main else []
-    mine = run.status.finish("interrupted", reason, command)
-    where = f"step {saved[0]} is saved" if saved else "no step was taken"
+    saved = run.manager.all_steps() if run.processes.is_main else []
+    step = run.status.step = max([run.began_at, *saved])
+    try:
+        mine = run.status.finish("interrupted", reason, command)
+    except OSError as error:
+        run.log.say(f"status.json cannot be written: {error}")
+        mine = run.processes.is_main and run.manager.store.still_mine()
+    where = f"step {step} is saved" if step else "no step is saved"
     run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
     if mine:  # a job that another attempt has taken over is that attempt's to put back
         config = run.config
-        in_vain = attempts_in_vain(config.run_folder, run.state.step)
+        in_vain = attempts_in_vain(config.run_folder, step)
         line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
         if line:
             run.log.say(line)
@@ -70,8 +78,9 @@ def command_line(launch: Launch) -> str:
     own = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
     if launch.launcher in ("accelerate", "torchrun"):
         try:
-            own = psutil.Process().parent().cmdline()[1:] or own  # type: ignore[union-attr]
-            own[0] = Path(own[0]).name
-        except (psutil.Error, AttributeError):
+            python, *words = psutil.Process().parent().cmdline()  # type: ignore[union-attr]
+        except (psutil.Error, AttributeError, ValueError):  # it is gone
             return shlex.join(own)
+        own = [python, *words] if words[:1] == ["-m"] else words or own
+        own[0] = Path(own[0]).name
     return shlex.join(own)

@@ -170,7 +170,8 @@ def _say_all(run: Run, lines: Iterable[str]) -> None:
 
 def _begin(run: Run) -> int:
     """Claim the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
-    step, manager, processes = run.state.step, run.manager, run.processes
+    manager, processes = run.manager, run.processes
+    step = run.began_at = run.state.step
     processes.same_folder(run.config.run_folder)
     attempt = 0
     if processes.is_main:

@@ -68,6 +68,7 @@ class Run:
     total_steps: int
     learning_rate: Callable[[int], float]
     last_good: LastGood
+    began_at: int = 0  # the step from which this attempt goes on
     remembered_trackers: dict[str, str] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     pace: Pace = field(default_factory=Pace)
