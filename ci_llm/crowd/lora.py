@@ -167,8 +167,7 @@ class StackedLoRALinear(nn.Module):
         rows = x.to(dtype).reshape(stacked[0].shape[0], -1, self.in_features)
         dropout = self.settings.dropout if self.training else 0.0
         dropped = nn.functional.dropout(rows, dropout) if dropout else None
-        with torch.autocast(x.device.type, enabled=False):
-            y = self._apply_both(rows, dropped, stacked, masks, parameters)
+        y = self._apply_both(rows, dropped, stacked, masks, parameters)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply_both(
@@ -185,6 +184,7 @@ class StackedLoRALinear(nn.Module):
             weight = base.weight.to(x.dtype)
             return _FusedLinear.apply(x, dropped, weight, bias, stacked, masks, scaling, *parameters)  # type: ignore[no-any-return]
         z = x if dropped is None else dropped
+        # Autocast, if it is on, casts the base's own weights; the adapters have the dtype of x by themselves.
         return base(x) + _LowRank.apply(z, stacked, masks, scaling, *parameters)  # type: ignore[no-any-return]
 
 
