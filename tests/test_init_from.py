@@ -19,10 +19,11 @@ from tests.tiny import base
 TARGETS = ("q_proj", "v_proj")
 
 
-def save_adapter(model: Any, folder: Path, seed: int = 0) -> Any:
+def save_adapter(model: Any, folder: Path, seed: int = 0, **changes: Any) -> Any:
     """A PEFT adapter with random weights, saved by PEFT."""
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(TARGETS), init_lora_weights=False)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS), "init_lora_weights": False}
+    config = peft.LoraConfig(**{**settings, **changes})
     wrapped = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
     wrapped.save_pretrained(folder)
     return wrapped
@@ -68,6 +69,36 @@ def test_what_does_not_fit_is_refused(made: Any, error: type[CiLlmError], messag
         start_from(made(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha_pattern": {"q_proj": 32}}, r"alpha_pattern: \{'q_proj': 32\}"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa, which changes the base"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights: olora, which changes the base"),
+    ],
+)
+def test_what_would_be_another_model_here_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
+    """Its tensors have the names and shapes of a plain adapter: only its settings tell."""
+    save_adapter(base(dtype=torch.float32), tmp_path, **changes)
+    with pytest.raises(ModelError, match=message):
+        start_from(crowd(), tmp_path)
+
+
+def test_settings_of_an_older_peft_are_enough(tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    assert "every agent" in start_from(crowd(), tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
+        start_from(crowd(), tmp_path)
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no PEFT adapter here"):
+    with pytest.raises(ModelError, match="there is no adapter here"):
         start_from(crowd(), tmp_path)

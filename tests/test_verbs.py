@@ -471,6 +471,10 @@ def test_what_cannot_be_a_crowd(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (one,) = peft_folders(tmp_path / "one", 1)
     (other,) = peft_folders(tmp_path / "other", 1, r=2)
     (dora,) = peft_folders(tmp_path / "dora", 1, use_dora=True)
+    (pissa,) = peft_folders(tmp_path / "pissa", 1, init_lora_weights="pissa")
+    gap = tmp_path / "gap"
+    for k, folder in zip((0, 2), peft_folders(tmp_path / "two", 2), strict=True):
+        shutil.move(folder, gap / f"agent{k}")
     half = original_folder(tmp_path / "half", Original(2, False), 2, whole=False)
     (half / "agent1_weights.pth").unlink()
     hollow = Path(shutil.copytree(one, tmp_path / "hollow"))
@@ -480,6 +484,8 @@ def test_what_cannot_be_a_crowd(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for sources, message in (
         ([one, other], "differ in rank 4 and 2"),
         ([dora], "use_dora: True"),
+        ([pissa], "init_lora_weights: pissa, which changes the base"),
+        ([gap], "agent1/adapter_config.json"),
         ([half], "weights of 1 of 2 agents are missing, the first is agent1_weights.pth"),
         ([hollow], "no weights"),
         ([torn], "adapter_model.safetensors cannot be read"),

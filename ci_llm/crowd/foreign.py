@@ -32,6 +32,15 @@ _TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB]
 # Where the name of an agent begins with that of another, PEFT once gave the files of agent1 the tensors of agent10.
 _LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
 
+# Keys with which PEFT makes something else of an adapter, and what they are in a plain one.
+_PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
+    ("rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save", "lora_bias", "use_dora", "use_qalora")
+    + ("use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config")
+)
+
+# Starts that take out of the base what they put into the adapter: on the base as it is, it is another model.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
 
 @dataclass(frozen=True)
 class ForeignAdapter:
@@ -77,22 +86,20 @@ def read_adapters(source: Path) -> list[ForeignAdapter]:
 
 
 def _numbered(source: Path) -> list[Path]:
-    found: list[Path] = []
-    while (source / f"agent{len(found)}" / CONFIG).is_file():
-        found.append(source / f"agent{len(found)}")
-    return found
+    """agent0, agent1, ...: as many as there are, so that one missing among them is an error and no end."""
+    return [source / f"agent{k}" for k in range(len(list(source.glob(f"agent[0-9]*/{CONFIG}"))))]
 
 
 def _read_peft(folder: Path) -> ForeignAdapter:
     config = _read_json(folder / CONFIG)
-    plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_save": None}
-    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False, "layer_replication": None}
-    odd = [f"{key}: {config[key]}" for key, value in plain.items() if config.get(key) and config[key] != value]
+    odd = [f"{key}: {config[key]}" for key, value in _PLAIN.items() if config.get(key) and config[key] != value]
+    if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
+        odd.append(f"init_lora_weights: {config['init_lora_weights']}, which changes the base")
     if odd:
         raise ModelError(
             f"agents are plain LoRA of one rank, and this adapter has {', '.join(odd)}",
             where=str(folder / CONFIG),
-            cure="give an adapter without it",
+            cure="give one without it; PEFT's save_pretrained makes plain LoRA of PiSSA, OLoRA and CorDA",
         )
     file = next((folder / f"adapter_model{end}" for end in (".safetensors", ".bin") if _has(folder, end)), None)
     if file is None:
