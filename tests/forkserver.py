@@ -138,7 +138,8 @@ def _wait_for_end(family: int, pids: list[int]) -> bool:
 def free_port() -> int:
     """A port of this machine that nobody has right now, and that no outgoing connection will be given."""
     while True:
-        port = random.randrange(16000, 32000)  # Linux gives out 32768 and above
+        # Linux gives out 32768 and above; the global generator may be seeded, in two workers alike.
+        port = random.SystemRandom().randrange(16000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -207,15 +207,17 @@ def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(
     training: Training, tmp_path: Path, gate: Gate
 ) -> None:
     said: list[str] = []
-    with CheckpointManager(tmp_path, optimizers=[training.optimizer], say=said.append) as manager:
+
+    def hear(line: str) -> None:
+        said.append(line)
+        gate.opened.set()
+
+    with CheckpointManager(tmp_path, optimizers=[training.optimizer], say=hear) as manager:
         manager.save(1, training.state)
-        opener = threading.Timer(0.05, gate.opened.set)
-        opener.start()
         manager.save(2, training.state)
         assert manager.store.numbered_steps() == [1]
         assert said == ["saving step 2 waits for the save before it: saves are due faster than they are written"]
         assert manager.all_steps() == [1, 2]
-        opener.join()
 
 
 def test_without_memory_for_a_copy_the_way_out_is_named(

@@ -129,7 +129,7 @@ def test_names_that_users_of_transformers_type() -> None:
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
     folder = tmp_path_factory.mktemp("best")
-    with ForkServer("tests.trials", environment={"HF_DATASETS_CACHE": str(folder / "cache")}) as server:
+    with ForkServer("tests.trials") as server:
         yield Trials(server, folder)
 
 

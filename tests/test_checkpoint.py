@@ -436,17 +436,14 @@ def test_saving_behind_keeps_what_was_there_at_the_call(managers: Any) -> None:
 
 def test_one_save_is_in_flight_and_the_next_waits(managers: Any) -> None:
     disk = GatedDisk()
-    manager = managers(disk=disk, async_save=True)
+    manager = managers(disk=disk, async_save=True, say=lambda line: disk.gate.set())  # that it waits
     manager.store.claim()
     manager.save(1, {"a": 1})
     assert disk.reached.wait(60)
     assert manager.store.numbered_steps() == []
-    opener = threading.Timer(0.05, disk.gate.set)
-    opener.start()
     manager.save(2, {"a": 2})
     assert 1 in manager.store.numbered_steps()
     assert manager.all_steps() == [1, 2]
-    opener.join()
 
 
 def test_an_error_behind_surfaces_at_the_next_call(managers: Any, tmp_path: Path) -> None:

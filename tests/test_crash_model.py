@@ -274,7 +274,6 @@ def listing(root: Path) -> Iterator[str]:
 Histories.TestCase.settings = settings(
     max_examples=250,
     stateful_step_count=15,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestHistories = Histories.TestCase

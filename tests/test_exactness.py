@@ -61,7 +61,7 @@ THROUGH_TRAIN_PY = [
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
     folder = tmp_path_factory.mktemp("exactness")
-    with ForkServer("tests.trials", environment={"HF_DATASETS_CACHE": str(folder / "cache")}) as server:
+    with ForkServer("tests.trials") as server:
         yield Trials(server, folder)
 
 
@@ -143,7 +143,6 @@ def surroundings(cell: Cell, folder: Path, die_before: str) -> list[dict[str, st
     all_of_them = {
         **ENVIRONMENT,
         "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
-        "HF_DATASETS_CACHE": str(folder / "cache"),
         "DIE_BEFORE": die_before,
     }
     if cell.ranks == 1:

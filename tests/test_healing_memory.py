@@ -24,9 +24,8 @@ SPARE_BYTES = 100 << 20
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    cache = tmp_path_factory.mktemp("cache")
-    with ForkServer("tests.faults", environment={"HF_DATASETS_CACHE": str(cache)}) as server:
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.faults") as server:
         yield server
 
 

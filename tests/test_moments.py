@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,7 @@ def test_a_step_that_outlasts_the_grace_is_given_up_and_the_last_boundary_saved(
 ) -> None:
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # the first micro-step of step 3
     keys = {"max_train_samples": 16 * ranks, "grace_s": 4, "save_steps": "null"}
-    began = time.monotonic()
     codes = train(server, tmp_path / "cut", moment, ranks=ranks, stall_s=1000.0, keys=keys)
-    assert time.monotonic() - began < DEADLINE_S / 2
     said, status = (tmp_path / "cut" / "log").read_text(), read_status(tmp_path / "cut" / "run")
     assert codes == [0] * ranks, said
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 2), said
@@ -182,10 +180,27 @@ def test_when_a_step_is_given_up() -> None:
     assert time_to_go_s(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
 
 
+AT_THE_DOOR = """
+import os, signal, sys
+def listen(event, arguments):
+    if event == "import" and arguments[0] == "ci_llm.entrance":
+        os.kill(os.getpid(), signal.SIGTERM)
+sys.addaudithook(listen)
+"""
+
+
 def test_before_the_configuration_is_read_nothing_is_created(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "train.py"), *arguments()]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, said) == (-signal.SIGTERM, "")
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "sitecustomize.py").write_text(AT_THE_DOOR)
+    here = tmp_path / "here"
+    here.mkdir()
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments()],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+    assert not list(here.iterdir())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ci_llm.data.order import Plan, permute, share
 
-steady = settings(deadline=None, derandomize=True)
+steady = settings(derandomize=True)
 SEEDS = st.integers(min_value=-(2**63), max_value=2**64)
 
 

@@ -23,6 +23,7 @@ from ci_llm.launch import Launch
 from ci_llm.processes import Processes
 from ci_llm.status import pid_space
 from tests.children import ROOT, SCRIPTS, Child, run_all
+from tests.forkserver import free_port
 
 WORLD = ROOT / "tests" / "world.py"
 ALONE = Launch("python", 1, 0, 0, 1, None, {})
@@ -40,12 +41,6 @@ def _own_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def alone(**config: Any) -> Processes:
     wanted = SimpleNamespace(**{"mixed_precision": "no", "model_dtype": None, **config})
     return Processes(wanted, launch=ALONE)  # type: ignore[arg-type]
-
-
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
 
 
 def told(folder: Path, count: int) -> list[dict[str, Any]]:
@@ -102,7 +97,7 @@ def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_pat
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
     }
     tasks = [{**step, "SLURM_PROCID": index, "SLURM_LOCALID": index} for index in "01"]
     with (

@@ -142,7 +142,7 @@ class Cluster:
         """The output of one of SLURM's commands."""
         done = subprocess.run(
             [str(word) for word in command],
-            env={**_clean(os.environ), "SLURM_CONF": str(self.config), **(environment or {})},
+            env={**os.environ, "SLURM_CONF": str(self.config), **(environment or {})},
             cwd=cwd,
             capture_output=True,
             text=True,
@@ -225,7 +225,7 @@ class Cluster:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
                 [str(word) for word in words],
-                env={**_clean(os.environ), "SLURM_CONF": str(self.config)},
+                env={**os.environ, "SLURM_CONF": str(self.config)},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -293,11 +293,6 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
         return {}
-
-
-def _clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the traces of a job in which the tests themselves may run."""
-    return {name: value for name, value in environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
 
 
 def _free_ports(count: int) -> list[int]:

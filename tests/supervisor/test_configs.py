@@ -63,7 +63,7 @@ def test_only_the_value_changes(tmp_path: Path) -> None:
     assert config.replaced(new) == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.dictionaries(
         st.text("abcdefgh_", min_size=1, max_size=4),

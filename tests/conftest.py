@@ -1,0 +1,30 @@
+"""The tests stand alone: they hear nothing of the job, launcher or account that they run in, and leave no rows at home.
+
+A run that a test interrupts would else put the job of whoever tests back into SLURM's queue.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "OMPI_", "ACCELERATE_", "TORCHELASTIC_", "TORCH_ELASTIC_", "WANDB_", "CI_LLM_")
+WORLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in [name for name in os.environ if name.startswith(FOREIGN) or name in WORLD]:
+        del os.environ[name]
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # those share what the process has that started them
+        cache = tempfile.mkdtemp(prefix="ci-llm-tests-")
+        os.environ["HF_DATASETS_CACHE"] = cache
+        config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
