@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ci_llm._version import __version__
 from ci_llm.errors import CiLlmError, ConfigError
+from ci_llm.interrupts import ABORTED_EXIT_CODE
 
 if TYPE_CHECKING:
     from ci_llm.config import Config
     from ci_llm.launch import Launch
 
-ABORTED = 130  # what a shell says of a program that Ctrl-C has ended
+READER_GONE: Final = 141  # what a shell says of a program that wrote to a pipe that nobody reads any more
 
 USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train in one fused pass on one frozen base.
 
@@ -39,6 +42,10 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`ci-llm COMMAND ...`; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _obey(words), debug="--debug" in words)
+
+
+def _obey(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
         "check": check,
@@ -52,20 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if words[0] not in commands:
-        return explain(ConfigError(f"there is no command {words[0]!r}", cure=f"one of: {', '.join(commands)}"))
-    return guarded(lambda: commands[words[0]](words[1:]), debug="--debug" in words)
-
-
-def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run a command; an error with a cure becomes a short explanation on stderr and its exit code."""
-    try:
-        return command()
-    except KeyboardInterrupt:  # a person who insists knows why
-        return ABORTED
-    except CiLlmError as error:
-        if debug:
-            traceback.print_exc()
-        return explain(error)
+        raise ConfigError(f"there is no command {words[0]!r}", cure=f"one of: {', '.join(commands)}")
+    return commands[words[0]](words[1:])
 
 
 def safe_train(words: list[str]) -> int:
@@ -75,12 +70,59 @@ def safe_train(words: list[str]) -> int:
     return guarded(lambda: supervise(words), debug="--debug" in words)
 
 
-def explain(error: CiLlmError) -> int:
-    """One explanation per run: the other processes of a world are silent about what all of them found."""
-    index = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    if index == "0" or error.exit_code != 2:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return error.exit_code
+def guarded(command: Callable[[], int], *, debug: bool) -> int:
+    """Run a command; an error with a cure becomes a short explanation on stderr and its exit code."""
+    _prepare_standard_files()
+    try:
+        code = command()
+        sys.stdout.flush()  # while a reader that has gone can still be told from a failure
+        return code
+    except KeyboardInterrupt:  # a person who insists knows why
+        return ABORTED_EXIT_CODE
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        _lead_nowhere()
+        return READER_GONE
+    except CiLlmError as error:
+        if debug:
+            traceback.print_exc()
+        explain(error)
+        return error.exit_code
+
+
+def _prepare_standard_files() -> None:
+    """A closed standard file must not give its number to the next file that is opened, nor a sign end a run."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of a locale that lacks a sign which a data set has
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is what broke: `| head` has seen enough."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # an error is told unasked
+    return bool(poll.poll(0))
+
+
+def _lead_nowhere() -> None:
+    """What is still to be written, at the exit of the interpreter at the latest, goes where it cannot fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def explain(error: CiLlmError) -> None:
+    """The main process of a run explains; the others need a line, as what stops one of them may be its own."""
+    from ci_llm.launch import number_of_this_process
+
+    number = number_of_this_process()
+    told = f"error: {error}" if number == 0 else f"process {number}: error: {error.what.splitlines()[0]}"
+    print(told, file=sys.stderr, flush=True)
 
 
 def train(words: list[str]) -> int:
@@ -99,7 +141,7 @@ def train(words: list[str]) -> int:
         if launch.dies_unheard:
             die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
         if launch.is_main:
-            print(f"ci_llm {__version__}   run {config.run_folder}   loading...", flush=True)
+            _tell(f"ci_llm {__version__}   run {config.run_folder}   loading...")
         _mind_the_hub(config, launch)
         _quiet_libraries()
         from ci_llm.run.job import run_job
@@ -140,14 +182,23 @@ def _mind_the_hub(config: Config, launch: Launch) -> None:
 
     unreachable = go_offline_if_unreachable(config.model_name, config.dataset_name)
     if unreachable and launch.is_main:
-        print(f"hub       out of reach, only its local cache is used ({unreachable})", flush=True)
+        _tell(f"hub       out of reach, only its local cache is used ({unreachable})")
+
+
+def _tell(line: str) -> None:
+    """Print a line at once; a run is worth more than its terminal."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        _lead_nowhere()
 
 
 def _quiet_libraries() -> None:
     """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # On a shared machine threads that spin while they wait take the core from the one they wait for.
+    # On a shared machine threads that spin while they wait take the core from the one they wait for: two toy steps
+    # then last minutes (measured).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -158,14 +209,12 @@ def check(words: list[str]) -> int:
     from ci_llm.interrupts import Interrupts, die_with_parent
     from ci_llm.launch import read_launch
 
-    # Threads that spin while they wait make two toy steps last minutes on a machine that others use too (measured).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
         config, launch = _configuration(words), read_launch()
         if launch.dies_unheard:
             die_with_parent()
         if launch.is_main:
-            print(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...", flush=True)
+            _tell(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")
         _mind_the_hub(config, launch)
         _quiet_libraries()
         from ci_llm.check.dry_run import dry_run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,7 @@ def enter(door: str, words: list[str]) -> int:
     try:
         code: int = getattr(importlib.import_module("ci_llm.cli"), door)(words)
     except ModuleNotFoundError as error:
-        if "--debug" in words or (error.name or "").startswith("ci_llm"):
+        if "--debug" in words or not _is_missing_here(error):
             raise
         script = Path(sys.argv[0]).name
         print(
@@ -25,3 +26,10 @@ def enter(door: str, words: list[str]) -> int:
         )
         return BAD_CALL
     return code
+
+
+def _is_missing_here(error: ModuleNotFoundError) -> bool:
+    """Whether a file of ours imports what is missing: what other people's code lacks is a failure of the run."""
+    *_, (importer, _) = traceback.walk_tb(error.__traceback__)
+    ours = str(importer.f_globals.get("__name__")).startswith("ci_llm.")
+    return ours and not str(error.name).startswith("ci_llm")

@@ -97,7 +97,7 @@ def read_launch(environ: Mapping[str, str] = os.environ, parent_command: Sequenc
     Raises:
         LaunchError: the variables contradict each other, or name no address where processes can meet.
     """
-    dialect = next((one for one in _DIALECTS if one.num_processes in environ), None)
+    dialect = _dialect(environ)
     num_processes = _integer(environ, dialect.num_processes) if dialect else 1
     if dialect is None or num_processes == 1:
         return _alone(dialect, environ, _command_of_parent() if parent_command is None else parent_command)
@@ -127,6 +127,13 @@ def read_launch(environ: Mapping[str, str] = os.environ, parent_command: Sequenc
         variables={name: str(value) for name, value in place.items()},
         patience_s=_patience_s(dialect.launcher, environ),
     )
+
+
+def number_of_this_process(environ: Mapping[str, str] = os.environ) -> int:
+    """Its index by the word of its launcher, for whoever speaks before `read_launch` or of its failure."""
+    dialect = _dialect(environ)
+    text = environ.get(dialect.process_index, "") if dialect else ""
+    return int(text) if text.isdecimal() else 0
 
 
 def decline(environ: MutableMapping[str, str]) -> list[str]:
@@ -159,6 +166,10 @@ def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_
     if precision not in ("no", mixed_precision):
         lines.append(f"the launcher's mixed precision {precision} has no effect: `mixed_precision={precision}` has")
     return lines
+
+
+def _dialect(environ: Mapping[str, str]) -> _Dialect | None:
+    return next((one for one in _DIALECTS if one.num_processes in environ), None)
 
 
 def _asked_for_more(number: int, num_gpus: int) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +34,6 @@ SMALL = [
     "save_steps=2",
 ]
 SMALL += ["logging_steps=2", "max_train_samples=20", "num_workers=0", "learning_rate=5e-3", "save_total_limit=2"]
-
-ROOT = Path(__file__).parent.parent
 
 
 def train(folder: Path, *words: str) -> int:
@@ -252,13 +248,3 @@ def test_the_loss_is_taken_where_a_label_is_and_shifted_by_one() -> None:
     packed = pack([example, example], [0, 1])
     assert packed.predict_from.tolist() == [1, 2, 5, 6]
     assert packed.targets.tolist() == [7, 8, 7, 8]
-
-
-@pytest.mark.parametrize("script", ["train.py", "safe_train.py", "dry_run_sanity_check.py"])
-def test_outside_of_the_environment_the_cure_is_one_line(script: str) -> None:
-    bare = [sys.executable, "-S", ROOT / script]  # -S: no package that was installed is found
-    done = subprocess.run(bare, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 2
-    assert "is not installed for" in done.stderr
-    assert f"make install, then .venv/bin/python {script}" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -111,8 +111,8 @@ def takes_flag(field: FieldInfo) -> bool:
 
 NULL_WORDS = frozenset({"", "~", "null", "none"})
 TRUTH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]{0,30})")
-_NUMBER = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,5})?")
+_INTEGER = re.compile(r"[-+]?(0|[1-9](_?[0-9]){0,30})")
+_NUMBER = re.compile(r"[-+]?([0-9](_?[0-9])*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,5})?")
 _CLOCK = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 _SPAN = re.compile(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,8})m)?(?:([0-9]{1,9})s)?")
 _MISS = object()

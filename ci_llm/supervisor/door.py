@@ -39,7 +39,6 @@ def _supervise(call: Call) -> int:
     from ci_llm.supervisor.supervise import Supervision
     from ci_llm.supervisor.tracker_runs import TrackerRuns
 
-    _occupy_standard_files()
     story = Story(Path(LOG_NAME))
     wake_fd, heard_fd = os.pipe()
 
@@ -85,10 +84,3 @@ def _training(call: Call) -> Training:
 
     command = call.command or (sys.executable, str(call.script))
     return OurRun([*command, *extra], [*words, *extra], grace_s=call.grace_s)
-
-
-def _occupy_standard_files() -> None:
-    """Where standard output is closed, its number must not go to the next file that is opened."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
