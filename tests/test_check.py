@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,11 +18,12 @@ import torch
 from transformers import AutoConfig
 
 from ci_llm import durable
-from ci_llm.check.checks import Check, try_all
+from ci_llm.check.checks import Check, Outcome, try_all
 from ci_llm.check.dry_run import CHECKS
 from ci_llm.check.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.check.memory import group_limits
 from ci_llm.check.shapes import KNOWN
+from ci_llm.check.table import Report
 from ci_llm.check.trace import trace
 from ci_llm.cli import main
 from ci_llm.config import load_config
@@ -304,3 +306,17 @@ def test_the_memory_of_a_job_is_that_of_its_group_without_the_cache_of_files(tmp
 def test_every_check_needs_checks_before_it() -> None:
     for number, check in enumerate(CHECKS):
         assert set(check.needs) <= set(NAMES[:number]), check.name
+
+
+def test_on_a_terminal_each_check_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that have left the screen could not be drawn again, and would stand there twice."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    screen = io.StringIO()
+    report = Report(max(map(len, NAMES)), screen)
+    for name in NAMES:
+        report.show(Outcome(name, "failed", ("what it is", "  cure:  " + "many words " * 9), 12.3))
+    text = screen.getvalue()
+    assert text.count("FAILED") == text.count("what it is") == len(NAMES)
+    assert re.findall(r"\x1b\[[^m]*[A-Za-ln-z]", text) == []  # colours, and nothing that moves the cursor

@@ -229,6 +229,17 @@ def test_a_killed_process_leaves_the_cursor_visible(tmp_path: Path, terminal: tu
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
 
 
+def test_a_terminal_that_cannot_redraw_gets_lines(
+    tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    file, written = terminal
+    log = make_log(tmp_path, file)
+    log.progress(1, 4, [1.0])
+    log.close()
+    assert written().splitlines() == ["step 1/4  25%  loss 1 (1)"]
+
+
 # --------------------------------------------------------------------------------------------- metrics
 
 

@@ -51,10 +51,10 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
         return "this process leaves the others after a failure" if broken else None
 
     with Scene(config, launch, interrupts) as scene:
-        with Report(max(len(check.name) for check in CHECKS)) as report:
-            for outcome in try_all(CHECKS, scene, stopped=stopped, debug=debug):
-                outcomes.append(outcome)
-                _show(report, outcome, launch)
+        report = Report(max(len(check.name) for check in CHECKS))
+        for outcome in try_all(CHECKS, scene, stopped=stopped, debug=debug):
+            outcomes.append(outcome)
+            _show(report, outcome, launch)
         passed = all(outcome.verdict == "passed" for outcome in outcomes)
         if launch.is_main:
             for note in [*_notes(scene), *config.notices()]:

@@ -1,13 +1,11 @@
-"""What people see of a dry run: a table that grows on a terminal, one line per check everywhere else."""
+"""What people see of a dry run: each check as it comes, in columns that fold on a terminal, in lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +16,7 @@ STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
 
 class Report:
-    """Shows outcomes as they come; a context manager.
+    """Shows outcomes as they come. Nothing is drawn twice: what has left the screen could not be taken back.
 
     Args:
         terminal: standard output by default.
@@ -29,17 +27,18 @@ class Report:
         self._terminal = terminal or sys.stdout
         self._width = width
         self._console = Console(file=self._terminal, highlight=False)
-        self._table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        self._live = Live(self._table, console=self._console, auto_refresh=False, vertical_overflow="visible")
 
     def show(self, outcome: Outcome) -> None:
         """One more line: what was found; of a failure what, where and the cure."""
         mark = MARKS[outcome.verdict]
         took = f"{outcome.seconds:.1f} s" if outcome.verdict != "skipped" else ""
         if self._console.is_terminal:
+            row = Table.grid(padding=(0, 2, 0, 0))
+            for width in (max(map(len, MARKS.values())), self._width, len("00.0 s")):
+                row.add_column(width=width)
             words = Text("\n".join(outcome.lines))
-            self._table.add_row(Text(mark, STYLES[outcome.verdict]), outcome.name, Text(took, "dim"), words)
-            self._live.update(self._table, refresh=True)
+            row.add_row(Text(mark, STYLES[outcome.verdict]), outcome.name, Text(f"{took:>6}", "dim"), words)
+            self._console.print(row)
             return
         first, *rest = outcome.lines
         print(f"{mark:<8}{outcome.name:<{self._width}}{took:>8}  {first}", file=self._terminal)
@@ -50,13 +49,3 @@ class Report:
     def say(self, text: str) -> None:
         """A line below the table."""
         self._console.print(text, markup=False, emoji=False, soft_wrap=True)
-
-    def __enter__(self) -> Report:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()

@@ -51,6 +51,11 @@ def describe_losses(losses: Sequence[float]) -> str:
     return f"loss {sum(losses) / len(losses):.4g} ({' '.join(f'{loss:.4g}' for loss in losses)})"
 
 
+def can_redraw(terminal: TextIO) -> bool:
+    """Whether a line can be drawn again there; a dumb terminal, such as an editor's, takes lines as a file does."""
+    return terminal.isatty() and not Console(file=terminal).is_dumb_terminal
+
+
 class Bar:
     """A bar on a terminal; text is printed above it. It draws when told to, without a thread of its own."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ci_llm.durable import write_bytes
-from ci_llm.logs.progress import Bar, ProgressLine
+from ci_llm.logs.progress import Bar, ProgressLine, can_redraw
 from ci_llm.logs.trackers import Trackers
 
 LOG_NAME = "training.log"
@@ -52,7 +52,7 @@ class RunLog:
         self._folder, self._is_main = Path(folder), is_main
         self._still_mine: Callable[[], bool] = lambda: True
         self._terminal: TextIO | None = terminal or sys.stdout
-        self._bar = Bar(self._terminal) if is_main and self._terminal.isatty() else None
+        self._bar = Bar(self._terminal) if is_main and can_redraw(self._terminal) else None
         self._progress_line = ProgressLine(interval_s, clock)
         self._attempt: int | None = None
         self._origin: dict[str, int] = {}
