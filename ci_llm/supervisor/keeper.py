@@ -76,11 +76,21 @@ def _when_over(process: subprocess.Popen[bytes]) -> int:
     over_fd, told_fd = os.pipe()
 
     def wait() -> None:
+        _reap_orphans_until_over(process.pid)
         process.wait()
         os.write(told_fd, b"\n")
 
     threading.Thread(target=wait, name="ci_llm command", daemon=True).start()
     return over_fd
+
+
+def _reap_orphans_until_over(pid: int) -> None:
+    """A training of many days may leave an orphan at each of its steps; what has ended must not fill the table."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(ChildProcessError):  # `tree.reap` was faster
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != pid:
+            os.waitpid(ended.si_pid, 0)
 
 
 def _report(fd: int, fact: dict[str, object]) -> None:

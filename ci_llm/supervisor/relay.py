@@ -52,17 +52,16 @@ class Channel:
             self.at_line_start = data[-1:] == b"\n"
 
     def write(self) -> None:
-        """Write some of the backlog; a terminal that has gone away, or a closed pipe, is no reason to stop."""
+        """Write some of the backlog; a terminal that has gone away, or a full disk, is no reason to stop."""
         assert self.target is not None
         try:
             del self.backlog[: os.write(self.target, self.backlog[:_SLICE_BYTES])]
         except BlockingIOError:
             return
         except OSError as error:
-            if error.errno not in _GONE:
-                raise
-            self.target = None
-            self.backlog.clear()
+            if error.errno in _GONE:
+                self.target = None
+            self.backlog.clear()  # a full disk may take what comes later
 
     def copy_window_size(self) -> None:
         """Give the child's terminal the size of ours."""

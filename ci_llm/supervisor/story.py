@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 LOG_NAME: Final = "safe_train.log"
+_PATIENCE_S: Final = 1.0
 
 
 class Story:
@@ -47,5 +49,6 @@ class Story:
             self._failing = True
 
     def _show(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal has gone away, and the log is still there
-            os.write(self._fd, text.encode(errors="replace"))
+        with contextlib.suppress(OSError):  # the terminal has gone away, or stands still, and the log is still there
+            if select.select([], [self._fd], [], _PATIENCE_S)[1]:
+                os.write(self._fd, text.encode(errors="replace"))

@@ -81,7 +81,8 @@ class Supervision:
         self._chapters[-1].changes = changes
         self._say_all(f"  {line}" for line in changes)
         if self._interrupts.wait(decision.wait_s):
-            return decide([], self._judged(outcome), self._policy)
+            decision = decide([], self._judged(outcome), self._policy)
+            self._story.say(f"  {decision.why}")
         return decision
 
     def _judged(self, outcome: Outcome) -> Outcome:
@@ -94,7 +95,9 @@ class Supervision:
         self._interrupts.plan = f"ending attempt {number}"
         attempt = Attempt(command, environment, grace_s=self._training.grace_s, wake_fd=self._wake_fd)
         with attempt:
-            return attempt.run(lambda: self._orders(attempt.evidence))
+            ending = attempt.run(lambda: self._orders(attempt.evidence))
+        self._interrupts.plan = "launching nothing more"
+        return ending
 
     def _orders(self, evidence: Evidence) -> tuple[Order, str] | None:
         if self._interrupts.take_save_request():

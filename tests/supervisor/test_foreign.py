@@ -284,6 +284,32 @@ def test_a_request_to_save_is_not_mistaken_for_one_to_stop(folder: Path) -> None
     assert "interrupted: signal:SIGTERM" in log_of(folder)
 
 
+def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path) -> None:
+    (folder / "crash.py").write_text("raise SystemExit('no such luck')\n")
+    with Terminal("--train-script", "crash.py", cwd=folder) as terminal:
+        terminal.read_until("waiting 5 s")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75, terminal.text
+    assert "SIGTERM: launching nothing more" in terminal.text
+    told = log_of(folder)
+    assert "interrupted: the same command goes on" in told
+    assert "attempt 2" not in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are not ours")
+def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
+    (folder / "leaves.py").write_text(
+        "import os, psutil, subprocess, time\n"
+        "for _ in range(3):\n    subprocess.run(['sh', '-c', 'sleep 0.1 &'])\n"
+        "keeper, until = psutil.Process().parent(), time.monotonic() + 60\n"
+        "while len(keeper.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
+        "print('children of the keeper:', len(keeper.children()))\n"
+    )
+    with Terminal("--train-script", "leaves.py", cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "children of the keeper: 1" in terminal.text
+
+
 def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0", "end"]
     with Terminal(*words, cwd=folder) as terminal:
@@ -346,6 +372,16 @@ def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> Non
     command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script long.py | head -n 1"
     done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, timeout=DEADLINE_S)
     assert done.stdout == b"step 0\n"
+    assert (folder / "done").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -> None:
+    (folder / "long.py").write_text("for step in range(2000): print('step', step)\nopen('done', 'w').close()\n")
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, SCRIPTS.parents[2] / "safe_train.py", "--train-script", "long.py"]
+        done = subprocess.run(command, cwd=folder, stdout=full, stderr=full, timeout=DEADLINE_S)
+    assert done.returncode == 0
     assert (folder / "done").exists()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import termios
+import threading
 from pathlib import Path
 
 import pytest
 
 from ci_llm.supervisor.story import Story
-from tests.supervisor.terminal import SCRIPTS, Terminal
+from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
 
 GOLDEN = """\
 <time> configuration: configs/config.yaml, which stays as it is
@@ -81,6 +84,20 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest
     told = capfd.readouterr().err
     assert told.count("cannot be written") == 1
     assert told.endswith("\nsafe_train: two\n")
+
+
+def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    termios.tcflow(theirs, termios.TCOOFF)  # Ctrl-S
+    teller = threading.Thread(target=Story(tmp_path / "a.log", fd=theirs).say, args=("one",), daemon=True)
+    teller.start()
+    teller.join(DEADLINE_S)
+    held_up = teller.is_alive()
+    termios.tcflow(theirs, termios.TCOON)
+    os.close(theirs)
+    os.close(ours)
+    assert not held_up
+    assert (tmp_path / "a.log").read_text().endswith(" one\n")
 
 
 def test_a_terminal_that_has_gone_away_is_no_reason_to_stop(tmp_path: Path) -> None:
