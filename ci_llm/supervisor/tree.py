@@ -57,6 +57,8 @@ def end(
 ) -> list[str]:
     """End every descendant: TERM, and KILL for what is left after `grace_s` seconds, or once `insisted` says so.
 
+    What a process starts after its TERM is not asked: it may need just that to save. Its orphans are.
+
     Args:
         settle_s: seconds in which they may go by themselves before anything is sent.
 
@@ -69,8 +71,10 @@ def end(
         if insisted():
             break
         if time.monotonic() - start >= settle_s:
-            _tell_all(process.terminate for process in alive if process.pid not in asked)
-            asked |= {process.pid for process in alive}
+            pids = {process.pid for process in alive}
+            new = [one for one in alive if one.pid not in asked and not (asked and one.info["ppid"] in pids)]
+            _tell_all(process.terminate for process in new)
+            asked |= {process.pid for process in new}
     killed: dict[int, str] = {}
     for alive in _looks(session, until=time.monotonic() + _KILL_S):
         killed |= {process.pid: _describe(process) for process in alive}
