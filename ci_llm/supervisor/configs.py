@@ -16,6 +16,7 @@ import yaml
 
 from ci_llm.errors import ConfigError
 
+_ANCHOR: Final = re.compile(r"&\S+\s+")  # it stays where it is: aliases need it
 _MARK: Final = "# made by safe_train.py for one attempt; it is removed afterwards\n"
 
 
@@ -66,7 +67,7 @@ def read_config(path: Path) -> ConfigText:
         raise ConfigError(f"not valid YAML: {error}", where=str(path), cure="correct it") from error
     if not isinstance(root, yaml.MappingNode):
         return ConfigText(text, {})
-    return ConfigText(text, dict(_leaves(root, "")), tuple(_defaults(root)))
+    return ConfigText(text, dict(_leaves(root, "", text)), tuple(_defaults(root)))
 
 
 class TemporaryConfigs:
@@ -86,7 +87,7 @@ class TemporaryConfigs:
         return sorted(path for path in candidates if _removed_if_abandoned(path))
 
     def create(self, retry: int, text: str) -> Path:
-        """Write the configuration of one attempt.
+        """Write the configuration of one attempt, for nobody's eyes that may not see the original.
 
         Raises:
             ConfigError: there can be no file next to the original.
@@ -96,11 +97,13 @@ class TemporaryConfigs:
         path = self._original.with_name(f"{self._original.stem}_retry_{retry}_{token}{self._original.suffix}")
         mark = _MARK if path.suffix != ".json" else ""
         try:
-            lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            mode = self._original.stat().st_mode & 0o777 | 0o600 if self._original.exists() else 0o600
+            lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             self._locks[path] = lock
             with contextlib.suppress(OSError):  # a filesystem without locks: then nobody sweeps it either
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            os.write(lock, (text if text.endswith("\n") else text + "\n").encode() + mark.encode())
+            with open(lock, "wb", closefd=False) as file:
+                file.write((text if text.endswith("\n") else text + "\n").encode() + mark.encode())
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -118,16 +121,17 @@ class TemporaryConfigs:
         self._locks.clear()
 
 
-def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Leaf]]:
+def _leaves(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[tuple[str, Leaf]]:
     """Every single value below a mapping; what is merged in by `<<` comes first, so that own values win."""
     own = sorted(node.value, key=lambda pair: pair[0].tag != "tag:yaml.org,2002:merge")
     for key, value in own:
         merged = key.tag == "tag:yaml.org,2002:merge"
         dotted = prefix if merged else f"{prefix}{getattr(key, 'value', '?')}"
         if isinstance(value, yaml.MappingNode):
-            yield from _leaves(value, dotted if merged else f"{dotted}.")
+            yield from _leaves(value, dotted if merged else f"{dotted}.", text)
         elif isinstance(value, yaml.ScalarNode) and not merged:
-            yield dotted, Leaf(value.value, value.start_mark.index, value.end_mark.index)
+            anchor = _ANCHOR.match(text, value.start_mark.index)
+            yield dotted, Leaf(value.value, anchor.end() if anchor else value.start_mark.index, value.end_mark.index)
 
 
 def _defaults(root: yaml.MappingNode) -> Iterator[tuple[str, str]]:

@@ -113,6 +113,11 @@ def test_json_is_changed_like_yaml(tmp_path: Path) -> None:
     assert config.replaced({"optim.lr": "0.5"}) == '{"optim": {"lr": 0.5, "n": 3}}'
 
 
+def test_an_anchor_stays_for_its_aliases(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, "optim: {lr: &lr 2e-4, n: 3}\nfinal: *lr\n"))
+    assert config.replaced({"optim.lr": "0.5"}) == "optim: {lr: &lr 0.5, n: 3}\nfinal: *lr\n"
+
+
 # Temporary copies
 
 
@@ -124,6 +129,12 @@ def test_a_copy_lives_until_the_next_one(tmp_path: Path) -> None:
     assert yaml.safe_load(second.read_text()) == {"a": 3}
     temporary.close()
     assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_a_copy_shows_nobody_more_than_the_original(tmp_path: Path) -> None:
+    original = write(tmp_path, "token: secret\na: 1")
+    original.chmod(0o600)
+    assert TemporaryConfigs(original).create(1, "token: secret\na: 2").stat().st_mode & 0o777 == 0o600
 
 
 def test_only_what_bears_our_mark_and_nobody_holds_is_swept(tmp_path: Path) -> None:
