@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from ci_llm.supervisor import tree
+
 _ROOT: Final = str(Path(__file__).parents[2])
 #: A program of ours finds the modules that this one found, whatever folder it starts in and whatever lies there.
 _BOOT: Final = "import sys; sys.path[:] = {path!r}; from ci_llm.supervisor.{module} import main; sys.exit(main())"
@@ -45,7 +47,9 @@ def start_command(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def run_errand(module: str, arguments: Sequence[str], *, timeout_s: float) -> tuple[bool, str]:
-    """Run `main` of a module of this package in a process of its own, without input.
+    """Run `main` of a module of this package in a process of its own, without input; nothing of it is left.
+
+    Only while no attempt runs.
 
     Returns:
         whether it ended well in time, and what it said.
@@ -62,6 +66,8 @@ def run_errand(module: str, arguments: Sequence[str], *, timeout_s: float) -> tu
         )
     except subprocess.TimeoutExpired as error:
         return False, f"{_text(error.output)}\nno end within {timeout_s:g} s"
+    finally:
+        tree.end(0.0)
     return done.returncode == 0, done.stdout
 
 

@@ -6,6 +6,7 @@ fail went on with, stays.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,7 @@ def _results(said: str) -> list[tuple[str, str]]:
     """The lines of the errand that are results; the client may say more."""
     found = []
     for line in said.splitlines():
-        if line.startswith("{"):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             value = json.loads(line)
-            found.append((str(value["run"]), str(value["result"])))
+            found.append((value["run"], value["result"]))
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ci_llm.status import is_alive
 from ci_llm.supervisor import wandb_deletion
 from ci_llm.supervisor.evidence import Evidence
 from ci_llm.supervisor.tracker_runs import TrackerRuns
@@ -140,6 +143,34 @@ def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: b
     told = (tmp_path / "safe_train.log").read_text()
     assert ("deleted the W&B run of a failed attempt: team/project/bad2" in told) == (not keep)
     assert ("stays: team/project/older (it is older than this supervision)" in told) == (not keep)
+
+
+#: A client that chatters, starts a service of its own, and deletes nothing.
+CLIENT = """
+import subprocess
+service = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+open("service", "w").write(str(service.pid))
+print("{'no': JSON")
+class errors:
+    class Error(Exception): ...
+class Api:
+    def __init__(self, timeout): ...
+    def run(self, path): raise errors.Error("no such run")
+"""
+
+
+def test_a_client_leaves_no_process_and_its_chatter_does_no_harm(tmp_path: Path) -> None:
+    fit(tmp_path, ["bad", "good"])
+    (tmp_path / "client").mkdir()
+    (tmp_path / "client" / "wandb.py").write_text(CLIENT)
+    words = ["--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
+    with Terminal(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "client")}) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "stays: team/project/bad (Error: no such run)" in (tmp_path / "safe_train.log").read_text()
+    service = int((tmp_path / "service").read_text())
+    if survived := is_alive(service):
+        os.kill(service, signal.SIGKILL)
+    assert not survived
 
 
 @pytest.mark.slow
