@@ -25,7 +25,8 @@ Order = Literal["end", "kill"]
 _TURN_S: Final = 0.25  # how late a new window size or an order may be noticed
 _FLUSH_S: Final = 1.0
 _SCARCE: Final = 0.03  # share of memory below which there is pressure,
-_SCARCE_FOR_S: Final = 10.0  # and how long that is held against a process which then dies
+_SCARCE_FOR_S: Final = 10.0  # how long that is held against a command which then ends,
+_KILLED_FOR_S: Final = 60.0  # and a kill for memory, which may have hit only a part of it; or somebody else
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Ending:
         returncode: of the command, minus the signal's number where one killed it; None if its keeper died.
         error: why the command could not be started.
         ordered: why the supervisor ended it ("signal:SIGTERM", "nonfinite", "hang"); None if it went by itself.
-        memory_pressure: the kernel killed for memory meanwhile, or hardly any was left.
+        memory_pressure: just before, the kernel killed for memory, or hardly any was left.
         left_behind: what had to be killed.
         at_line_start: the cursor of the terminal is at the left edge; otherwise a bar stands there.
     """
@@ -120,12 +121,19 @@ class Attempt:
             return False
         data = os.read(self._report, 4096)
         self._reported += data
-        if b"returncode" in data and not self._ending.duration_s:
-            self._ending.duration_s = time.monotonic() - self._started
+        if b"returncode" in data:
+            self._note_end()
         return not data
+
+    def _note_end(self) -> None:
+        """The command has ended; what it has left behind does not count."""
+        if not self._ending.duration_s:
+            self._ending.duration_s = time.monotonic() - self._started
+            self._ending.memory_pressure = self._memory.was_scarce()
 
     def _conclude(self) -> Ending:
         ending = self._ending
+        self._note_end()
         for line in self._reported.splitlines():
             fact = cast("dict[str, object]", load_json(line))
             if "error" in fact:
@@ -137,9 +145,7 @@ class Attempt:
         ending.left_behind += tree.end(0.0)  # only where the keeper itself was killed
         tree.reap()
         self.relay.flush(_FLUSH_S)
-        ending.duration_s = ending.duration_s or time.monotonic() - self._started
         ending.at_line_start = self.relay.at_line_start
-        ending.memory_pressure = self._memory.was_scarce()
         return ending
 
     def __enter__(self) -> Attempt:
@@ -162,7 +168,10 @@ def _environment(given: Mapping[str, str], *, unbuffered: bool) -> dict[str, str
 
 
 class _MemoryWatch:
-    """Whether memory ran short while the attempt ran: a process that the kernel kills cannot tell."""
+    """Whether memory ran short a moment ago: a process that the kernel kills cannot tell.
+
+    The kernel counts its kills for all of a machine, so that one of another job, days ago, says nothing.
+    """
 
     def __init__(self) -> None:
         self._kills = _out_of_memory_kills()
@@ -175,10 +184,16 @@ class _MemoryWatch:
         self._next_look = now + 1.0
         memory = psutil.virtual_memory()
         if memory.available < _SCARCE * memory.total:
-            self._scarce_until = now + _SCARCE_FOR_S
+            self._scarce_until = max(self._scarce_until, now + _SCARCE_FOR_S)
+        self._count_kills(now)
 
     def was_scarce(self) -> bool:
-        return time.monotonic() < self._scarce_until or _out_of_memory_kills() > self._kills
+        self._count_kills(now := time.monotonic())
+        return now < self._scarce_until
+
+    def _count_kills(self, now: float) -> None:
+        if (kills := _out_of_memory_kills()) > self._kills:
+            self._kills, self._scarce_until = kills, now + _KILLED_FOR_S
 
 
 def _out_of_memory_kills() -> int:

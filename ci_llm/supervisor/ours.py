@@ -24,6 +24,7 @@ from ci_llm.status import (
     read_failures,
     read_status,
 )
+from ci_llm.supervisor import tree
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.decide import Decision, Outcome
 from ci_llm.supervisor.evidence import Evidence
@@ -59,7 +60,8 @@ class OurRun:
         self._before: Status | None = None
         self._has_begun = False
         self._saved_before = 0
-        self._heard = (0, 0.0)  # lines of output, and when there were last new ones
+        self._sign: tuple[int, float] | None = None  # of life: lines of output, and the heartbeat
+        self._heard_at = 0.0
         self._next_look = 0.0
 
     def begin(self) -> list[str]:
@@ -73,10 +75,8 @@ class OurRun:
     def environment(self) -> Mapping[str, str]:
         """Ours, and what makes torchrun hand signals on and wait for the last checkpoint."""
         self._before = self._status()
-        steps = CheckpointStore(self._folder).all_steps()
-        allowed = self._recovery.latest_step_allowed(self._before.attempt if self._before else None)
-        self._saved_before = max((step for step in steps if allowed is None or step <= allowed), default=0)
-        self._heard = (0, time.monotonic())
+        self._saved_before = self._newest_step()
+        self._heard_at = time.monotonic()
         patience_s = max(1, int(self.grace_s - _LAUNCHER_RESERVE_S))
         return {
             SUPERVISED: "1",
@@ -86,27 +86,30 @@ class OurRun:
         }
 
     def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
-        """Kill what gives no sign of life: its heartbeat thread is stuck as well, so that it would not hear a TERM."""
+        """Kill what gives no sign of life: its heartbeat thread is stuck as well, so that it would not hear a TERM.
+
+        The age of a heartbeat is measured here: clocks jump, and those of two machines differ.
+        """
         now = time.monotonic()
         if now < self._next_look:
             return None
         self._next_look = now + _LOOK_S
-        if evidence.num_lines != self._heard[0]:
-            self._heard = (evidence.num_lines, now)
-        status = self._status_of_attempt()
+        status = self._status_seen()
         if status is None or status.status not in ("running", "vanished"):
             return None
-        silent_s = min(time.time() - status.heartbeat, now - self._heard[1])
-        return ("kill", "hang") if silent_s > HANG_AFTER_S else None
+        if (sign := (evidence.num_lines, status.heartbeat)) != self._sign:
+            self._sign, self._heard_at = sign, now
+        return ("kill", "hang") if now - self._heard_at > HANG_AFTER_S else None
 
     def save_now(self) -> str:
         """Ask the main process of the run for a checkpoint, by the signal that it listens to."""
-        status = self._status_of_attempt()
+        status = self._status_seen()
         wanted = next(iter(self._config.save_signals), None)
         if wanted is None:
             return "nothing is saved: save_signals is empty"
-        runs = status is not None and status.status == "running" and status.pid_space == pid_space()
-        if status is None or not runs or not send(status.pid, wanted):
+        ours = {process.pid for process in tree.living()}  # anybody else may have that number by now
+        hears = status is not None and status.pid_space == pid_space() and status.pid in ours
+        if status is None or not hears or status.status != "running" or not send(status.pid, wanted):
             return f"nothing is saved: there is no training on this machine that hears {wanted}"
         return f"{wanted} to process {status.pid}: it saves and goes on"
 
@@ -117,7 +120,9 @@ class OurRun:
         kind, detail = judge_by_status(ending, status, failures, has_begun=self._has_begun)
         self._has_begun |= status is not None
         cause = earliest_failure(failures)
-        saved = max(CheckpointStore(self._folder).all_steps(), default=0)
+        saved = self._newest_step()
+        if kind == "interrupted" and status is not None and saved < status.step:
+            detail += f"; what came after step {saved} is lost"
         return Outcome(
             kind,
             detail,
@@ -175,10 +180,21 @@ class OurRun:
         known = [self._config.batch_size, self._recovery.micro_batch_size, told]
         return min(size for size in known if size is not None)
 
+    def _newest_step(self) -> int:
+        """The newest checkpoint that the next attempt may go on from, or that the last one has left; 0 if none."""
+        status = self._status()
+        allowed = self._recovery.latest_step_allowed(status.attempt if status else None)
+        steps = CheckpointStore(self._folder).all_steps()
+        return max((step for step in steps if allowed is None or step <= allowed), default=0)
+
     def _status(self) -> Status | None:
+        return read_status(self._folder) if (self._folder / "status.json").exists() else None
+
+    def _status_seen(self) -> Status | None:
+        """That of the running attempt as far as it can be read: a file that cannot be must not end a training."""
         try:
-            return read_status(self._folder)
-        except BadInput:
+            return self._status_of_attempt()
+        except (BadInput, OSError):
             return None
 
     def _status_of_attempt(self) -> Status | None:

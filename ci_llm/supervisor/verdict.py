@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ci_llm.status import Failure, Status, earliest_failure
+from ci_llm.status import PEER_LOST, Failure, Status, earliest_failure
 from ci_llm.supervisor.attempt import Ending
 from ci_llm.supervisor.decide import Kind, Outcome
+from ci_llm.supervisor.patterns import says_killed
 
 _KILLS: Final = (-9, 137)  # by a signal, and as a shell or a container reports one
 _REQUESTS: Final = (-15, -2, -1, 143, 130, 129)  # SIGTERM, SIGINT, SIGHUP
@@ -68,6 +69,8 @@ def judge_by_status(
         if any(text in message for text in _NO_SPACE):
             return "disk_full", message
         reason = cause.reason if cause else str(status.reason)
+        if reason == PEER_LOST or says_killed(message):  # the one that was killed could not say so itself
+            return _killed(ending, f"{reason}: {message}")
         return _REASONS.get(reason, "crashed"), f"{reason}: {message}"
     return _killed(ending, f"no word after step {status.step}")
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.durable import write_json
-from ci_llm.errors import CheckpointError
+from ci_llm.errors import BadInput, CheckpointError
 from ci_llm.recovery import Recovery, read_recovery, write_recovery
 from ci_llm.status import Status, is_alive, pid_space
 from ci_llm.supervisor import ours
+from ci_llm.supervisor.attempt import Ending
 from ci_llm.supervisor.evidence import Evidence
 from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
 
@@ -168,11 +170,22 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> ours
     monkeypatch.chdir(folder)
     run = ours.OurRun(["true"], ["output_dir=run"])
     run.environment()
-    now = time.time()
     (folder / "run").mkdir()
+    tell(folder, **status)
+    return run
+
+
+def tell(folder: Path, **status: Any) -> None:
+    now = time.time()
     told = Status("running", None, 5, 1, os.getpid(), "host", pid_space(), now, now)
     write_json(folder / "run" / "status.json", asdict(replace(told, **status)))
-    return run
+
+
+def checkpoint(folder: Path, *steps: int) -> None:
+    store = CheckpointStore(folder / "run")
+    store.claim()
+    for step in steps:
+        store.save(step, {"weights": FileImage((bytes(8),))})
 
 
 def test_a_request_to_save_that_nobody_can_hear_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +193,34 @@ def test_a_request_to_save_that_nobody_can_hear_is_said(tmp_path: Path, monkeypa
     (tmp_path / "run" / "status.json").unlink()
     (tmp_path / "run").rmdir()
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").save_now()
+
+
+def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is not below the supervisor has come by the number of a trainer that is gone."""
+    monkeypatch.setattr(ours, "send", lambda *_: pytest.fail("a stranger got the signal"))
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).save_now()
+
+
+def test_a_stop_whose_last_checkpoint_was_lost_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=5)
+    checkpoint(tmp_path, 3)
+    outcome = run.verdict(Ending(Evidence(), returncode=0))
+    assert (outcome.kind, outcome.progress) == ("interrupted", True)
+    assert outcome.detail == "signal:SIGTERM, step 5; what came after step 3 is lost"
+
+
+def test_checkpoints_from_before_a_setback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt that was asked to go back ended before it had set the newer ones aside."""
+    (tmp_path / "run").mkdir()
+    checkpoint(tmp_path, 2, 4, 6)
+    tell(tmp_path, status="failed", reason="nonfinite", attempt=1)
+    write_recovery(tmp_path / "run", Recovery(0.5, resume_at_most_step=3, after_attempt=1))
+    monkeypatch.chdir(tmp_path)
+    run = ours.OurRun(["true"], ["output_dir=run"])
+    run.environment()
+    assert not run.verdict(Ending(Evidence(), returncode=1)).progress
+    tell(tmp_path, status="failed", reason="nonfinite", attempt=2)
+    assert run.verdict(Ending(Evidence(), returncode=1)).progress
 
 
 def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +235,37 @@ def test_a_run_that_still_speaks_does_not_hang(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_whose_heart_beats_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started = run_in(tmp_path, monkeypatch), time.monotonic()
+    for hour in range(3):  # in which it says nothing
+        tell(tmp_path, heartbeat=time.time() + hour)
+        monkeypatch.setattr(time, "monotonic", lambda hour=hour: started + 3600 * hour)
+        assert run.orders(Evidence()) is None
+    monkeypatch.setattr(time, "monotonic", lambda: started + 3600 * 3)
+    assert run.orders(Evidence()) == ("kill", "hang")
+
+
+def test_a_clock_that_jumps_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started, now = run_in(tmp_path, monkeypatch), time.monotonic(), time.time()
+    for look in range(3):
+        tell(tmp_path, heartbeat=now + 100 * look)
+        monkeypatch.setattr(time, "monotonic", lambda look=look: started + 100 * look)
+        monkeypatch.setattr(time, "time", lambda look=look: now + 100 * look + 3600)
+        assert run.orders(Evidence()) is None
+
+
+def test_a_status_that_cannot_be_read_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch)
-    started = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: started + 3600)  # and has said nothing for an hour
+    (tmp_path / "run" / "status.json").unlink()
+    (tmp_path / "run" / "status.json").mkdir()  # for a disk that gives an error
     assert run.orders(Evidence()) is None
+    assert "no training on this machine" in run.save_now()
+
+
+def test_a_status_that_cannot_be_read_is_no_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch)
+    (tmp_path / "run" / "status.json").write_text("{")
+    with pytest.raises(BadInput, match="status"):
+        run.verdict(Ending(Evidence(), returncode=0))
 
 
 def test_a_run_that_has_ended_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from ci_llm.status import Failure, Status
+from ci_llm.supervisor import attempt
 from ci_llm.supervisor.attempt import Ending, _out_of_memory_kills
 from ci_llm.supervisor.decide import Kind
 from ci_llm.supervisor.evidence import Evidence
@@ -66,6 +68,25 @@ def test_the_kernel_says_how_often_it_killed_for_memory() -> None:
     assert _out_of_memory_kills() >= 0
 
 
+def test_a_kill_for_memory_is_held_against_what_ends_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts for the whole machine: a kill in somebody else's job, days ago, says nothing."""
+    clock, kills = [1000.0], [7]
+    monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
+    monkeypatch.setattr(attempt, "_SCARCE", 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch = attempt._MemoryWatch()
+    assert not watch.was_scarce()
+    kills[0] += 1
+    assert watch.was_scarce()  # seen at the end alone
+    clock[0] += 3600
+    watch.look()
+    assert not watch.was_scarce()
+    kills[0] += 1
+    watch.look()
+    clock[0] += 5
+    assert watch.was_scarce()
+
+
 def status(state: str, reason: str | None = None) -> Status:
     return Status(state, reason, 12, 3, 1, "host", "space", 0.0, 0.0)  # type: ignore[arg-type]
 
@@ -110,6 +131,27 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
             ending(returncode=-9, memory_pressure=True),
             "out_of_memory",
             "no word after step 12, while memory was short",
+        ),
+        (
+            status("failed", "peer_lost"),
+            [failure("peer_lost")],
+            ending(returncode=1),
+            "killed",
+            "peer_lost: as planned",
+        ),
+        (
+            status("failed", "peer_lost"),
+            [failure("peer_lost")],
+            ending(returncode=1, memory_pressure=True),
+            "out_of_memory",
+            "peer_lost: as planned, while memory was short",
+        ),
+        (
+            status("failed", "error:RuntimeError"),
+            [failure("error:RuntimeError", "DataLoader worker (pid 3) is killed by signal: Killed.")],
+            ending(returncode=1),
+            "killed",
+            "error:RuntimeError: DataLoader worker",
         ),
         (status("running"), [], ending(returncode=1), "killed", "no word after step 12"),  # on another machine
         (status("running"), [], ending(ordered="hang", returncode=-9), "hang", "no heartbeat and no output"),
