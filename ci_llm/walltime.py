@@ -26,6 +26,7 @@ QUANTILE: Final = 0.95
 MARGIN_S: Final = 10.0
 MEASUREMENTS: Final = 100
 _SHORTEST_WAIT_S: Final = 0.05
+_LONGEST_WAIT_S: Final = 86400.0  # a lock cannot be waited for longer than 292 years, and a deadline may be "never"
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ def find_deadline(
 
 def _unix_seconds(text: str) -> float:
     try:
-        return float(text) if text.replace(".", "", 1).isdecimal() else datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError) as error:
+        at = float(text) if text.replace(".", "", 1).isdecimal() else datetime.fromisoformat(text).timestamp()
+        datetime.fromtimestamp(at)  # milliseconds, say, are beyond every calendar
+        return at
+    except (ValueError, OverflowError, OSError) as error:
         raise ConfigError(
             f"{text!r} is no time",
             where=f"{VARIABLE} in the environment",
@@ -168,7 +171,7 @@ class Walltime:
 
     def _watch(self) -> None:
         # Half of the time, and half of the rest: steps may become slower while this waits.
-        while not self._over.wait(max(self._spare_s() / 2, _SHORTEST_WAIT_S)):
+        while not self._over.wait(min(max(self._spare_s() / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)):
             if self._spare_s() <= 0 and not self._is_prolonged():
                 self._interrupts.announce(f"the time is over at {self.deadline}: {self._interrupts.plan}")
                 self._interrupts.request_stop(REASON)

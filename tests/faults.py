@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.checkpoints import store
 from ci_llm.cli import main
+from ci_llm.crowd import evaluate
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
 from ci_llm.run import failure, job, loop
@@ -142,6 +143,17 @@ def out_of_memory(fault: Fault) -> None:
     wrap(Crowd, "forward", strike)
 
 
+def out_of_memory_in_evaluation(fault: Fault) -> None:
+    """To score more than `amount` rows, or to let the crowd answer more than so many at a time, fails likewise."""
+
+    def strike(rows: int) -> None:
+        if rows > fault.amount and Now.strikes(fault):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    wrap(evaluate, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
+    wrap(Crowd, "write", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
+
+
 def out_of_memory_in_optimizer(fault: Fault) -> None:
     """Memory runs out where nobody can vote any more."""
 
@@ -232,6 +244,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "kill": kill,
     "short memory": short_memory,
     "out of memory": out_of_memory,
+    "out of memory in an evaluation": out_of_memory_in_evaluation,
     "out of memory in the optimizer": out_of_memory_in_optimizer,
     "terminated after another": terminated_after_another,
     "bug": bug,

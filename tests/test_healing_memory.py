@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.run.memory_pressure import is_out_of_memory, unless_out_of_memory
 from ci_llm.status import read_failures, read_status
-from tests.faults import Fault, fired, metrics, said, samples, train
+from tests.faults import Fault, fired, metrics, said, samples, train, weights
 from tests.forkserver import ForkServer
 
 pytestmark = pytest.mark.xdist_group("healing memory")
@@ -79,6 +80,41 @@ def test_at_one_row_layers_are_recomputed_and_then_it_gives_up(server: ForkServe
         assert advice in failure.message, failure.message
     status = read_status(tmp_path / "run")
     assert (status.status, status.reason, status.micro_batch_size) == ("failed", "out_of_memory", 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
+    ranks: int, server: ForkServer, tmp_path: Path
+) -> None:
+    """On the way and at the end, teacher-forced and generated; no bit of the training hangs on it."""
+    keys = {"eval_steps": 4, "eval_samples": 20, "generation_eval_samples": 6, "max_new_tokens_eval": 4}
+    keys |= {"max_train_steps": 6}
+    fault = Fault("out of memory in an evaluation", steps=(3, 5), process=ranks - 1, amount=2)
+    for name, faults in (("ample", []), ("short", [fault])):
+        assert train(server, tmp_path / name, *faults, ranks=ranks, **keys) == [0] * ranks, said(tmp_path / name)
+    told = said(tmp_path / "short")
+    rows = 16 if ranks == 1 else 10  # of four micro-batches; of all that one process has
+    assert f"evaluation after step 4 does not fit ({'CUDA' if ranks == 1 else 'on another process'}" in told
+    assert f"{rows} -> {rows // 2} row(s) at a time" in told
+    results = [json.loads((tmp_path / name / "run" / "evaluation.json").read_text()) for name in ("ample", "short")]
+    assert results[1]["n"] == results[0]["n"] == 6
+    assert results[1]["exact_match"] == results[0]["exact_match"]
+    assert results[1]["nll"]["agents"] == pytest.approx(results[0]["nll"]["agents"])
+    assert weights(tmp_path / "short", range(3)) == weights(tmp_path / "ample", range(3))
+    assert metrics(tmp_path / "short")[-1].keys() == metrics(tmp_path / "ample")[-1].keys()
+
+
+def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    fault = Fault("out of memory in an evaluation", steps=(5,), amount=0)
+    assert train(server, tmp_path, fault, max_train_steps=6) == [1]
+    assert len(fired(tmp_path)) == 3  # all four rows, two, one
+    (failure,) = read_failures(tmp_path / "run", 1)
+    assert (failure.reason, failure.step) == ("out_of_memory", 6)
+    for advice in ("an evaluation of one row at a time", "Tried to allocate 2.00 GiB", "max_seq_length=256"):
+        assert advice in failure.message, failure.message
+    assert train(server, tmp_path, max_train_steps=6) == [0], said(tmp_path)
 
 
 def test_recomputing_is_remembered(server: ForkServer, tmp_path: Path) -> None:

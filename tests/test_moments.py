@@ -17,7 +17,7 @@ from ci_llm.status import read_status
 from tests import moments
 from tests.children import DEADLINE_S, ROOT
 from tests.forkserver import ForkServer
-from tests.moments import MOMENTS, Moment, arguments
+from tests.moments import EVAL_STEPS, MOMENTS, Moment, arguments
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +76,13 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
     assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
     assert read_status(tmp_path / "run").status == "completed"
     assert learned(tmp_path) == learned(undisturbed)
+
+
+def test_who_is_stopped_in_an_evaluation_is_told_the_step_that_will_be_saved(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    assert train(server, tmp_path, MOMENTS["evaluation on the way"]) == [0]
+    assert f"SIGTERM: saving step {EVAL_STEPS}\n" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

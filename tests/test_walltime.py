@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -62,7 +63,7 @@ def test_a_deadline_may_be_a_local_time_or_one_with_a_zone() -> None:
         assert found.at == expected
 
 
-@pytest.mark.parametrize("text", ["soon", "1e9e", "-5", "nan", "24:00:00"])
+@pytest.mark.parametrize("text", ["soon", "1e9e", "-5", "nan", "24:00:00", "1795000000000"])
 def test_a_deadline_that_is_no_time_is_refused_in_words(text: str) -> None:
     with pytest.raises(ConfigError, match="is no time"):
         find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
@@ -161,6 +162,14 @@ def test_a_job_that_is_prolonged_goes_on(interrupts: Interrupts) -> None:
     with Walltime(walltime.deadline, Pace(), interrupts, look_again=look_again, clock=clock):
         assert interrupts.wait(DEADLINE_S)
     assert said_twice.is_set()
+
+
+def test_an_end_that_never_comes_is_waited_for_in_portions(interrupts: Interrupts) -> None:
+    never = find_deadline(None, None, environ={"CI_LLM_DEADLINE": "9999-12-30"})
+    walltime, waits = Walltime(never, Pace(), interrupts), list[float]()
+    walltime._over = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or True)  # type: ignore[assignment]
+    walltime._watch()
+    assert 0 < waits[0] < threading.TIMEOUT_MAX
 
 
 def test_without_an_end_nothing_is_watched_and_leaving_never_waits_for_one(interrupts: Interrupts) -> None:

@@ -95,7 +95,8 @@ class Healing:
     Attributes:
         agents: [K].
         bad_batches: steps that are skipped without a look, ascending.
-        bad_in_a_row: bad batches since the last step that moved somebody.
+        bad_in_a_row: bad batches since the last other step. An overflow of all agents is one, and cannot go on for
+            ever: each one halves the loss scale.
         rate_factor: the supervisor's; multiplies the learning rate of every agent.
         micro_batch_size: rows per process and micro-step are at most this many; None: as configured.
         recompute: layers are recomputed in the backward pass, whatever is configured.

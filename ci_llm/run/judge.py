@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
-from ci_llm.ballot import Ballot
+from ci_llm.ballot import Ballot, Verdict
 from ci_llm.crowd.answers import AnswerScores, Examination, examine
 from ci_llm.crowd.evaluate import Scores, score
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
 from ci_llm.run.best import count_in, is_over
+from ci_llm.run.memory_pressure import smaller_batch, unless_out_of_memory
 from ci_llm.run.run import Run
 from ci_llm.run.validation import Validation
+
+T = TypeVar("T")
 
 
 def asked_to_stop(run: Run) -> str | None:
     """Why the run shall end, whichever process was told so. A collective."""
+    return _vote(run).stop
+
+
+def _vote(run: Run, *, out_of_memory: bool = False) -> Verdict:
     run.pulse.beat()
-    return run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason)).stop
+    return run.processes.agree(Ballot(labelled_tokens=0, stop=run.interrupts.stop_reason, out_of_memory=out_of_memory))
 
 
 class Rounds:
-    """The numbers below `count`, dealt to the processes batch by batch, until one of them wants to stop.
+    """The numbers below `count`, dealt to the processes batch by batch, until one wants to stop or runs out of memory.
 
     All vote in every round, with or without a batch left for it, so that all leave in the same one.
 
     Attributes:
         batches: this process's share.
+        stop: the reason for which all have left.
+        out_of_memory: whether all have left because a batch did not fit.
     """
 
     def __init__(self, run: Run, count: int, batch_size: int) -> None:
-        self._run, self._stop = run, False
+        self._run, self._failed = run, False
+        self.stop: str | None = None
+        self.out_of_memory = False
         # Process 0 has the longest share. One round more: somebody may have left the last batch half done.
         own, longest = (share(range(count), i, run.processes.count, batch_size) for i in (run.processes.index, 0))
         self.batches = self._deal(own, 1 + len(longest))
 
     def _deal(self, own: list[list[int]], count: int) -> Iterator[list[int]]:
         for number in range(count):
-            self._stop = asked_to_stop(self._run) is not None
-            if self._stop:
+            verdict = _vote(self._run, out_of_memory=self._failed)
+            self.stop, self.out_of_memory = verdict.stop, verdict.out_of_memory
+            if self.stop is not None or self.out_of_memory:
                 return
             yield from own[number : number + 1]
 
@@ -48,15 +62,36 @@ class Rounds:
         self._run.pulse.beat()
         return self._run.interrupts.stop_reason is not None
 
-    def all_done(self) -> bool:
-        """Vote to the end; whether every batch of every process was dealt and nobody left."""
+    def end(self, *, out_of_memory: bool) -> None:
+        """Vote to the end, whether or not this process was dealt all of its batches."""
+        self._failed = out_of_memory
         for _ in self.batches:
             pass
-        return not self._stop
+
+
+def _judged(run: Run, count: int, batch_size: int, judge: Callable[[Rounds], T | None]) -> list[T] | None:
+    """What `judge` finds on every process, again in smaller batches where memory ran out; None if the run shall stop.
+
+    Raises:
+        OutOfMemory: on every process, when the batches cannot be made smaller.
+    """
+    size = min(batch_size, -(-count // run.processes.count))
+    while True:
+        rounds = Rounds(run, count, size)
+        with run.processes.autocast():
+            own, complaint = unless_out_of_memory(partial(judge, rounds))
+        rounds.end(out_of_memory=complaint is not None)
+        if rounds.stop is not None:
+            return None
+        if not rounds.out_of_memory:
+            assert own is not None
+            return run.processes.gather_object(own)
+        size = smaller_batch(run, size, complaint)
 
 
 def evaluate_and_log(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
+    run.interrupts.plan = f"saving step {run.state.step}"
     scores = evaluate(run)
     if scores is not None:
         metrics = evaluation_metrics(scores)
@@ -69,14 +104,13 @@ def evaluate_and_log(run: Run) -> str | None:
 
 def evaluate(run: Run) -> Scores | None:
     """Scores over all processes, each of which takes its share of the rows; None if a stop was asked for."""
-    rounds = Rounds(run, len(run.eval_rows), 4 * run.micro_batch_size)
-    batches = (pack([run.eval_rows[i] for i in part], part) for part in rounds.batches)
-    with run.processes.autocast():
-        own = score(run.crowd, batches, run.config.aggregator, stop=rounds.stop_here)
-    if not rounds.all_done():
-        return None
-    assert own is not None
-    return Scores.joined(run.processes.gather_object(own))
+
+    def judge(rounds: Rounds) -> Scores | None:
+        batches = (pack([run.eval_rows[i] for i in part], part) for part in rounds.batches)
+        return score(run.crowd, batches, run.config.aggregator, stop=rounds.stop_here)
+
+    found = _judged(run, len(run.eval_rows), 4 * run.micro_batch_size, judge)
+    return None if found is None else Scores.joined(found)
 
 
 def examine_crowd(run: Run) -> AnswerScores | None:
@@ -86,9 +120,9 @@ def examine_crowd(run: Run) -> AnswerScores | None:
     asked = Examination.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
     if not len(asked):
         return None
-    rounds = Rounds(run, len(asked), run.micro_batch_size)
-    with run.processes.autocast():
-        own = examine(
+
+    def judge(rounds: Rounds) -> AnswerScores | None:
+        return examine(
             run.crowd,
             prompter,
             asked,
@@ -97,10 +131,9 @@ def examine_crowd(run: Run) -> AnswerScores | None:
             aggregator=config.aggregator,
             stop=rounds.stop_here,
         )
-    if not rounds.all_done():
-        return None
-    assert own is not None
-    return AnswerScores.joined(run.processes.gather_object(own))
+
+    found = _judged(run, len(asked), run.micro_batch_size, judge)
+    return None if found is None else AnswerScores.joined(found)
 
 
 def evaluation_metrics(scores: Scores) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 Halving the micro-batch doubles the accumulation: the rows of an optimizer step, and so the run, stay the same. At one
 row the layers are recomputed in the backward pass, once; after that nothing is left to do inside the run. What was cut
-is recovery state: it stays with the run over its checkpoints.
+is recovery state: it stays with the run over its checkpoints. An evaluation is begun again in smaller batches, which
+changes nothing in the training.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ def relieve(run: Run, complaint: str | None) -> None:
     Raises:
         OutOfMemory: nothing is left that could be made smaller.
     """
-    gc.collect()
-    if run.crowd.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _let_go(run.crowd.device)
     healing, size = run.state.healing, _rows_at_once(run)
     if size > 1:
         run.state = replace(run.state, healing=replace(healing, micro_batch_size=size // 2))
@@ -81,9 +80,29 @@ def relieve(run: Run, complaint: str | None) -> None:
         run.crowd.recompute_layers()
         cure = "layers are recomputed in the backward pass from now on"
     else:
-        raise _nothing_left(run, complaint)
+        raise _nothing_left(run, "one row at a time with recomputed layers", complaint)
     run.status.micro_batch_size = run.micro_batch_size
     run.log.say(f"memory    step {run.state.step + 1} does not fit ({complaint or 'on another process'}): {cure}")
+
+
+def smaller_batch(run: Run, size: int, complaint: str | None) -> int:
+    """The rows at a time with which an evaluation that needed too much is begun again, on every process alike.
+
+    Raises:
+        OutOfMemory: `size` was a single row.
+    """
+    _let_go(run.crowd.device)
+    if size == 1:
+        raise _nothing_left(run, "an evaluation of one row at a time", complaint)
+    told = f"evaluation after step {run.state.step} does not fit ({complaint or 'on another process'})"
+    run.log.say(f"memory    {told}: {size} -> {size // 2} row(s) at a time")
+    return size // 2
+
+
+def _let_go(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _rows_at_once(run: Run) -> int:
@@ -91,13 +110,13 @@ def _rows_at_once(run: Run) -> int:
     return min(run.micro_batch_size, -(-run.state.effective_batch // run.processes.count))
 
 
-def _nothing_left(run: Run, complaint: str | None) -> OutOfMemory:
+def _nothing_left(run: Run, what: str, complaint: str | None) -> OutOfMemory:
     config = run.config
     held = memory_held(run.crowd.device)
     tokens = f"rows of up to {config.max_seq_length} tokens x {config.num_agents} agents"
     return OutOfMemory(
-        f"one row at a time with recomputed layers does not fit: {complaint or 'another process ran out'}",
-        where=f"step {run.state.step + 1}, {tokens}, base of {run.base.num_parameters:,} parameters; {held}",
+        f"{what} does not fit: {complaint or 'another process ran out'}",
+        where=f"after step {run.state.step}, {tokens}, base of {run.base.num_parameters:,} parameters; {held}",
         cure=f"max_seq_length={max(2, config.max_seq_length // 2)}, num_agents={max(1, config.num_agents // 2)},"
         " a smaller base, mixed_precision=bf16, or a machine with more memory",
     )
