@@ -11,10 +11,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
-$(BIN)/python:
+# pip and not python: where a system lacks its package for venv, the first try leaves a python without pip behind.
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@

@@ -252,6 +252,16 @@ def test_an_empty_file_is_all_defaults(file: Path, text: str) -> None:
     assert load_config(file) == Config()
 
 
+def test_the_folder_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for words, folder in (
+        (["output_dir=runs"], "runs"),
+        (["output_dir=runs", "experiment_name=one"], "runs/one"),
+        (["output_dir=~/runs"], "/home/me/runs"),
+    ):
+        assert load_config(None, words).run_folder == Path(folder)
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 

@@ -102,6 +102,27 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     gpus.close()
 
 
+def test_a_card_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost_or_not(index: int) -> object:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return object()
+
+    def refuse(*_: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lost_or_not)
+    for name in ("MemoryInfo", "UtilizationRates", "Temperature", "Name", "PowerUsage"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refuse)
+    gpus = Gpus()
+    assert [reading["index"] for reading in gpus.read()] == [1]
+    gpus.close()
+    assert gpus.read() == []
+
+
 def test_what_a_card_does_not_tell_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)

@@ -119,25 +119,28 @@ def _resident_bytes(process: psutil.Process) -> int:
 
 
 class Gpus:
-    """The NVIDIA GPUs of this machine; none where there is no driver."""
+    """The NVIDIA GPUs of this machine that may be asked; none where there is no driver."""
 
     def __init__(self) -> None:
+        self._handles: dict[int, Any] = {}
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
-            self._handles: list[Any] = []
             return
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
+            handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+            if handle is not None:  # lost, or not this container's
+                self._handles[index] = handle
 
     def read(self) -> list[dict[str, Any]]:
         """One reading per GPU: shares as fractions, memory in bytes, degrees Celsius, watts."""
-        return [_read_gpu(index, handle) for index, handle in enumerate(self._handles)]
+        return [_read_gpu(index, handle) for index, handle in self._handles.items()]
 
     def close(self) -> None:
         """Let go of the driver."""
         if self._handles:
             pynvml.nvmlShutdown()
-            self._handles = []
+            self._handles.clear()
 
 
 def _read_gpu(index: int, handle: Any) -> dict[str, Any]:
