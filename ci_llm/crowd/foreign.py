@@ -34,8 +34,20 @@ _LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
 
 # Keys with which PEFT makes something else of an adapter, and what they are in a plain one.
 _PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
-    ("rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save", "lora_bias", "use_dora", "use_qalora")
-    + ("use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config")
+    (
+        "rank_pattern",
+        "alpha_pattern",
+        "layer_replication",
+        "modules_to_save",
+        "lora_bias",
+        "use_dora",
+        "use_qalora",
+        "use_bdlora",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "kasa_config",
+        "monteclora_config",
+    )
 )
 
 # Starts that take out of the base what they put into the adapter: on the base as it is, it is another model.
