@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +26,12 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: What a folder raises that is not whole. No RuntimeError: memory may have run out, which is no fault of the folder.
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, ImportError, EOFError),
+    *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
+)
 
 _AGENT = re.compile(r"\.lora_[AB]\.agent\d+$")
 
@@ -55,26 +64,39 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
         model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
 
     Raises:
-        ModelError: not found, not readable, or not a causal language model.
+        ModelError: not found, not readable, not whole, or not a causal language model.
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     transformers_logging.disable_progress_bar()
     config = load_architecture(model_name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=_dtype(model_dtype, torch.device(device)),
             trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be named below, with those that are missing
             # The fused kernels leave out Gemma 2's soft cap without a word.
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise explained(model_name, error) from error
+    _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
     return Base(model.to(device), tokenizer, name, fingerprint, rounded)
+
+
+def _require_whole(model_name: str, absent: list[str]) -> None:
+    """Transformers fills what it does not find with random numbers; agents would learn on another base every time."""
+    if absent:
+        raise ModelError(
+            f"{len(absent)} weights of the base are missing or of another shape, the first is {min(absent)}",
+            where=f"model_name: {model_name}",
+            cure="give the whole causal language model: config.json and weights that belong together",
+        )
 
 
 def _dtype(model_dtype: str | None, device: torch.device) -> torch.dtype | str:
@@ -93,7 +115,7 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise explained(model_name, error) from error
     if config.is_encoder_decoder:
         raise _not_causal(model_name, config.model_type)
@@ -136,7 +158,7 @@ def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     for name, tensor in sorted(base.items()):
         if rounded and tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
-        raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+        raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
     return digest.hexdigest()[:32]
 
