@@ -150,8 +150,9 @@ def test_the_base_has_no_more_positions(llama: Crowd) -> None:
     assert [len(text) for text in written.together] == [2, 2]
     with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
         llama.write([[6, 7], [5] * limit], GREEDY)
-    with pytest.raises(DataError, match="empty"):
-        llama.write([[6, 7], []], GREEDY)
+    with pytest.raises(DataError, match="empty") as caught:
+        llama.write([[6, 7], []], GREEDY, first_prompt=16)
+    assert caught.value.where == "prompt 17 (counted from 0)"
 
 
 # Sampling
@@ -323,6 +324,9 @@ def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
     slow = written_slowly(crowd, [0, 1], crowd.prompter.ids(QUESTIONS[0]), "probability")
     assert crowd.prompter.text(slow).startswith(crowd.generate(QUESTIONS[0], max_new_tokens=12)[0])
     assert crowd.generate([]) == []
+    for batch_size in (0, -1):
+        with pytest.raises(BadInput, match="batch_size must be at least 1"):
+            crowd.generate(QUESTIONS, batch_size=batch_size)
 
 
 def test_samples_do_not_depend_on_the_batch(checkpoint: Path) -> None:

@@ -56,10 +56,11 @@ def row_states(states: Tensor, batch: Batch, representation: str) -> Tensor:
     """One point per row and agent: packed states [K, N, D] -> [K, B, D]. Pads are never among them."""
     if representation == "last_token":
         return states[:, batch.last_tokens]
-    bounds = torch.tensor(batch.bounds, device=states.device)
+    first_tokens = F.pad(batch.last_tokens[:-1] + 1, (1, 0))
     if representation == "first_token":
-        return states[:, bounds[:-1]]
-    lengths = bounds.diff()
-    row_of = torch.repeat_interleave(torch.arange(len(lengths), device=states.device), lengths)
-    sums = states.new_zeros(states.shape[0], len(lengths), states.shape[-1]).index_add(1, row_of, states)
+        return states[:, first_tokens]
+    lengths = batch.last_tokens - first_tokens + 1
+    rows = torch.arange(batch.num_rows, device=states.device)
+    row_of = torch.repeat_interleave(rows, lengths, output_size=batch.num_tokens)
+    sums = states.new_zeros(states.shape[0], batch.num_rows, states.shape[-1]).index_add(1, row_of, states)
     return sums / lengths[None, :, None]

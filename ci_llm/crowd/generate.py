@@ -103,6 +103,8 @@ def write(
 ) -> Written:
     """Continue every prompt, by the crowd, and with `alone` also by each agent on its own, all in one batch.
 
+    All texts end where the longest prompt has used up the base's positions.
+
     Args:
         model: in evaluation mode, with its own attention; its rows are agent-major.
         first_prompt: number of the first prompt, where a longer list comes in parts; it keys the generators.
@@ -111,7 +113,7 @@ def write(
     Raises:
         DataError: a prompt is empty, or longer than the base can read.
     """
-    room = _room(model, prompts)
+    room = _room(model, prompts, first_prompt)
     rows = [*prompts, *prompts] if alone else list(prompts)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
     voice = _OneVoice(num_agents, len(rows) - len(prompts), decoding, first_prompt)
@@ -203,17 +205,19 @@ def _nothing_inherited(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = kept
 
 
-def _room(model: PreTrainedModel, prompts: Sequence[TokenIds]) -> int:
+def _room(model: PreTrainedModel, prompts: Sequence[TokenIds], first_prompt: int) -> int:
     """New tokens for which the base has positions, beside the longest prompt."""
     lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
     longest = max(lengths)
+
+    def where(length: int) -> str:
+        return f"prompt {first_prompt + lengths.index(length)} (counted from 0)"
+
     if not min(lengths):
-        raise DataError("a prompt is empty", where=f"prompt {lengths.index(0)} (counted from 0)", cure="leave it out")
+        raise DataError("a prompt is empty", where=where(0), cure="leave it out")
     if longest >= limit:
         raise DataError(
-            f"a prompt has {longest} tokens, and the base reads {limit}",
-            where=f"prompt {lengths.index(longest)} (counted from 0)",
-            cure="shorten it",
+            f"a prompt has {longest} tokens, and the base reads {limit}", where=where(longest), cure="shorten it"
         )
     return limit - longest
 

@@ -10,7 +10,7 @@ Legend: K agents, S targets, R = K·S rows, D hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,7 +65,8 @@ class _TargetLogProbs(torch.autograd.Function):
         wide = torch.promote_types(states.dtype, torch.float32)
         log_probs = torch.empty(rows, dtype=wide, device=states.device)
         slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        weight = head.weight.to(states.dtype)
+        # Once and not in every chunk: a large vocabulary makes both many and expensive.
+        head = replace(head, weight=head.weight.to(states.dtype))
         for chunk in head.chunks(rows):
             z = head.logits(states[chunk])
             index = targets[chunk, None]
@@ -79,7 +80,7 @@ class _TargetLogProbs(torch.autograd.Function):
                 z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
                 if bend is not None:
                     z.mul_(bend)
-                torch.mm(z.to(states.dtype), weight, out=slopes[chunk])
+                torch.mm(z.to(states.dtype), head.weight, out=slopes[chunk])
         ctx.save_for_backward(slopes)
         return log_probs
 

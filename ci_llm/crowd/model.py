@@ -26,7 +26,7 @@ from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.route import Route, choose_route
 from ci_llm.data.batches import Batch, padded
-from ci_llm.errors import ModelError
+from ci_llm.errors import BadInput, ModelError
 
 
 @dataclass
@@ -162,6 +162,8 @@ class Crowd(nn.Module):
         """
         if self.prompter is None:
             raise ModelError("this crowd knows token ids, no words", cure="set crowd.prompter = Prompter(tokenizer)")
+        if batch_size < 1:
+            raise BadInput("batch_size must be at least 1", where="how to generate", cure="change the value named")
         seed = torch.Generator().seed() if seed is None else seed
         ends = self.prompter.ends
         decoding = Decoding(max_new_tokens, ends, aggregator, do_sample, temperature, top_p, top_k, seed)
