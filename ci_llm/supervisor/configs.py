@@ -70,6 +70,12 @@ def read_config(path: Path) -> ConfigText:
     return ConfigText(text, dict(_leaves(root, "", text)), tuple(_defaults(root)))
 
 
+def in_yaml(number: float) -> str:
+    """Eight digits of it, as every program reads them: 1e-05 is text in YAML 1.1, 1.0e-05 is not."""
+    text = repr(float(f"{number:.8g}"))
+    return text if "." in text else text.replace("e", ".0e")
+
+
 class TemporaryConfigs:
     """Copies next to an original, named `<stem>_retry_<n>_<token>.yaml`; gone at the end, or at the next start.
 

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from ci_llm.config.yaml_lines import dump_value
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS
 from ci_llm.slurm import SUPERVISED, put_back
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.call import Call
-from ci_llm.supervisor.configs import ConfigText, TemporaryConfigs, read_config
+from ci_llm.supervisor.configs import ConfigText, TemporaryConfigs, in_yaml, read_config
 from ci_llm.supervisor.decide import Decision, Outcome
 from ci_llm.supervisor.evidence import Evidence
 from ci_llm.supervisor.hydra_groups import group_values
@@ -114,7 +113,7 @@ class ForeignScript:
         """Put new values where the script will find them: on its command line, and in a copy of its configuration."""
         new: dict[str, str] = {}
         if decision.learning_rate is not None and self._lr_key is not None:
-            new[self._lr_key] = dump_value(float(f"{decision.learning_rate:.8g}"))
+            new[self._lr_key] = in_yaml(decision.learning_rate)
         if decision.batch_size is not None and self._batch_key is not None:
             new[self._batch_key] = str(decision.batch_size)
             new |= self._scaled()

@@ -112,6 +112,14 @@ def test_help_takes_less_than_0_3_s_of_the_processor() -> None:
     assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.3
 
 
+def test_a_script_of_somebody_else_starts_without_our_configuration() -> None:
+    """Which is strict, by a library that takes longer to load than everything else together."""
+    code = "import sys\nfrom ci_llm.supervisor import door, foreign, keeper, supervise, tracker_runs\n"
+    code += "print(*({'pydantic', 'ci_llm.config'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
 def test_no_part_of_the_supervisor_loads_torch() -> None:
     names = sorted(path.stem for path in (ROOT / "ci_llm" / "supervisor").glob("*.py"))
     code = f"import importlib, sys\nfor name in {names}: importlib.import_module('ci_llm.supervisor.' + name)\n"

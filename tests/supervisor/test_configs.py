@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.configs import TemporaryConfigs, read_config
+from ci_llm.supervisor.configs import TemporaryConfigs, in_yaml, read_config
 from ci_llm.supervisor.hydra_groups import group_values
 from ci_llm.supervisor.overrides import overrides, rewritten, value_of
 
@@ -116,6 +116,14 @@ def test_json_is_changed_like_yaml(tmp_path: Path) -> None:
 def test_an_anchor_stays_for_its_aliases(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, "optim: {lr: &lr 2e-4, n: 3}\nfinal: *lr\n"))
     assert config.replaced({"optim.lr": "0.5"}) == "optim: {lr: &lr 0.5, n: 3}\nfinal: *lr\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(2e-4 / 1.5, "0.00013333333"), (1e-5, "1.0e-05"), (1.5e-7, "1.5e-07"), (2.0, "2.0")]
+)
+def test_a_number_is_a_number_in_yaml(number: float, text: str) -> None:
+    assert in_yaml(number) == text
+    assert yaml.safe_load(text) == pytest.approx(number)
 
 
 # Temporary copies
