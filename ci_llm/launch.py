@@ -43,6 +43,8 @@ _DECLINED: Final = {
 _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing connections (32768 on)
 _NUM_PORTS: Final = 16000
 _TORCHRUN_PATIENCE_S: Final = 30
+#: Set by a supervisor of ours for what it starts, to the seconds between its TERM and its KILL.
+SUPERVISED: Final = "CI_LLM_SUPERVISED"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Launch:
         asked_for: the `--num_processes` of an `accelerate launch` that started a single process nevertheless;
             0 if it asked for several and the number is not in its command line.
         variables: to be set in the environment before torch's process group is made.
-        patience_s: seconds that the launcher waits for this process after a signal, before it kills it.
+        patience_s: seconds that launcher and supervisor wait for this process after a signal, before it is killed.
     """
 
     launcher: str
@@ -189,9 +191,10 @@ def _alone(dialect: _Dialect | None, environ: Mapping[str, str], parent_command:
 
 
 def _patience_s(launcher: str, environ: Mapping[str, str]) -> float:
+    supervisor_s = float(environ.get(SUPERVISED, math.inf))
     if launcher != "torchrun":
-        return math.inf
-    return float(_integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_PATIENCE_S))
+        return supervisor_s
+    return min(supervisor_s, _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_PATIENCE_S))
 
 
 def _command_of_parent() -> list[str]:

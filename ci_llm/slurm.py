@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ci_llm.durable import make_folders, read_json, write_json
+from ci_llm.launch import SUPERVISED
 
-#: Set by a supervisor of ours for what it starts: then it is the outermost, and it alone puts the job back.
-SUPERVISED: Final = "CI_LLM_SUPERVISED"
 PATIENCE: Final = 3
 _ANSWER_S: Final = 20.0
 
@@ -183,7 +182,7 @@ def put_back(
     Returns:
         what became of it, in a line for people; None if there is nothing to say.
     """
-    if wanted is False or SUPERVISED in environ:
+    if wanted is False or SUPERVISED in environ:  # the supervisor is the outermost then, and puts it back
         return None
     job = read_job(environ)
     if job is None:

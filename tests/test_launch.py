@@ -105,6 +105,9 @@ def test_how_long_a_launcher_waits_before_it_kills() -> None:
     assert read({**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == 600
     assert read({**STEP, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == math.inf
     assert read({}).patience_s == math.inf
+    assert read({"CI_LLM_SUPERVISED": "0.5"}).patience_s == 0.5
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "120"}).patience_s == 30
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "10"}).patience_s == 10
 
 
 def test_mpirun() -> None:

@@ -15,7 +15,6 @@ import pytest
 from ci_llm.cli import main
 from ci_llm.slurm import (
     PATIENCE,
-    SUPERVISED,
     Job,
     Standing,
     ask,
@@ -180,7 +179,7 @@ def test_the_outermost_of_ours_asks_once() -> None:
     for silent in (
         back(cluster, wanted=False),
         back(cluster, environ={}),
-        back(cluster, environ=ENVIRONMENT | {SUPERVISED: "1"}),
+        back(cluster, environ=ENVIRONMENT | {"CI_LLM_SUPERVISED": "120"}),
     ):
         assert silent is None
     assert cluster.asked == ["job", "requeue"]

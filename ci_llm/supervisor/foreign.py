@@ -11,7 +11,8 @@ from typing import Final
 
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS
-from ci_llm.slurm import SUPERVISED, put_back
+from ci_llm.launch import SUPERVISED
+from ci_llm.slurm import put_back
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.call import Call
 from ci_llm.supervisor.configs import ConfigText, TemporaryConfigs, in_yaml, read_config
@@ -88,7 +89,7 @@ class ForeignScript:
 
     def environment(self) -> Mapping[str, str]:
         """Ours; only a trainer of this project would take notice of the addition."""
-        return {SUPERVISED: "1", **os.environ}
+        return {SUPERVISED: f"{self.grace_s:g}", **os.environ}
 
     def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
         """A script whose loss is NaN is ended: whatever it still computes is lost."""

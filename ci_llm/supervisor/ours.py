@@ -13,8 +13,9 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
+from ci_llm.launch import SUPERVISED
 from ci_llm.recovery import read_recovery, write_recovery
-from ci_llm.slurm import SUPERVISED, attempts_in_vain, put_back
+from ci_llm.slurm import attempts_in_vain, put_back
 from ci_llm.status import (
     VANISHED_AFTER_S,
     Failure,
@@ -73,13 +74,13 @@ class OurRun:
         return self._command
 
     def environment(self) -> Mapping[str, str]:
-        """Ours, and what makes torchrun hand signals on and wait for the last checkpoint."""
+        """Ours, how long we wait for the last checkpoint, and what makes torchrun wait for it and hand signals on."""
         self._before = self._status()
         self._saved_before = self._newest_step()
         self._heard_at = time.monotonic()
         patience_s = max(1, int(self.grace_s - _LAUNCHER_RESERVE_S))
         return {
-            SUPERVISED: "1",
+            SUPERVISED: f"{self.grace_s:g}",
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience_s),
             **os.environ,

@@ -18,6 +18,7 @@ from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.durable import write_json
 from ci_llm.errors import BadInput, CheckpointError
+from ci_llm.launch import read_launch
 from ci_llm.recovery import Recovery, read_recovery, write_recovery
 from ci_llm.status import Status, is_alive, pid_space
 from ci_llm.supervisor import ours
@@ -179,6 +180,15 @@ def tell(folder: Path, **status: Any) -> None:
     now = time.time()
     told = Status("running", None, 5, 1, os.getpid(), "host", pid_space(), now, now)
     write_json(folder / "run" / "status.json", asdict(replace(told, **status)))
+
+
+def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("CI_LLM_SUPERVISED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    told = ours.OurRun(["true"], ["output_dir=run"], grace_s=20).environment()
+    assert read_launch(told, parent_command=[]).patience_s == 20
+    assert told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "15"
 
 
 def checkpoint(folder: Path, *steps: int) -> None:
