@@ -119,11 +119,6 @@ class Processes:
         """Whether this process writes what is written once."""
         return self.index == 0
 
-    @property
-    def num_threads(self) -> int:
-        """CPU threads of this process; another number is another arithmetic."""
-        return torch.get_num_threads()
-
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the forward pass, as `mixed_precision` says."""
         context: AbstractContextManager[Any] = self.accelerator.autocast()
@@ -177,10 +172,18 @@ class Processes:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process goes through the block before the others; they find its cached work."""
+        """The main process goes through the block before the others; they find its cached work.
+
+        Where an error with a cure ends the block, the others meet it themselves: one error, and no lost peer.
+        """
         if not self.is_main:
             self.wait()
-        yield
+        try:
+            yield
+        except CiLlmError:
+            if self.is_main:
+                self.wait()
+            raise
         if self.is_main:
             self.wait()
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from ci_llm.ballot import Ballot, Verdict, decode, encode
-from ci_llm.errors import LaunchError, ModelError
+from ci_llm.errors import DataError, LaunchError, ModelError
 from ci_llm.launch import Launch
 from ci_llm.processes import Processes
 from ci_llm.status import pid_space
@@ -140,6 +140,20 @@ def test_worlds_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> Non
 
 
 # In this process
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_refuses_the_main_process_first_refuses_the_others_after_it(index: int) -> None:
+    told: list[str] = []
+    one: Any = SimpleNamespace(is_main=index == 0, wait=lambda: told.append("wait"))
+
+    def refuse() -> None:
+        told.append("block")
+        raise DataError("nothing is left")
+
+    with pytest.raises(DataError), Processes.main_first(one):
+        refuse()
+    assert told == (["block", "wait"] if index == 0 else ["wait", "block"])
 
 
 @pytest.mark.usefixtures("_own_world")

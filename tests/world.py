@@ -46,7 +46,7 @@ def talk(processes: Any, folder: Path) -> dict[str, Any]:
         "count": processes.count,
         "launcher": processes.launch.launcher,
         "device": str(processes.device),
-        "num_threads": processes.num_threads,
+        "num_threads": torch.get_num_threads(),
         "notes": processes.notes,
         "quiet": asdict(quiet),
         "sick": str(processes.agree(sick)),
