@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-DEADLINE_S = 120.0
+import psutil
+
+DEADLINE_S = 300.0  # as that of forkserver.py
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(sys.executable).parent
 
@@ -21,7 +23,7 @@ SCRIPTS = Path(sys.executable).parent
 class Child:
     """A process in a session of its own whose standard output is read line by line, stderr included.
 
-    Use it as a context manager: whatever is left of its session is killed at the end.
+    Use it as a context manager: what is left of its session and of its descendants is killed at the end.
     """
 
     def __init__(self, *command: str | Path, env: Mapping[str, str] | None = None) -> None:
@@ -79,6 +81,12 @@ class Child:
             raise AssertionError(f"still running after {DEADLINE_S} s; so far: {self.seen}") from None
 
     def close(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in psutil.Process(self.process.pid).children(
+                recursive=True
+            ):  # torchrun's have sessions of their own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(DEADLINE_S)

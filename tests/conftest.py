@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -28,3 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.mkdtemp(prefix="ci-llm-tests-")
         os.environ["HF_DATASETS_CACHE"] = cache
         config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
+
+
+@pytest.fixture
+def threads_as_they_were() -> Iterator[None]:
+    """For runs in the process of the tests: a run sets threads and determinism for all that comes after it."""
+    import torch  # most files do without
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)

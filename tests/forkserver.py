@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0  # nobody comes near it, under any load: it only ends a test that will never end
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ACCELERATE_USE_CPU": "true",

@@ -62,12 +62,20 @@ def stop(child: Child, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_at_the_start(launcher: str, tmp_path: Path) -> None:
-    with launch(launcher, tmp_path, **LONG) as child:
-        child.read_until("loading...")
+@pytest.mark.parametrize(
+    ("seen", "keys", "step"),
+    [("loading...", LONG, 0), ("step 3/3", MUCH_TO_JUDGE, 3)],
+    ids=["at the start", "in the evaluation at the end"],
+)
+def test_before_and_after_training(
+    launcher: str, seen: str, keys: dict[str, object], step: int, tmp_path: Path
+) -> None:
+    with launch(launcher, tmp_path, **keys) as child:
+        child.read_until(seen)
         said = stop(child, tmp_path)
     status = read_status(tmp_path / "run")
-    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 0), said
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", step), said
+    assert (tmp_path / "run" / f"checkpoint_step_{step}").is_dir() == (step > 0)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -81,13 +89,3 @@ def test_in_training(launcher: str, tmp_path: Path) -> None:
     with launch(launcher, tmp_path, max_train_steps=status.step + 1) as child:
         assert child.wait() == 0, child.seen
     assert read_status(tmp_path / "run").status == "completed"
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_in_the_evaluation_at_the_end(launcher: str, tmp_path: Path) -> None:
-    with launch(launcher, tmp_path, **MUCH_TO_JUDGE) as child:
-        child.read_until("step 3/3")
-        said = stop(child, tmp_path)
-    status = read_status(tmp_path / "run")
-    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3), said
-    assert (tmp_path / "run" / "checkpoint_step_3").is_dir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from ci_llm.cli import main
 from ci_llm.crowd import base
 from ci_llm.embedded import BASE_FOLDER
 
+pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 WORDS = [
     "num_agents=2",
     "lora_rank=2",
@@ -26,14 +26,6 @@ WORDS = [
     "num_workers=0",
     "report_to=none",
 ]
-
-
-@pytest.fixture(autouse=True)
-def threads_as_they_were() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from ci_llm.checkpoints.lone import load_checkpoint
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli import main
 from ci_llm.crowd.model import Crowd
-from tests.forkserver import ForkServer
+from tests.forkserver import DEADLINE_S, ForkServer
 
 STEPS = 12
 STEPS_PER_EPOCH = 5
@@ -162,8 +162,8 @@ class Witness:
         if fate is None or (fate.steps, fate.micro_step) != (self._steps, micro_step):
             return
         self._fate = None
-        if fate.committed is not None and self.rank == 0 and not self.committed.wait(60):
-            raise AssertionError(f"step {fate.committed} was not committed within a minute")
+        if fate.committed is not None and self.rank == 0 and not self.committed.wait(DEADLINE_S / 2):
+            raise AssertionError(f"step {fate.committed} is not committed")
         os.kill(os.getpid(), signal.Signals[fate.signal])
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
