@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ci_llm.checkpoints.lone import load_checkpoint
-from ci_llm.run.memory_pressure import is_out_of_memory, unless_out_of_memory
+from ci_llm.data.batches import pack
+from ci_llm.run.memory_pressure import in_parts, is_out_of_memory, unless_out_of_memory
 from ci_llm.status import read_failures, read_status
+from tests import tiny
 from tests.faults import Fault, fired, metrics, said, samples, train, weights
 from tests.forkserver import ForkServer
 
@@ -123,6 +127,17 @@ def test_recomputing_is_remembered(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, fault, Fault("kill", steps=(5,)), **keys) == [-9]
     assert train(server, tmp_path, **keys) == [0], said(tmp_path)
     assert "recovery: layers are recomputed in the backward pass" in said(tmp_path)
+
+
+def test_parts_hold_the_same_rows_in_the_same_order() -> None:
+    rows = [tiny.example(5 + number) for number in range(5)]
+    batches = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
+    run: Any = SimpleNamespace(rows=rows, micro_batch_size=3)
+    assert in_parts(run, batches) is batches
+    run.micro_batch_size = 2
+    parts = in_parts(run, batches)
+    assert [part.sample_ids for part in parts] == [(3, 1), (4, 0), (2,)]
+    assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
 
 
 def test_a_bug_is_no_want_of_memory(server: ForkServer, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import peft
@@ -20,6 +19,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run import loop
 from ci_llm.status import read_status
 
+pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs.yaml"
 SMALL = [
@@ -51,14 +51,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(finished: Path, tmp_path: Path) -> Path:
     """A copy of a finished run, to be mistreated."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-@pytest.fixture(autouse=True)
-def threads_as_they_were() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
 
 
 def test_what_a_run_leaves(finished: Path) -> None:
@@ -197,6 +189,23 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert message in shown
     assert "Traceback" not in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_other_rows_under_the_name_of_the_old_ones_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "mine.jsonl"
+    keys = [f"dataset_name={data}", "generation_eval_samples=0", "eval_samples=1", "eval_steps=null"]
+
+    def write(answer: str) -> None:
+        data.write_text("".join(f'{{"question": "What is {n}?", "answer": "{answer} {n}"}}\n' for n in range(8)))
+
+    write("It is")
+    assert train(tmp_path / "run", *keys, "max_train_steps=1") == 0
+    write("That is")
+    assert train(tmp_path / "run", *keys, "max_train_steps=2") == 2
+    assert "the training rows are not those of the checkpoint" in capsys.readouterr().err
+    assert train(tmp_path / "run", *keys, "max_train_steps=2", "allow_inexact_resume=true") == 0
 
 
 def test_rows_without_a_usable_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ci_llm import walltime
 from ci_llm.run.lifeboat import MARGIN_S, time_to_go_s
 from ci_llm.status import read_status
 from tests import moments
@@ -105,6 +106,16 @@ def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undi
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
     assert (tmp_path / "run" / "checkpoint_step_3").is_dir()
     assert not (tmp_path / "run" / "checkpoint_step_2").exists()
+    assert learned(tmp_path) == learned(undisturbed)
+
+
+def test_a_run_whose_time_is_over_leaves_and_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+    assert train(server, tmp_path, keys={"max_runtime": walltime.MARGIN_S - 1}) == [0]
+    said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("interrupted", "walltime"), said
+    assert "(max_runtime)" in said
+    assert f"step {status.step} is saved" in said or (status.step == 0 and "no step was taken" in said)
+    assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
     assert learned(tmp_path) == learned(undisturbed)
 
 

@@ -67,6 +67,16 @@ def test_sliced_wasserstein_in_one_dimension_has_a_closed_form() -> None:
     assert found.item() == pytest.approx(9.0, rel=1e-12)
 
 
+def test_directions_are_drawn_from_the_unit_sphere() -> None:
+    """Point sets that are |c| apart are |c|²/D apart in the mean over all directions, wherever c points."""
+    directions = unit_directions(6, 20_000, torch.Generator().manual_seed(3))
+    torch.testing.assert_close(directions.norm(dim=0), torch.ones(20_000, dtype=torch.float64))
+    points = random(1, 5, 6)
+    for axis in range(6):
+        moved = torch.cat([points, points + 3.0 * torch.eye(6, dtype=torch.float64)[axis]])
+        assert sliced_wasserstein(moved, directions, EVERYONE[:2]).item() == pytest.approx(9.0 / 6, rel=0.05)
+
+
 def test_diversity_terms_pass_gradcheck() -> None:
     directions = unit_directions(4, 5, torch.Generator().manual_seed(3))
     points = random(3, 6, 4).requires_grad_()

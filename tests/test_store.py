@@ -401,14 +401,56 @@ def test_the_heart_beats_and_stops_with_the_claim(run: Run) -> None:
             if threading.current_thread().name == "ci_llm heartbeat":
                 beats.release()
 
+    before = set(threading.enumerate())
     store = run.open(writer_timeout=0.06, disk=Pulse())
     store.claim()
     assert all(beats.acquire(timeout=20) for _ in range(3))
     store.close()
-    alive = [thread for thread in threading.enumerate() if thread.name == "ci_llm heartbeat"]
-    for thread in alive:
+    for thread in set(threading.enumerate()) - before:
         thread.join(timeout=20)
         assert not thread.is_alive()
+
+
+def test_a_heart_that_the_disk_refused_once_beats_again(run: Run) -> None:
+    beats = threading.Semaphore(0)
+    refusals = [errno.EIO, errno.ESTALE]
+
+    class Hiccup(CachedDisk):
+        def touch(self, path: Path) -> None:
+            if threading.current_thread().name == "ci_llm heartbeat":
+                if refusals:
+                    raise OSError(refusals.pop(), "a hiccup")
+                beats.release()
+            super().touch(path)
+
+    run.open(writer_timeout=0.06, disk=Hiccup()).claim()
+    assert beats.acquire(timeout=20)
+
+
+def test_a_claim_that_failed_locks_nobody_out(run: Run) -> None:
+    for lives in range(100):
+        disk = FailingDisk(lives, errno.EIO)
+        store = run.open(disk=disk, holder=elsewhere(1))
+        with contextlib.suppress(CheckpointError):
+            store.claim()
+        if store.attempt is None:
+            store = run.open(holder=elsewhere(2))
+            store.claim()
+        if disk.changes <= lives:
+            break
+        disk.lives = 10**9  # the end of a claim is not what fails here
+        store.close()
+    assert 8 < lives < 99
+
+
+def test_a_claim_that_the_disk_does_not_hold_is_none(run: Run) -> None:
+    class Liar(CachedDisk):
+        def write(self, handle: int, data: Any) -> int:
+            return len(data)
+
+    with pytest.raises(CheckpointError, match="does not hold what was written"):
+        run.open(disk=Liar()).claim()
+    assert names(run.directory) == []
 
 
 def test_a_forked_child_neither_holds_nor_releases(run: Run) -> None:
@@ -484,6 +526,35 @@ def test_a_damaged_checkpoint_is_named_moved_and_the_one_before_taken(run: Run) 
     assert run.open().latest() == 1
     assert "checkpoint_step_2 is damaged: optimizer.safetensors" in run.said[-1]
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
+
+
+def reading_is_preceded_by(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something before the next manifest is read."""
+    real = manifest.read_exactly
+
+    def read(path: Path, size: int) -> bytes:
+        monkeypatch.setattr(manifest, "read_exactly", real)
+        act()
+        return real(path, size)
+
+    monkeypatch.setattr(manifest, "read_exactly", read)
+
+
+def test_a_disk_that_fails_once_condemns_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    run.open().save(1, files(1))
+    reading_is_preceded_by(fail, monkeypatch)
+    assert run.stores[0].latest() == 1
+    assert (run.said, visible(run.directory)) == ([], ["checkpoint_step_1"])
+
+
+def test_what_a_writer_commits_and_prunes_under_the_eyes_of_a_reader(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = run.open(save_total_limit=1)
+    writer.save(1, files(1))
+    reading_is_preceded_by(lambda: writer.save(2, files(2)), monkeypatch)
+    assert run.open().latest(heal=False) == 2
 
 
 def test_while_another_writes_a_damaged_checkpoint_is_passed_over(run: Run) -> None:
