@@ -171,7 +171,9 @@ def _help_train() -> int:
 
     print("python train.py [--config FILE] [key=value | --key value | --key=value ...]")
     print("The command line wins over the file (configs.yaml by default), the file over these defaults.")
-    print("example: python train.py dataset_name=my.jsonl model_name=Qwen/Qwen2.5-0.5B experiment_name=mine\n")
+    print(
+        "example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine\n"
+    )
     print(describe_keys())
     return 0
 

@@ -63,9 +63,11 @@ The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
 
 def next_steps(folder: Path, command: str) -> list[str]:
     """What a person may want to do after a completed run, which `command` has started."""
+    drawn = folder / "tensorboard"
     return [
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
-        f"curves     tensorboard --logdir {folder / 'tensorboard'}",
+        *([f"curves     tensorboard --logdir {drawn}"] if drawn.is_dir() else []),
         f"longer     {command} max_train_steps=...   goes on from here",
-        "own data   python train.py dataset_name=my.jsonl experiment_name=mine   with columns question, answer",
+        "own data   python train.py dataset_name=my.jsonl max_train_samples=null experiment_name=mine"
+        "   with columns question, answer",
     ]
