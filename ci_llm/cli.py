@@ -133,6 +133,7 @@ def train(words: list[str]) -> int:
     from ci_llm.launch import read_launch
 
     with Interrupts() as interrupts:
+        interrupts.plan = "leaving before the first step"
         config = _configuration(words)
         interrupts.listen_to(config.stop_signals, config.save_signals)
         if "--continue" in words:

@@ -222,7 +222,7 @@ class Processes:
         rivals = [path for path in folder.glob(_token_path(folder, "*").name) if _is_rival(path, mine)]
         if rivals:
             self._tokens.pop().unlink()
-            return "another process of the same launcher trains here already, in a world of its own"
+            return "another process of the same launcher or shell trains here already, in a world of its own"
         return None
 
     def shutdown(self) -> bool:

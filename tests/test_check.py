@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
 from ci_llm import durable
 from ci_llm.check.checks import Check, Outcome, try_all
@@ -195,6 +195,22 @@ def test_a_folder_without_weights_fails_the_check_of_the_model_and_the_estimates
     assert found.of("FAILED") == ["model"], found.text
     assert "model.safetensors" in found.lines["model"]
     assert "about" in found.lines["time"]
+
+
+def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(server: ForkServer, tmp_path: Path) -> None:
+    shape = AutoConfig.from_pretrained(BASE_FOLDER)
+    sizes = {"vocab_size": shape.vocab_size, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    experts = MixtralConfig(**sizes, max_position_embeddings=512)
+    MixtralForCausalLM(experts).save_pretrained(tmp_path / "base")
+    for file in BASE_FOLDER.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "base")
+    found = told(server, tmp_path, "model_name=base")
+    assert found.codes == [0], found.text
+    assert "cannot be traced without weights: " in found.lines["estimate"]
+    assert "memory is not estimated" in found.lines["batch"]
+    assert "measured" in found.lines["time"]
+    assert "Traceback" not in found.text
 
 
 @pytest.mark.slow

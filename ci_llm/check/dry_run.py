@@ -41,7 +41,9 @@ CHECKS: tuple[Check[Scene], ...] = (
 def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bool = False) -> int:
     """Try all checks and show what comes out of them; returns the exit code: 0 only if all have passed."""
     start = time.monotonic()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries would stand in the table
+    # Retries of the one, and tracebacks of the other for what cannot be traced, would stand between the checks.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     outcomes: list[Outcome] = []
 
     def stopped() -> str | None:
