@@ -136,7 +136,7 @@ def test_worlds_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> Non
         with Child(sys.executable, WORLD, tmp_path / "second") as second:
             run_all([second])
     (refused,) = told(tmp_path / "second", 1)
-    assert "another process of the same launcher trains here" in refused["same folder"]
+    assert "another process of the same launcher or shell trains here" in refused["same folder"]
 
 
 # In this process
