@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -12,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli import main
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.run import loop
+from ci_llm.run import loop, resume
 from ci_llm.status import read_status
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
@@ -137,6 +139,24 @@ def test_a_run_that_would_not_be_the_same_is_refused(
     assert train(run, "max_train_steps=8", *words) == 2
     assert message in capsys.readouterr().err
     assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other threads would add up in another order."""
+    surroundings: Any = verify_folder(run / "checkpoint_step_6").info["surroundings"]
+    torch.set_num_threads(surroundings["threads"] + 1)
+    assert train(run, "max_train_steps=7") == 0
+    assert torch.get_num_threads() == surroundings["threads"]
+    assert "exactness: bitwise\n" in capsys.readouterr().out
+
+
+def test_another_version_of_a_library_is_named_and_no_refusal(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = resume.version
+    monkeypatch.setattr(resume, "version", lambda name: "0.1" if name == "numpy" else real(name))
+    assert train(run, "max_train_steps=7") == 0
+    assert f"exactness: sample-exact (numpy {real('numpy')} -> 0.1)" in capsys.readouterr().out
 
 
 def test_inexact_resume_may_be_asked_for(run: Path) -> None:
