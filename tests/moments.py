@@ -137,6 +137,15 @@ def train_stuck(folder: str, words: list[str]) -> int:
     return 99
 
 
+def train_apart(folder: str, words: list[str]) -> int:
+    """A trial for the fork server: `train.py`, each process with a disk of its own."""
+    torch.set_num_threads(1)
+    own = Path(folder, os.environ.get("RANK", "0"))
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    return main(["train", *words])
+
+
 def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:
     """A trial for the fork server: `train.py`, with a signal to one of its processes after some time; 0: never.
 

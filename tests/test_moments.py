@@ -18,7 +18,7 @@ from ci_llm.status import read_status
 from tests import moments
 from tests.children import DEADLINE_S, ROOT
 from tests.forkserver import ForkServer
-from tests.moments import EVAL_STEPS, MOMENTS, Moment, arguments
+from tests.moments import EVAL_STEPS, MOMENTS, STEPS, Moment, arguments
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +164,17 @@ def test_a_process_whose_library_waits_for_a_lost_peer_ends_all_the_same(server:
     how["words"] = arguments(lora_rank=3)
     assert server.run(moments.train_stuck, tmp_path / "again", **how) == [2]
     assert "error: the checkpoint belongs to another crowd" in (tmp_path / "again").read_text()
+
+
+def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them_finds(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    how = {"folder": str(tmp_path), "words": arguments()}
+    assert server.run(moments.train_apart, tmp_path / "log", **how) == [0]
+    assert server.run(moments.train_apart, tmp_path / "again", ranks=2, **how) == [2, 2]
+    said = (tmp_path / "again").read_text()
+    assert f"the processes find different checkpoints to go on from: step {STEPS}, none" in said
+    assert "complete" not in said
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

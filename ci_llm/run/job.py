@@ -16,7 +16,7 @@ from ci_llm.config import Config
 from ci_llm.crowd.answers import AnswerScores, merged
 from ci_llm.crowd.evaluate import Scores, evaluation_record
 from ci_llm.durable import write_json
-from ci_llm.errors import CheckpointError, CiLlmError, ConfigError
+from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.launch import Launch
 from ci_llm.logs.hardware import HardwareMonitor
@@ -151,6 +151,7 @@ def go_on(run: Run) -> None:
     remembered = run.processes.broadcast_object(remember(run))
     with run.processes.main_first():
         source = find_source(run.manager, run.config.resume_from_checkpoint, remembered.at_most)
+    _require_same_step(run, source.step if source else None)
     if source is None:
         run.log.say("resume    no checkpoint: a fresh start")
         _say_all(run, obey(run, remembered))
@@ -161,6 +162,22 @@ def go_on(run: Run) -> None:
     run.log.say(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
     _say_all(run, [*lines, *obey(run, remembered), restore_surroundings(run, source)])
     recollect(run)
+
+
+def _require_same_step(run: Run, step: int | None) -> None:
+    """Refuse folders that differ, before anything is concluded from what is in them. A collective.
+
+    Raises:
+        LaunchError: on every process alike.
+    """
+    found = run.processes.gather_object(step)
+    if len({*found}) > 1:
+        named = ", ".join("none" if step is None else f"step {step}" for step in found)
+        raise LaunchError(
+            f"the processes find different checkpoints to go on from: {named}",
+            where=str(run.config.run_folder.absolute()),
+            cure="give an output_dir on a disk that all machines share, as an absolute path",
+        )
 
 
 def _say_all(run: Run, lines: Iterable[str]) -> None:
