@@ -285,9 +285,9 @@ def test_a_request_to_save_is_not_mistaken_for_one_to_stop(folder: Path) -> None
 
 
 def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path) -> None:
-    (folder / "crash.py").write_text("raise SystemExit('no such luck')\n")
-    with Terminal("--train-script", "crash.py", cwd=folder) as terminal:
-        terminal.read_until("waiting 5 s")
+    (folder / "fills.py").write_text("raise SystemExit('No space left on device')\n")
+    with Terminal("--train-script", "fills.py", cwd=folder) as terminal:
+        terminal.read_until("waiting 60 s")
         terminal.signal(signal.SIGTERM)
         assert terminal.wait() == 75, terminal.text
     assert "SIGTERM: launching nothing more" in terminal.text
