@@ -57,6 +57,8 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> str:
         ("embedded", False),
         ("/nowhere/model", False),
         ("data/*.jsonl", False),
+        ("rows.ndjson", False),
+        ("rows.txt", False),
         ("a/b/c", False),
         (str(ROOT), False),
     ],
