@@ -6,11 +6,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ci_llm.check import rehearsal
+from ci_llm.config import Config
 from ci_llm.crowd.base import fingerprint_of, load_base
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
@@ -68,6 +72,16 @@ def test_a_base_that_is_not_whole_is_refused(harm: Callable[[Path], None], messa
         load_base(str(folder))
     assert message in caught.value.what
     assert caught.value.where == f"model_name: {folder}"
+
+
+def test_a_dry_run_does_not_stand_in_for_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The embedded base does so for one that would have to be downloaded, not for one that came and is torn."""
+    _torn(folder)
+    monkeypatch.setattr(rehearsal, "load_base", lambda *_: load_base(str(folder)))
+    shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu")
+    scene: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
+    with pytest.raises(ModelError, match="deserializing header"):
+        rehearsal._base(scene)
 
 
 def test_a_fingerprint_sees_every_bit_and_bears_every_shape() -> None:

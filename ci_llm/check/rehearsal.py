@@ -61,8 +61,9 @@ def _base(scene: Scene) -> tuple[Base, str]:
     if not shape.offline:
         try:
             return load_base(config.model_name, config.model_dtype, device), ""
-        except ModelError:
-            if not shape.from_hub:
+        except ModelError as error:
+            # What cannot be had is stood in for; what is here and not whole would be met by the run.
+            if not (shape.from_hub and isinstance(error.__cause__, OSError)):
                 raise
     scene.stands_in = True
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
