@@ -287,6 +287,12 @@ def _write(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
     return write
 
 
+def _cut_short(path: Path) -> dict[str, Any]:
+    name = Path(_gz(Dataset.from_list(ROWS), path))
+    name.write_bytes(name.read_bytes()[:-12])
+    return {"dataset_name": str(name)}
+
+
 def _saved_badly(path: Path) -> dict[str, Any]:
     folder = Path(_folder(Dataset.from_list(ROWS), path))
     shutil.rmtree(folder / "train")
@@ -315,6 +321,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         "cannot be read as json: JSON parse",
         "repair",
     ),
+    "half a download": (_cut_short, "cannot be read as json: Compressed file ended", "repair"),
     "broken parquet": (_write("PAR1", "a.parquet"), "cannot be read as parquet: Parquet file", "repair"),
     "broken folder": (_saved_badly, "saved data set cannot be opened", "save_to_disk"),
     "empty file": (_write("", "a.jsonl"), "data set is empty", "with rows"),
@@ -351,6 +358,18 @@ def test_bad_input_is_one_clear_message(name: str, tmp_path: Path) -> None:
     assert cure in str(caught.value.cure)
     assert caught.value.exit_code == 2
     assert "\n" not in caught.value.what
+
+
+def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DroppedError(Exception):
+        """As the hub's client raises it: no OSError, and of a library that is none of ours."""
+
+    def drops(*_: object) -> None:
+        raise DroppedError("Server disconnected without sending a response.")
+
+    monkeypatch.setattr(datasets, "load_dataset", drops)
+    with pytest.raises(DataError, match="cannot be loaded from the hub: Server disconnected without"):
+        load_rows(Config(dataset_name="openai/gsm8k"), "train")
 
 
 def test_an_unknown_split_to_evaluate_on_is_named() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
+import lzma
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,7 +172,7 @@ def _from_hub(name: str, subset: str | None, path: Path) -> Splits:
     try:
         with _bars_on_a_terminal_only():
             return dict(datasets.load_dataset(name, subset))
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever stands between here and the hub; a dropped line is no OSError
         raise DataError(
             f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
             where=f"dataset_name: {name} (nothing of this name at {path.absolute()} either)",
@@ -235,7 +237,7 @@ def _from_files(files: list[Path], where: str) -> Dataset:
     try:
         with _bars_on_a_terminal_only():
             return datasets.load_dataset(builder, data_files=[str(file) for file in files], split="train")
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise _empty(where) from error
         raise DataError(
