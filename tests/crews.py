@@ -48,6 +48,9 @@ def enter() -> int:
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
+        # Process 0 has its world before the others have theirs, and whoever of them is late asks it for addresses: a
+        # trial that then has nothing to say to the others would be over, and its process gone.
+        dist.barrier()
         return dist.get_rank()
     return 0
 
@@ -59,8 +62,8 @@ def saving(directory: str, steps: list[int], backend: str, behind: bool) -> int:
         for step in steps:
             assert manager.save(step, state(step))
             manager.wait_until_finished()
-            if manager.last_result is not None:  # with the other backend only process 0 knows
-                assert (manager.last_result.step, manager.last_result.saved) == (step, True)
+            if (result := manager.last_result) is not None:  # with the other backend only process 0 knows
+                assert (result.step, result.saved) == (step, True), result
     return 0
 
 
@@ -68,11 +71,11 @@ def restoring(directory: str, step: int) -> int:
     """Restore what any backend has saved, into objects and as plain values, bit for bit."""
     enter()
     with CheckpointManager(directory) as manager:
-        assert manager.latest_step() == step
+        assert (newest := manager.latest_step()) == step, newest
         into = state(step + 1)
         manager.restore(step, into=into)
         for found in (into, manager.restore(step)):
-            assert same(found, state(step))
+            assert same(found, state(step)), found
     return 0
 
 

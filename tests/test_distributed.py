@@ -47,7 +47,8 @@ class World:
 
     def run(self, trial: Any, ranks: int, codes: list[int] | None = None, **arguments: Any) -> None:
         found = self._server.run(trial, self._log, ranks=ranks, directory=self.directory, **arguments)
-        assert found == (codes or [0] * ranks), self._log.read_text()
+        wanted = codes or [0] * ranks
+        assert found == wanted, f"{trial.__name__} {arguments}: {found}, not {wanted}\n{self._log.read_text()}"
 
 
 @pytest.fixture
