@@ -122,6 +122,22 @@ def test_verify_names_the_bad_file(run: Path, capsys: pytest.CaptureFixture[str]
     assert (run / "checkpoint_step_2").is_dir(), "looking moves nothing"
 
 
+def test_verify_overlooks_no_final_checkpoint_and_no_lost_manifest(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(run / "final_checkpoint" / "manifest.json", 900)
+    code, verdict = told(capsys, "verify", run)
+    assert code == 1
+    assert list(verdict["damaged"]) == [str(run / "final_checkpoint")]
+    assert len(verdict["verified"]) == 4
+    (run / "checkpoint_step_4" / "manifest.json").unlink()
+    assert verb("verify", run / "checkpoint_step_4") == 1
+    assert "is damaged" in capsys.readouterr().err
+    (tmp_path / "begun").mkdir()
+    assert verb("verify", tmp_path / "begun") == 2
+    assert "there is no checkpoint here" in capsys.readouterr().err
+
+
 def test_of_a_file_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoint_step_4" / "rng.json").unlink()
     assert verb("verify", run / "checkpoint_step_4") == 1
@@ -405,9 +421,11 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb("import", *peft_folders(tmp_path, 1, use_rslora=True), "--to", tmp_path / "crowd") == 0
-    _, _, command = capsys.readouterr().out.splitlines()
+    made, _, command = capsys.readouterr().out.splitlines()
+    assert made.endswith("on embedded"), "and not the path of this installation"
     config = load_config(None, command.split("train.py")[1].split())
     assert (config.num_agents, config.lora_rank, config.lora_alpha, config.use_rslora) == (1, 4, 8, True)
+    assert config.model_name == "embedded"
     crowd = Crowd(embedded(), lora_settings(config), config.model_name)
     assert "one adapter" in start_from(crowd, Path(str(config.init_from)))
 

@@ -22,6 +22,11 @@ def step_folder(directory: Path, step: int) -> Path:
     return directory / f"checkpoint_step_{step}"
 
 
+def is_named_checkpoint(folder: Path) -> bool:
+    """Whether a folder has the name of a checkpoint, whatever it holds."""
+    return folder.name == FINAL or _STEP.match(folder.name) is not None
+
+
 def numbered_steps(directory: Path) -> list[int]:
     """The steps that have a folder of their own, ascending."""
     if not directory.is_dir():

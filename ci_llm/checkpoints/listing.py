@@ -53,7 +53,7 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[Entry]:
     if not directory.is_dir():
         raise BadInput("there is no such folder", where=str(directory), cure="give the output_dir of a run")
     lines: dict[Line, list[Path]] = {
-        "current": _current(directory),
+        "current": current_line(directory),
         "superseded": _shelf(directory / SUPERSEDED),
         "quarantine": _shelf(directory / QUARANTINE),
     }
@@ -62,7 +62,8 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[Entry]:
     return [replace(entry, pinned=entry.line == "current" and entry.step in pinned) for entry in entries]
 
 
-def _current(directory: Path) -> list[Path]:
+def current_line(directory: Path) -> list[Path]:
+    """The folders that a run goes on from, the newest first; before them a `final_checkpoint` that tells no step."""
     found = [folder for _, folder in committed(directory)]
     final = directory / FINAL
     return found if final in found or not final.exists() else [final, *found]

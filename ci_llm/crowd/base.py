@@ -57,6 +57,11 @@ class Base:
         return sum(p.numel() for p in self.model.parameters())
 
 
+def short_name(name: str) -> str:
+    """`embedded` for the base shipped with this package: its path is another one wherever the package is installed."""
+    return "embedded" if Path(name).parts[-3:] == BASE_FOLDER.parts[-3:] else name
+
+
 def load_base(model_name: str, model_dtype: str | None = None, device: torch.device | str = "cpu") -> Base:
     """Load a causal language model by hub id or folder; `embedded` is the one shipped with this package.
 

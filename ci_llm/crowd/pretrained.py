@@ -13,10 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.checkpoints.manifest import digest, read_manifest
 from ci_llm.checkpoints.snapshot import read_snapshot
-from ci_llm.crowd.base import Base, load_base
+from ci_llm.crowd.base import Base, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter
-from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint
 
 META = "ci_llm_meta_config"
@@ -86,7 +85,7 @@ def _read(path: Path) -> bytes:
 
 def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | None, base_model: str | None) -> Base:
     recorded = str(meta["base_model_name_or_path"])
-    name = base_model or ("embedded" if _is_embedded(recorded) else recorded)
+    name = base_model or short_name(recorded)
     base = load_base(name, meta["base_dtype"], device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if base.fingerprint != meta["base_fingerprint"]:
         raise ForeignCheckpoint(
@@ -96,11 +95,6 @@ def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | No
             cure="give the base they were trained on: Crowd.from_pretrained(folder, base_model=...)",
         )
     return base
-
-
-def _is_embedded(name: str) -> bool:
-    """The embedded base is recorded by its path, which is another one wherever the package is installed."""
-    return Path(name).parts[-3:] == BASE_FOLDER.parts[-3:]
 
 
 def _tokenizer(folder: Path, base: Base) -> PreTrainedTokenizerBase:

@@ -98,13 +98,14 @@ def _list(call: argparse.Namespace) -> int:
 
 
 def _verify(call: argparse.Namespace) -> int:
-    from ci_llm.checkpoints.line import committed
+    from ci_llm.checkpoints.line import is_named_checkpoint
+    from ci_llm.checkpoints.listing import current_line
     from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
 
-    if not call.path.is_dir():
+    lone = (call.path / MANIFEST).exists() or is_named_checkpoint(call.path)  # what has lost its manifest is damaged
+    folders = [call.path] if lone else current_line(call.path)
+    if not (call.path.is_dir() and folders):
         raise _no_checkpoint(call.path)
-    inside = [] if (call.path / MANIFEST).exists() else [folder for _, folder in committed(call.path)]
-    folders = inside or [call.path]
     damage = {}
     for folder in folders:
         try:
@@ -165,22 +166,23 @@ def _import(call: argparse.Namespace) -> int:
 
     if call.base_model:
         go_offline_if_unreachable(call.base_model)
+    from ci_llm.crowd.base import short_name
     from ci_llm.crowd.importing import import_crowd
 
     crowd = import_crowd(call.sources, call.to, call.base_model)
-    settings = crowd.settings
+    settings, base_model = crowd.settings, short_name(crowd.base_name)
     if call.json:
-        told = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": crowd.base_name}
+        told = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
         _print_json({**told, "lora_rank": settings.rank, "lora_alpha": settings.alpha})
         return 0
     targets = settings.target_modules
-    print(f"{call.to}: {crowd.num_agents} agents of rank {settings.rank} on {crowd.base_name}")
+    print(f"{call.to}: {crowd.num_agents} agents of rank {settings.rank} on {base_model}")
     print(f'answer:  Crowd.from_pretrained("{call.to}").generate(...)')
     print(
         f"train:   python train.py init_from={call.to} num_agents={crowd.num_agents} lora_rank={settings.rank}"
         f" lora_alpha={settings.alpha:g} use_rslora={str(settings.use_rslora).lower()}"
         f" lora_target_modules={targets if isinstance(targets, str) else ','.join(targets)}"
-        f" model_name={crowd.base_name} experiment_name=mine"
+        f" model_name={base_model} experiment_name=mine"
     )
     return 0
 
