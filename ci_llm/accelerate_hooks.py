@@ -26,6 +26,7 @@ What Accelerate leaves out or undoes, and what is done about it:
 from __future__ import annotations
 
 import logging
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch.utils.data import SequentialSampler
 from ci_llm import rng
 from ci_llm.checkpoints.collective import TorchProcesses, together
 from ci_llm.checkpoints.lone import load_checkpoint, write_lone
-from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
+from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.crowd.base import fingerprint_of
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
@@ -46,7 +47,8 @@ from ci_llm.data.sampler import StatefulSampler
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
 
 FOLDER = "ci_llm"
-# Of the files that the main process writes for Accelerate. What the other processes write is in our folder as well.
+# Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
+# last of those. What the other processes write is in our folder as well.
 LAST_FILE = "random_states_0.pkl"
 OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 
@@ -194,9 +196,11 @@ class _Hooks:
                 "samplers": {number: self._order_of(*pair) for number, pair in self._samplers.items()},
                 "processes": everyone,
             }
+            others = len(self._accelerator._custom_objects)
+            last = f"custom_checkpoint_{others - 1}.pkl" if others else LAST_FILE
             # What an earlier save_state has left here must not make a new one look finished.
-            (folder / LAST_FILE).unlink(missing_ok=True)
-            write_lone(folder / FOLDER, state)
+            (folder / last).unlink(missing_ok=True)
+            write_lone(folder / FOLDER, state, info={"last_file": last})
         return []
 
     def _stateful(self) -> dict[str, list[Any]]:
@@ -243,7 +247,8 @@ def _require_whole(folder: Path) -> None:
             where=str(folder),
             cure=f"give one that was: it holds {FOLDER}/{MANIFEST}",
         )
-    if not (folder / LAST_FILE).is_file():
+    last = folder / str(read_manifest(folder / FOLDER).info.get("last_file", LAST_FILE))
+    if not zipfile.is_zipfile(last):  # as torch.save writes them, and what says so stands at the end
         raise CheckpointError(
             "save_state was interrupted before Accelerate had written its own files",
             where=str(folder),

@@ -176,6 +176,21 @@ def test_the_latest_state_is_the_newest_whole_one(saved: Path) -> None:
     assert any("agent0/adapter_model.safetensors" in line for line in said)
 
 
+@pytest.mark.parametrize("last", ["random_states_0.pkl", "custom_checkpoint_1.pkl"])
+def test_a_folder_is_whole_when_its_last_file_is(last: str, tmp_path: Path) -> None:
+    """Objects that the loop has registered itself are written after everything else."""
+    loop, folder = Loop(), tmp_path / "state"
+    if last.startswith("custom"):
+        loop.accelerator.register_for_checkpointing(torch.nn.Linear(1, 1), torch.nn.Linear(2, 2))
+    for end in (0, 300):
+        loop.accelerator.save_state(str(folder))
+        assert latest_state(tmp_path) == folder
+        (folder / last).write_bytes((folder / last).read_bytes()[:end])
+        assert latest_state(tmp_path) is None
+    with pytest.raises(CheckpointError, match="save_state was interrupted"):
+        loop.accelerator.load_state(str(folder))
+
+
 def test_saving_again_replaces_the_folder(saved: Path) -> None:
     loop = Loop()
     loop.accelerator.load_state(str(saved))
