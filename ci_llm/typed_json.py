@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -104,12 +104,19 @@ def _decode_tag(tag: str, content: Json, tags: Tags) -> object:
     if tag == "$tuple" and isinstance(content, list):
         return tuple(decode(item, tags) for item in content)
     if tag == "$dict" and isinstance(content, list):
-        return dict(_pair(item, tags) for item in content)
+        return _dict(_pair(item, tags) for item in content)
     if tag == "$float" and content in ("nan", "inf", "-inf"):
         return float(str(content))
     if tag == "$bytes" and isinstance(content, str):
         return base64.b64decode(content, validate=True)
     raise ValueError(f"unknown or malformed tag {tag}")
+
+
+def _dict(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
+    try:
+        return dict(pairs)
+    except TypeError as error:  # a list is no key
+        raise ValueError("malformed tag $dict") from error
 
 
 def _pair(item: Json, tags: Tags) -> tuple[object, object]:

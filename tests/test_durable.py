@@ -57,7 +57,9 @@ def test_no_file_ever_holds_nan_or_infinity() -> None:
     assert back[2] != back[2]
 
 
-@pytest.mark.parametrize("text", ['{"$code": "x"}', '{"$tuple": 3}', '{"$dict": [[1]]}', "[NaN]", "{", "[" * 99999])
+@pytest.mark.parametrize(
+    "text", ['{"$code": "x"}', '{"$tuple": 3}', '{"$dict": [[1]]}', '{"$dict": [[[1], 2]]}', "[NaN]", "{", "[" * 99999]
+)
 def test_what_it_would_not_have_written_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (the message is the parser's)
         load_json(text)
