@@ -14,7 +14,6 @@ taken nothing. What must hold at every point:
 
 from __future__ import annotations
 
-import argparse
 import errno
 import itertools
 import json
@@ -23,8 +22,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,16 +30,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.crash_sweep import BROKEN, EIO, ENOSPC, KILL, RAISED, SAID_NO, SAVED, SHORT, report, words_for
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.durable import Filesystem
 from ci_llm.errors import CiLlmError
 from tests.crews import enter, same, state
+from tests.disks import CHANGES
 from tests.forkserver import ForkServer
 
 RANKS = 2
-KILL, EIO, ENOSPC, SHORT = "SIGKILL", "EIO", "ENOSPC", "short write"
-OPERATIONS = ("create", "write", "sync", "close", "sync_folder", "mkdir", "rename", "unlink", "rmdir")
-SAVED, SAID_NO, RAISED, BROKEN = 0, 10, 11, 12
 KILLED = -signal.SIGKILL
 
 
@@ -113,7 +109,7 @@ def strike_at(number: int, fault: str) -> list[str]:
 
         return act
 
-    for name in OPERATIONS:
+    for name in CHANGES:
         setattr(Filesystem, name, guarded(name, getattr(Filesystem, name)))
     return seen
 
@@ -182,20 +178,8 @@ def sweep(sample: int | None, seed: int, scratch: Path) -> tuple[Counter[str], l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, help="strike only so many points, drawn by --seed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object at the end")
-    options = parser.parse_args()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="crash_parts_") as scratch:
-        struck, violations = sweep(options.sample, options.seed, Path(scratch).resolve())
-    for what, count in sorted(struck.items()):
-        print(f"{count:6d}  {what}")
-    print(f"{sum(struck.values())} points struck, {len(violations)} violations, {time.monotonic() - began:.0f} s")
-    if options.json:
-        print(json.dumps({"points": sum(struck.values()), "violations": violations}))
-    return 1 if violations else 0
+    options = words_for(__doc__).parse_args()
+    return report(lambda scratch: sweep(options.sample, options.seed, scratch), options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Kill or fail a writer at every system call that touches a checkpoint folder, and look what is left.
 
     python benchmarks/crash_sweep.py                     every point of every scenario
-    python benchmarks/crash_sweep.py --sample 200        a seeded sample, as in the tests
+    python benchmarks/crash_sweep.py --sample 200        a seeded sample, with all short writes, as in the tests
     python benchmarks/crash_sweep.py --scenario "replace behind" "prune behind"
 
 A victim is forked from a process that has imported PyTorch and run nothing; `strace` is attached to it and
@@ -45,7 +45,7 @@ KILL, EIO, ENOSPC, SHORT = "SIGKILL", "EIO", "ENOSPC", "short write"
 VICTIM_LIMIT_S = 60
 PR_SET_PTRACER = 0x59616D61
 CALL = re.compile(r"(\w+)\((.*)")
-SAID_NO, RAISED, BROKEN = 10, 11, 12
+SAVED, SAID_NO, RAISED, BROKEN = 0, 10, 11, 12  # how a victim that lives has ended
 
 
 @dataclass(frozen=True)
@@ -209,13 +209,13 @@ def wait(pid: int) -> int | None:
 def act_under_fire(root: Path, scenario: Scenario, writer: CheckpointManager) -> int:
     """Do the deed; then, if still alive, show that life goes on."""
     try:
-        code = 0 if scenario.act(writer) else SAID_NO
+        code = SAVED if scenario.act(writer) else SAID_NO
     except CiLlmError:
         code = RAISED
     except OSError:
         code = RAISED
     found = manager(root).store.latest(heal=False)
-    allowed = {scenario.new} if code == 0 else {scenario.old, scenario.new}
+    allowed = {scenario.new} if code == SAVED else {scenario.old, scenario.new}
     return code if found in allowed and next_step_works(writer) else BROKEN
 
 
@@ -337,22 +337,33 @@ def sweep(names: list[str], sample: int | None, seed: int, scratch: Path) -> tup
     return struck, violations
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, help="strike only so many points, drawn by --seed; all short writes")
+def words_for(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a sweep."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, help="strike only so many points, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scenario", nargs="*", choices=sorted(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object at the end")
-    options = parser.parse_args()
+    return parser
+
+
+def report(run: Callable[[Path], tuple[Counter[str], list[str]]], as_json: bool) -> int:
+    """Run a sweep in a scratch folder and print what it found; the exit code."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="crash_sweep_") as scratch:
-        struck, violations = sweep(options.scenario, options.sample, options.seed, Path(scratch).resolve())
+    with tempfile.TemporaryDirectory(prefix="crashes_") as scratch:
+        struck, violations = run(Path(scratch).resolve())
     for what, count in sorted(struck.items()):
         print(f"{count:6d}  {what}")
     print(f"{sum(struck.values())} points struck, {len(violations)} violations, {time.monotonic() - began:.0f} s")
-    if options.json:
+    if as_json:
         print(json.dumps({"points": sum(struck.values()), "violations": violations}))
     return 1 if violations else 0
+
+
+def main() -> int:
+    parser = words_for(__doc__)
+    parser.add_argument("--scenario", nargs="*", choices=sorted(SCENARIOS), default=list(SCENARIOS))
+    options = parser.parse_args()
+    return report(lambda scratch: sweep(options.scenario, options.sample, options.seed, scratch), options.json)
 
 
 if __name__ == "__main__":

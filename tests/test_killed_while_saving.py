@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from ci_llm.durable import Filesystem
+from tests.disks import CHANGES
 from tests.forkserver import ForkServer
 from tests.trials import Cell, Trials, account, differences, train_watched
 
 CELL = Cell(accumulation=4, dropout=0.1)
 PARTS = Cell(accumulation=4, dropout=0.1, ranks=2)
 SAVING = {"save_steps": 2, "save_total_limit": 2}
-OPERATIONS = ("create", "write", "sync", "close", "sync_folder", "mkdir", "rename", "unlink", "rmdir")
 
 
 def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> int:
@@ -41,7 +41,7 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
 
         return act
 
-    for name in OPERATIONS:
+    for name in CHANGES:
         setattr(Filesystem, name, guarded(getattr(Filesystem, name)))
     code = train_watched(folder, arguments, None)
     Path(folder, "operations").write_text(str(next(count)))
