@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from ci_llm.checkpoints import manifest
-from ci_llm.checkpoints.claim import Holder
+from ci_llm.checkpoints.claim import Holder, leftovers
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.snapshot import read_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
@@ -480,6 +480,26 @@ def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(
     verify_folder(run.directory / "superseded" / "checkpoint_step_2")
 
 
+def test_a_file_that_gets_its_name_during_the_sweep_is_no_leftover(tmp_path: Path) -> None:
+    for name in (".a.partial", ".b.partial"):
+        (tmp_path / name).write_bytes(b"")
+    found = leftovers(tmp_path, time.time() + 1000)
+    assert next(found).name == ".a.partial"
+    (tmp_path / ".b.partial").rename(tmp_path / "b")
+    assert list(found) == []
+
+
+def test_a_disk_that_fails_while_the_folder_is_claimed_is_one_explanation(run: Run) -> None:
+    class Broken(CachedDisk):
+        def touch(self, path: Path) -> None:
+            if ".attempt-" in str(path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().touch(path)
+
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be written: .*Input/output error"):
+        run.open(disk=Broken()).claim()
+
+
 # Damage
 
 
@@ -793,6 +813,11 @@ def test_pause_waits_for_space_and_then_saves(run: Run) -> None:
     assert store.save(1, files(1)).saved
     assert len(naps) == len(run.said) == 3
     assert "the disk is full" in run.said[0]
+
+
+def test_what_to_do_on_a_full_disk_is_one_of_two(run: Run) -> None:
+    with pytest.raises(CheckpointError, match="'wait' is neither drop nor pause"):
+        run.open(on_disk_full="wait")
 
 
 def test_pause_ends_when_the_run_is_to_stop(run: Run) -> None:

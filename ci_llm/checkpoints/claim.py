@@ -268,5 +268,12 @@ def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
     """
     for path in sorted(directory.iterdir()):
         unfinished = path.name.startswith(".") and path.name.endswith(PARTIAL)
-        if _LEFTOVER.match(path.name) or (unfinished and path.lstat().st_mtime < older_than):
+        if _LEFTOVER.match(path.name) or (unfinished and _is_older(path, older_than)):
             yield path
+
+
+def _is_older(path: Path, than: float) -> bool:
+    try:
+        return path.lstat().st_mtime < than
+    except FileNotFoundError:  # its writer has given it its name just now
+        return False

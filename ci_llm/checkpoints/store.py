@@ -91,6 +91,8 @@ class CheckpointStore:
     ) -> None:
         if save_total_limit is not None and save_total_limit < 1:
             raise CheckpointError("at least one checkpoint must be kept", where="save_total_limit")
+        if on_disk_full not in ("drop", "pause"):
+            raise CheckpointError(f"{on_disk_full!r} is neither drop nor pause", where="on_disk_full")
         self.directory = Path(directory)
         self._limit, self._on_disk_full = save_total_limit, on_disk_full
         self._timeout, self._holder = writer_timeout, holder
@@ -109,6 +111,7 @@ class CheckpointStore:
 
         Raises:
             WriterBusy: another live process writes here, or has taken over from this one.
+            CheckpointError: the folder cannot be written.
         """
         if self._claim is None:
             holder = self._holder or Holder.this_process()
@@ -116,11 +119,11 @@ class CheckpointStore:
                 self._claim, story = claim_folder(
                     self.directory, holder=holder, timeout_s=self._timeout, disk=self._disk
                 )
+                if story:
+                    self._say(story)
+                self._sweep(self._claim)
             except OSError as error:
                 raise CheckpointError(f"no checkpoint can be written: {error}", where=str(self.directory)) from error
-            if story:
-                self._say(story)
-            self._sweep(self._claim)
         return self._claim.attempt
 
     def still_mine(self) -> bool:
@@ -324,7 +327,7 @@ class CheckpointStore:
         """Wait for space if that is wanted; False if the checkpoint is to be given up."""
         if self._on_disk_full != "pause" or self._stop_waiting(time.monotonic() - since):
             return False
-        self._say(f"the disk is full ({error}); waiting {PAUSE_S:.0f} s for space, training stands still")
+        self._say(f"the disk is full ({error}); this checkpoint is tried again in {PAUSE_S:.0f} s")
         self._sleep(PAUSE_S)
         return True
 
