@@ -129,7 +129,7 @@ def strike_once(fault: str) -> None:
 def whatever_goes_wrong(work: Callable[[], object]) -> Exception | None:
     try:
         work()
-    except (CheckpointError, ZeroDivisionError, IndexError) as error:
+    except (CheckpointError, RuntimeError, ZeroDivisionError, IndexError) as error:
         return error
     return None
 
@@ -184,6 +184,31 @@ def hopeless(directory: str) -> int:
     assert isinstance(error, IndexError if rank == 1 else CheckpointError)
     parts.contents = real
     assert manager.save(2, state(2))
+    return 0
+
+
+def without_thread(directory: str) -> int:
+    """One process cannot start its save: nobody waits for it, everybody hears, the next step works again."""
+    rank = enter()
+    manager = CheckpointManager(directory, checkpoint_backend="distributed")
+    assert manager.save(1, state(1))
+    manager.wait_until_finished()
+    pool = manager._behind._pool  # type: ignore[union-attr]
+    submit = pool.submit
+
+    def refuse(*_: object) -> None:
+        pool.submit = submit  # type: ignore[method-assign]
+        raise RuntimeError("can't start new thread")
+
+    if rank == 1:
+        pool.submit = refuse  # type: ignore[method-assign, assignment]
+    error = whatever_goes_wrong(lambda: manager.save(2, state(2)))
+    assert str(error).startswith("can't start new thread" if rank == 1 else "another process"), error
+    behind = whatever_goes_wrong(manager.wait_until_finished)
+    assert (behind is None) == (rank > 0), behind
+    assert manager.save(3, state(3))
+    manager.close()
+    assert CheckpointManager(directory).all_steps() == [1, 3]
     return 0
 
 

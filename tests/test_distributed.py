@@ -123,6 +123,10 @@ def test_what_one_cannot_hand_off_is_an_error_of_all(world: World) -> None:
     world.run(crews.hopeless, 3)
 
 
+def test_a_save_that_one_cannot_start_is_awaited_by_none(world: World) -> None:
+    world.run(crews.without_thread, 3)
+
+
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("backend", ["vanilla", "distributed"])
 def test_a_pause_for_which_others_wait_has_an_end(world: World, backend: str, behind: bool) -> None:

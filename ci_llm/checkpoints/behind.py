@@ -27,7 +27,7 @@ class Task:
     Attributes:
         entries: what is to be copied.
         save: what is to be done with the files of the copy, which a function gives; it raises if there are none.
-        give_up: to be called instead if nothing can be copied.
+        give_up: to be called instead if it cannot be run.
     """
 
     entries: Sequence[Entry]
@@ -88,10 +88,10 @@ class Behind:
             return
         try:
             copy, copied = Copy(self._arena, task.entries, owned_memory(self._optimizers)), threading.Event()
+            self._job = self._pool.submit(_save, copy, copied, task, tell)
         except BaseException:
             task.give_up()
             raise
-        self._job = self._pool.submit(_save, copy, copied, task, tell)
         self._copied = copied
         self.stall_s = time.perf_counter() - began
 

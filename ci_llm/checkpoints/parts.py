@@ -86,7 +86,7 @@ class Crew:
                 )
 
     def give_up(self) -> None:
-        """Instead of `save`: nothing could be taken here, and the others must not wait for it."""
+        """Instead of `save`: it cannot be run here, and the others must not wait for it."""
         _meet(self._line, GAVE_UP)
 
     def save(self, store: CheckpointStore, step: int, take: Callable[[], Snapshot], commit: Commit) -> SaveResult:
