@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.durable import Filesystem
 from ci_llm.errors import CheckpointError
 
 
@@ -81,6 +84,30 @@ def busy_together(directory: str) -> int:
         print(type(error).__name__, flush=True)
         return 0
     return 1
+
+
+def forking(directory: str) -> int:
+    """A child that ends in the ordinary way while a save of its parent is in flight."""
+    reached, gate, write = threading.Event(), threading.Event(), Filesystem.write
+
+    def held_back(disk: Filesystem, handle: int, data: Any) -> int:
+        reached.set()
+        assert gate.wait(60)
+        return write(disk, handle, data)
+
+    with CheckpointManager(directory) as manager:
+        manager.store.claim()
+        Filesystem.write = held_back  # type: ignore[method-assign]
+        assert manager.save(1, {"a": 1})
+        assert reached.wait(60)
+        if (pid := os.fork()) == 0:
+            signal.alarm(20)
+            atexit._run_exitfuncs()
+            os._exit(0)
+        code = os.waitpid(pid, 0)[1]
+        gate.set()
+        manager.wait_until_finished()
+        return code if manager.all_steps() == [1] else 1
 
 
 if __name__ == "__main__":

@@ -345,6 +345,22 @@ def test_what_does_not_fit_touches_nothing(target: dict[str, Any], saved: dict[s
     assert bool((target["w"] == 0).all())
 
 
+@pytest.mark.parametrize(
+    ("key", "here", "told"),
+    [
+        ("models", [torch.nn.Linear(4, 2)], r"a Linear does not take its state: (?s:.*)size mismatch for weight"),
+        ("optimizer", torch.optim.SGD([{"params": []}, {"params": []}]), "a SGD does not .* parameter groups"),
+    ],
+)
+def test_an_object_that_does_not_take_its_state_is_foreign(managers: Any, key: str, here: Any, told: str) -> None:
+    manager = managers()
+    manager.save(1, {"models": [torch.nn.Linear(3, 2)], "optimizer": torch.optim.SGD([torch.ones(1)])})
+    into = {"models": [torch.nn.Linear(3, 2)], "optimizer": torch.optim.SGD([torch.ones(1)])} | {key: here}
+    with pytest.raises(ForeignCheckpoint, match=told) as refused:
+        manager.restore(1, into=into)
+    assert refused.value.where in ("models[0]", "optimizer")
+
+
 def test_lists_tuples_and_tensors_are_filled_where_they_are(managers: Any) -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     weight = torch.ones(3, requires_grad=True)
@@ -547,6 +563,11 @@ def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path:
         holder.store.claim()
         assert server.run(loops.busy_together, log, ranks=2, directory=directory) == [0, 0]
     assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
+
+
+def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert server.run(loops.forking, log, directory=tmp_path / "run") == [0], log.read_text()
 
 
 def test_the_loop_of_orbax_stops_on_a_signal_and_goes_on(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ Both make the same checkpoint: same store, same manifest, same verification; wha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ci_llm.checkpoints.behind import Task
 from ci_llm.checkpoints.collective import Processes
@@ -16,26 +17,31 @@ from ci_llm.checkpoints.snapshot import Snapshot, State, hand_off
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
 from ci_llm.errors import CheckpointError
 
-Describe: TypeAlias = Callable[[], Mapping[str, object]]
+
+@dataclass(frozen=True)
+class Wanted:
+    """A checkpoint that is to be made.
+
+    Attributes:
+        store: where it goes; of the same folder on every process, and only process 0 claims it.
+        describe: makes the info of the manifest.
+        keep: steps that pruning spares.
+    """
+
+    store: CheckpointStore
+    step: int
+    state: State
+    describe: Callable[[], Mapping[str, object]]
+    keep: Collection[int]
 
 
 class Backend(Protocol):
     """Prepares saves, each of which is then run here or behind the training."""
 
-    def prepare(
-        self,
-        store: CheckpointStore,
-        step: int,
-        state: State,
-        describe: Describe,
-        keep: Collection[int],
-        be_ready: Callable[[], object],
-    ) -> Task | None:
-        """Take `state` as it is now.
+    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task | None:
+        """Take the state as it is now.
 
         Args:
-            store: where it goes; of the same folder on every process, and only process 0 claims it.
-            describe: makes the info of the manifest.
             be_ready: called first; raises what has to end this save.
 
         Returns:
@@ -53,23 +59,15 @@ class Vanilla:
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
 
-    def prepare(
-        self,
-        store: CheckpointStore,
-        step: int,
-        state: State,
-        describe: Describe,
-        keep: Collection[int],
-        be_ready: Callable[[], object],
-    ) -> Task | None:
+    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task | None:
         if self._processes.index:
             return None
         be_ready()
-        entries, info = hand_off(state), describe()
+        entries, info = hand_off(wanted.state), wanted.describe()
 
         def save(take: Callable[[], Snapshot]) -> SaveResult:
             whole = take()
-            return store.save(step, whole.files, forms=whole.forms, info=info, keep=keep)
+            return wanted.store.save(wanted.step, whole.files, forms=whole.forms, info=info, keep=wanted.keep)
 
         return Task(entries, save)
 
@@ -81,29 +79,21 @@ class Distributed:
         self._processes = processes
         self._crew: Crew | None = None
 
-    def prepare(
-        self,
-        store: CheckpointStore,
-        step: int,
-        state: State,
-        describe: Describe,
-        keep: Collection[int],
-        be_ready: Callable[[], object],
-    ) -> Task:
+    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task:
         """A collective."""
         self._crew = crew = self._crew or Crew(self._processes)
         own: dict[str, Any] = {}
 
         def take_info() -> None:
             be_ready()
-            own.update(describe())
+            own.update(wanted.describe())
 
-        forms, mine = crew.share(state, take_info)
+        forms, mine = crew.share(wanted.state, take_info)
 
         def commit(part: Snapshot, others: Others) -> SaveResult:
-            return store.save(step, part.files, forms=forms, info=own, keep=keep, others=others)
+            return wanted.store.save(wanted.step, part.files, forms=forms, info=own, keep=wanted.keep, others=others)
 
-        return Task(mine, lambda take: crew.save(store, step, take, commit), crew.give_up)
+        return Task(mine, lambda take: crew.save(wanted.store, wanted.step, take, commit), crew.give_up)
 
 
 BACKENDS: Mapping[str, Callable[[Processes], Backend]] = {

@@ -1,4 +1,4 @@
-"""A state put back where it came from, strictly: it fits as a whole, or nothing is touched."""
+"""A state put back where it came from, strictly: what can be compared is compared before anything is touched."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ci_llm.errors import ForeignCheckpoint
 
 
 def load_into(objects: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Put a state back where it came from, strictly: all of it or an error before anything is touched.
+    """Put a state back where it came from, strictly.
 
     Tensors are copied in place, objects get `load_state_dict`, plain values are replaced in their container.
     Only files kept verbatim may stay unused.
 
     Raises:
-        ForeignCheckpoint: a key, shape or type on one side has no counterpart on the other.
+        ForeignCheckpoint: a key, shape or type on one side has no counterpart on the other, and nothing was touched;
+            or an object does not take its state, which it may have done in part, and those before it wholly.
     """
     unused = {key for key, value in state.items() if not isinstance(value, bytes)} - objects.keys()
     if unused:
@@ -31,7 +32,7 @@ def load_into(objects: MutableMapping[str, Any], state: Mapping[str, Any]) -> No
         raise ForeignCheckpoint(f"the checkpoint does not hold {missing}")
     for key, target in objects.items():
         _check_fit(target, taken[key], key)
-    objects.update({key: _put(target, taken[key]) for key, target in objects.items()})
+    objects.update({key: _put(target, taken[key], key) for key, target in objects.items()})
 
 
 def _check_fit(target: object, saved: object, where: str) -> None:
@@ -77,10 +78,13 @@ def _misfit(where: str, here: str, there: str) -> ForeignCheckpoint:
     return ForeignCheckpoint(f"here is {here}, the checkpoint holds {there}", where=where)
 
 
-def _put(target: Any, saved: Any) -> Any:
+def _put(target: Any, saved: Any, where: str) -> Any:
     """Load `saved` into `target` where that can be done in place; returns what belongs in its container."""
     if hasattr(target, "load_state_dict"):
-        target.load_state_dict(saved)
+        try:
+            target.load_state_dict(saved)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ForeignCheckpoint(f"{_describe(target)} does not take its state: {error}", where=where) from error
         return target
     if isinstance(target, Tensor):
         with torch.no_grad():
@@ -88,9 +92,9 @@ def _put(target: Any, saved: Any) -> Any:
     if not _holds_objects(target):
         return saved
     if isinstance(target, MutableMapping):
-        target.update({key: _put(item, saved[key]) for key, item in target.items()})
+        target.update({key: _put(item, saved[key], f"{where}.{key}") for key, item in target.items()})
         return target
-    filled = [_put(item, value) for item, value in zip(target, saved, strict=True)]
+    filled = [_put(item, value, f"{where}[{i}]") for i, (item, value) in enumerate(zip(target, saved, strict=True))]
     if isinstance(target, tuple):
         return tuple(filled)
     target[:] = filled

@@ -19,6 +19,7 @@ It knows names and tensors, nothing of agents, and serves any loop.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
@@ -28,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from ci_llm.checkpoints.backends import open_backend
+from ci_llm.checkpoints.backends import Wanted, open_backend
 from ci_llm.checkpoints.behind import Behind
 from ci_llm.checkpoints.collective import Processes, TorchProcesses, several, together
 from ci_llm.checkpoints.fit import load_into
@@ -54,8 +55,10 @@ def _copy_of(info: Mapping[str, object]) -> dict[str, Any]:
         raise CheckpointError(f"the info cannot be saved: {error}") from error
 
 
-def _finish_at_exit(behind: Behind, say: Callable[[str], None]) -> None:
+def _finish_at_exit(behind: Behind, say: Callable[[str], None], pid: int) -> None:
     """Python waits for the thread by itself, but nobody would ask what became of the save."""
+    if os.getpid() != pid:
+        return  # a forked child, in which there is no such thread
     try:
         behind.wait()
     except CiLlmError as error:
@@ -142,7 +145,7 @@ class CheckpointManager:
         self._say, self._clock = say, clock
         self._behind = Behind(optimizers) if async_save else None
         if self._behind is not None:
-            weakref.finalize(self, _finish_at_exit, self._behind, say)
+            weakref.finalize(self, _finish_at_exit, self._behind, say, os.getpid())
         self._tried_at = clock()
         self._known_newest: list[int | None] = []
         self._begun: int | None = None
@@ -260,7 +263,8 @@ class CheckpointManager:
 
         Args:
             into: objects as they were given to `save`; tensors are filled in place, objects get
-                `load_state_dict`, plain values are replaced. All must fit, or nothing is touched.
+                `load_state_dict`, plain values are replaced. Unless all keys, tensors and containers fit, nothing is
+                touched; whether an object fits it finds out itself, when its turn comes.
 
         Returns:
             `into`, or the state as nested dicts with tensors on the CPU.
@@ -373,8 +377,7 @@ class CheckpointManager:
 
     def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], *, left: bool) -> bool:
         self._say_if_busy(step)
-        describe = partial(self._own, info, left)
-        prepare = partial(self._backend.prepare, self.store, step, state, describe, keep)
+        prepare = partial(self._backend.prepare, Wanted(self.store, step, state, partial(self._own, info, left), keep))
         saved = True
         if self._behind is not None:
             self._behind.begin(prepare, self._judge)
