@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import xxhash
@@ -30,7 +30,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 #: What a folder raises that is not whole. No RuntimeError: memory may have run out, which is no fault of the folder.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, ImportError, EOFError),
-    *(SafetensorError, StrictDataclassError, pickle.UnpicklingError),
+    *(SafetensorError, StrictDataclassError, UnpicklingError),
 )
 
 _AGENT = re.compile(r"\.lora_[AB]\.agent\d+$")
