@@ -311,6 +311,7 @@ def test_the_folder_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         ("compile: 'true'", ["write true without quotes"]),
         ("max_runtime: 11:55", ["max_runtime is '11:55'", "HH:MM:SS"]),
         ("max_runtime: 0", ["seconds above 0"]),
+        ("max_runtime: 1e12", ["seconds above 0 and at most 1000000000 (or 1h30m, or HH:MM:SS), or null"]),
         ("save_steps: 0", ["of at least 1, or null"]),
         ("checkpoint_backend: dcp", ["vanilla", "distributed"]),
         ("lora_target_modules: []", ["a list of names"]),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import datasets
@@ -129,17 +127,6 @@ def test_a_spawned_worker_opens_the_file_itself(tokenizer: PreTrainedTokenizerBa
     assert_same(pickle.loads(pickle.dumps(found)), found)  # noqa: S301
 
 
-class Turnstile(AbstractContextManager[None]):
-    """Notes what went through; the main process must leave in peace, or the others wait for ever."""
-
-    left_in_peace = False
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.left_in_peace = error is None
-
-
 NOTHING_LEFT: dict[str, tuple[list[dict[str, Any]], int, str, str]] = {
     "too long": (
         [ROWS[2]],
@@ -155,13 +142,11 @@ NOTHING_LEFT: dict[str, tuple[list[dict[str, Any]], int, str, str]] = {
 @pytest.mark.parametrize("name", NOTHING_LEFT)
 def test_nothing_left_to_learn(name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     raw, limit, what, cure = NOTHING_LEFT[name]
-    turnstile = Turnstile()
     with pytest.raises(DataError, match="No row is left to learn from") as caught:
-        tokenize(rows(raw), tokenizer, max_seq_length=limit, cache_folder=tmp_path, main_first=turnstile)
+        tokenize(rows(raw), tokenizer, max_seq_length=limit, cache_folder=tmp_path)
     assert what in caught.value.what
     assert cure in str(caught.value.cure)
     assert caught.value.where == "here"
-    assert turnstile.left_in_peace
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,11 +156,9 @@ def test_a_failing_template_names_the_row(tmp_path: Path) -> None:
         "{% for m in messages %}{% if 'Dan' in m.content %}{{ raise_exception('not Dan') }}{% endif %}"
         "{{ m.content }}{% endfor %}"
     )
-    turnstile = Turnstile()
     with pytest.raises(DataError, match="The chat template cannot be used for this row: it fails: not Dan") as caught:
-        tokenize(rows(), strict, max_seq_length=40, cache_folder=tmp_path, main_first=turnstile)
+        tokenize(rows(), strict, max_seq_length=40, cache_folder=tmp_path)
     assert caught.value.where == "here, row 3 (counted from 0)"
-    assert turnstile.left_in_peace
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,7 +35,7 @@ Amount = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
-Seconds = Annotated[float, Gt(0), DurationMark()]
+Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: no calendar ends before
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Signals = Annotated[
     tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],

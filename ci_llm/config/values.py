@@ -222,9 +222,9 @@ def _words(kind: _Kind) -> str:
         return " | ".join(kind.choices)
     if kind.item is not None:
         return f"a list of {_words(kind.item)}" if kind.item.choices else "a list of names"
-    if kind.is_duration:
-        return "seconds above 0 (or 1h30m, or HH:MM:SS)"
-    return " ".join([_NOUNS[kind.type], *filter(None, map(_bound, kind.metadata))])
+    noun = "seconds" if kind.is_duration else _NOUNS[kind.type]
+    words = " ".join([noun, *filter(None, map(_bound, kind.metadata))])
+    return f"{words} (or 1h30m, or HH:MM:SS)" if kind.is_duration else words
 
 
 def _bound(mark: Any) -> str | None:

@@ -115,15 +115,9 @@ def tokenize(
     encoder = Encoder(tokenizer)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
     path = cache_folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
-    failure: DataError | None = None
     with main_first or nullcontext():
-        try:
-            if not path.exists():
-                _write(path, _table(rows, encoder, max_seq_length))
-        except DataError as error:
-            failure = error  # raised outside, where no other process waits for this one
-    if failure is not None:
-        raise failure
+        if not path.exists():
+            _write(path, _table(rows, encoder, max_seq_length))
     return TokenizedRows(rows, path)
 
 
