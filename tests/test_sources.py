@@ -202,6 +202,13 @@ def test_every_file_format_gives_the_same_rows(write: Callable[[Dataset, Path], 
     assert rows.description[0].startswith("3 rows of question + answer from ")
 
 
+def test_a_name_like_a_pattern_means_itself(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("one\n")
+    (tmp_path / "a1.txt").write_text("other\n")
+    rows = load_rows(Config(dataset_name=str(tmp_path / "a[1].txt"), eval_split="train"), "train")
+    assert list(rows) == [Completion(None, "one")]
+
+
 def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.txt"), eval_split="train"), "train")

@@ -211,7 +211,9 @@ def _saved(path: Path, unnamed: str) -> Splits:
 
 
 def _matching(path: Path) -> list[Path]:
-    names = glob.glob(str(path), recursive=True) if glob.has_magic(str(path)) else [str(path)]
+    # A file may have a name like a pattern, data[1].jsonl, and then means itself.
+    by_pattern = glob.has_magic(str(path)) and not path.is_file()
+    names = glob.glob(str(path), recursive=True) if by_pattern else [str(path)]
     files = sorted(file for file in map(Path, names) if os.path.isfile(file))
     if not files:
         raise DataError(
@@ -236,7 +238,7 @@ def _from_files(files: list[Path], where: str) -> Dataset:
         raise _empty(where)
     try:
         with _bars_on_a_terminal_only():
-            return datasets.load_dataset(builder, data_files=[str(file) for file in files], split="train")
+            return datasets.load_dataset(builder, data_files=[glob.escape(str(file)) for file in files], split="train")
     except (DatasetsError, OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise _empty(where) from error
