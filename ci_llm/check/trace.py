@@ -116,7 +116,7 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
     if config.use_gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        crowd.recompute_layers()
     return crowd.train()
 
 
