@@ -126,7 +126,7 @@ def compute_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Sums:
         with run.processes.autocast():
             loss = run.objective(run.crowd(batch), batch, step)
         (loss.total * (run.state.loss_scale or 1.0)).backward()
-        sums += torch.cat([loss.task, loss.diversity[None], loss.task.new_tensor([batch.num_tokens])])
+        sums += torch.cat([loss.task, loss.diversity[None], loss.task.new_full((1,), batch.num_tokens)])
     sick = sick_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
     return Sums(sum(batch.num_targets for batch in micro_batches), sums, sick)
 
