@@ -240,6 +240,28 @@ def test_without_memory_for_a_copy_the_way_out_is_named(
         assert manager.all_steps() == [2]
 
 
+def test_a_save_whose_thread_does_not_start_is_not_made_later(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool keeps such a job, and would run it before the next one: with the bytes of that, under the old step."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("ci_llm checkpoint"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                manager.save(1, training.state)
+        training.step()
+        assert manager.save(2, training.state)
+        assert manager.all_steps() == [2]
+        assert contents(dict(manager.restore(2))) == contents(training.state)
+
+
 LEAVES = """
 import sys, threading, torch
 from pathlib import Path

@@ -52,7 +52,7 @@ class Behind:
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
         self.stall_s = 0.0
         self._arena = Arena()
-        self._pool = ThreadPoolExecutor(1, "ci_llm checkpoint")  # its thread starts with the first save
+        self._pool = _one_thread()
         self._job: Future[None] | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -90,6 +90,9 @@ class Behind:
             copy, copied = Copy(self._arena, task.entries, owned_memory(self._optimizers)), threading.Event()
             self._job = self._pool.submit(_save, copy, copied, task, tell)
         except BaseException:
+            # A pool whose thread did not start keeps the job, and would run it before the next one.
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = _one_thread()
             task.give_up()
             raise
         self._copied = copied
@@ -116,6 +119,10 @@ class Behind:
         self._pool.shutdown()
         for hook in self._hooks:
             hook.remove()
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "ci_llm checkpoint")  # which starts with the first save
 
 
 def _save(copy: Copy, copied: threading.Event, task: Task, tell: Callable[[SaveResult], object]) -> None:
