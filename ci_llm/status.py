@@ -38,7 +38,8 @@ class Failure:
     """Why one process of an attempt failed.
 
     Attributes:
-        reason: a word for scripts: "out_of_memory", "nonfinite", "disk_full", "peer_lost", "error:OSError".
+        reason: a word for scripts: "out_of_memory", "nonfinite", "disk_full", "peer_lost", "error:OSError"; of a
+            damaged file "unreadable".
         message: a sentence for people.
         time: unix seconds.
         traceback: where it happened, if known.
@@ -252,13 +253,19 @@ def write_failure(output_dir: Path | str, attempt: int, process_index: int, fail
 
 
 def read_failures(output_dir: Path | str, attempt: int) -> list[Failure]:
-    """The failures that the processes of an attempt have written, by process index.
-
-    Raises:
-        BadInput: a file there is not of this program.
-    """
+    """The failures that the processes of an attempt have written, by process index."""
     found = Path(output_dir, "attempts", str(attempt)).glob("process_*.json")
-    return sorted((_read(Failure, path) for path in found), key=lambda failure: failure.process_index)
+    told = [(path.stem.removeprefix("process_"), path) for path in found]
+    numbered = {int(number): path for number, path in told if number.isdecimal()}
+    return [_read_failure(path, index) for index, path in sorted(numbered.items())]
+
+
+def _read_failure(path: Path, process_index: int) -> Failure:
+    """One that cannot be read still says which process failed, and when."""
+    try:
+        return _read(Failure, path)
+    except BadInput as error:
+        return Failure("unreadable", f"{error.what} ({path})", process_index, path.stat().st_mtime)
 
 
 def earliest_failure(failures: Iterable[Failure]) -> Failure | None:

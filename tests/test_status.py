@@ -240,12 +240,14 @@ def test_a_clean_interruption_stays_one(tmp_path: Path, late: Failure) -> None:
     assert read_status(tmp_path, now=NOW).exit_code == 75
 
 
-def test_a_damaged_failure_is_one_clear_refusal(tmp_path: Path) -> None:
-    path = write_failure(tmp_path, 2, 0, failure("out_of_memory", NOW))
+def test_a_failure_that_cannot_be_read_is_a_failure(tmp_path: Path) -> None:
+    path = write_failure(tmp_path, 2, 3, failure("out_of_memory", NOW))
     path.write_text("{}")
-    with pytest.raises(BadInput) as caught:
-        read_failures(tmp_path, 2)
-    assert caught.value.where == str(path)
+    [found] = read_failures(tmp_path, 2)
+    assert (found.reason, found.process_index, found.time) == ("unreadable", 3, path.stat().st_mtime)
+    assert str(path) in found.message
+    leave(tmp_path, RUNNING)
+    assert read_status(tmp_path, now=NOW + 100).reason == "unreadable"
 
 
 def test_another_attempt_s_failures_are_history(tmp_path: Path) -> None:

@@ -122,8 +122,6 @@ class OurRun:
         self._has_begun |= status is not None
         cause = earliest_failure(failures)
         saved = self._newest_step()
-        if kind == "interrupted" and status is not None and saved < status.step:
-            detail += f"; what came after step {saved} is lost"
         return Outcome(
             kind,
             detail,

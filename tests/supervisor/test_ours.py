@@ -20,7 +20,7 @@ from ci_llm.durable import write_json
 from ci_llm.errors import BadInput, CheckpointError
 from ci_llm.launch import read_launch
 from ci_llm.recovery import Recovery, read_recovery, write_recovery
-from ci_llm.status import Status, is_alive, pid_space
+from ci_llm.status import Failure, Status, is_alive, pid_space, write_failure
 from ci_llm.supervisor import ours
 from ci_llm.supervisor.attempt import Ending
 from ci_llm.supervisor.evidence import Evidence
@@ -211,12 +211,22 @@ def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pyte
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).save_now()
 
 
-def test_a_stop_whose_last_checkpoint_was_lost_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=5)
-    checkpoint(tmp_path, 3)
+def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status names the step from which the same command goes on, and no checkpoint of its own holds that."""
+    run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
     outcome = run.verdict(Ending(Evidence(), returncode=0))
-    assert (outcome.kind, outcome.progress) == ("interrupted", True)
-    assert outcome.detail == "signal:SIGTERM, step 5; what came after step 3 is lost"
+    assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)
+
+
+def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_in(tmp_path, monkeypatch, status="failed", reason="error:OSError")
+    write_failure(tmp_path / "run", 1, 0, Failure("nonfinite", "as planned", 0, 1.0)).write_text("{")
+    outcome = run.verdict(Ending(Evidence(), returncode=1))
+    assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
 
 
 def test_checkpoints_from_before_a_setback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
