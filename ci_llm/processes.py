@@ -12,11 +12,11 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -166,6 +166,23 @@ class Processes:
             values: list[T] = broadcast_object_list([value])
         return values[0]
 
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the main process, on every process. A collective.
+
+        Raises:
+            CiLlmError: the main process's, on every process: one error, and no lost peer.
+        """
+        done: tuple[T | None, CiLlmError | None] = None, None
+        if self.is_main:
+            try:
+                done = work(), None
+            except CiLlmError as error:
+                done = None, error
+        value, refusal = self.broadcast_object(done)
+        if refusal is not None:
+            raise refusal
+        return cast("T", value)
+
     def wait(self) -> None:
         """Return when every process is here. A collective."""
         self.reduce_flat_(torch.zeros(1))
@@ -197,8 +214,7 @@ class Processes:
         """
         folder = Path(path)
         token = self.broadcast_object(secrets.token_hex(8))
-        complaint = self._leave_token(folder, token) if self.is_main else None
-        if complaint := self.broadcast_object(complaint):
+        if complaint := self.on_main(lambda: self._leave_token(folder, token)):
             raise LaunchError(complaint, where=str(folder), cure="give another output_dir, or start once")
         blind = [index for index, sees in enumerate(self.gather_object(_reads(folder, token))) if not sees]
         if blind:

@@ -211,6 +211,13 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_data_that_is_missing_is_told_before_the_base_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ci_llm.run.build.load_base", lambda *_: pytest.fail("which takes minutes"))
+    assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
+
+
 def test_other_rows_under_the_name_of_the_old_ones_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

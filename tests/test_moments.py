@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ci_llm import walltime
+from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.run.lifeboat import MARGIN_S, time_to_go_s
 from ci_llm.status import read_status
 from tests import moments
@@ -175,6 +176,19 @@ def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them
     said = (tmp_path / "again").read_text()
     assert f"the processes find different checkpoints to go on from: step {STEPS}, none" in said
     assert "complete" not in said
+
+
+def test_what_process_0_alone_sees_is_refused_by_all(server: ForkServer, tmp_path: Path) -> None:
+    store, log = CheckpointStore(tmp_path / "run"), tmp_path / "log"
+    store.claim()
+    assert train(server, tmp_path, ranks=2) == [2, 2], log.read_text()
+    assert "process 1: error: process" in (busy := log.read_text())
+    assert busy.count("writes to this folder") == 2
+    store.close()
+    log.unlink()
+    (tmp_path / "run" / "recovery.json").write_text("{")
+    assert train(server, tmp_path, ranks=2) == [1, 1], log.read_text()
+    assert "process 1: error: the recovery state cannot be read" in log.read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

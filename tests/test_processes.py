@@ -62,11 +62,12 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         "save": False,
     }
     assert zero["sick"] == str(Verdict(0, (False, True, False), (0.5, float("nan")), True, "signal:SIGTERM", True))
-    for key in ("quiet", "sick", "reduced", "gathered", "broadcast", "own folder"):
+    for key in ("quiet", "sick", "reduced", "gathered", "broadcast", "done", "refused", "own folder"):
         assert zero[key] == one[key], key
     assert len(set(zero["reduced"])) == 1
     assert zero["gathered"] == [{"index": 0}, {"index": 1}]
-    assert zero["broadcast"] == "from 0"
+    assert (zero["broadcast"], zero["done"]) == ("from 0", "by 0")
+    assert zero["refused"] == "2 process 0 is busy\n  where: here\n  cure:  wait"
     assert (zero["saw main"], one["saw main"]) == (False, True)
     for each in (zero, one):
         assert (each["device"], each["dtype"], each["num_threads"]) == ("cpu", "torch.bfloat16", 1)

@@ -53,6 +53,8 @@ def talk(processes: Any, folder: Path) -> dict[str, Any]:
         "reduced": [digest_of_a_reduction(processes) for _ in range(3)],
         "gathered": processes.gather_object({"index": index}),
         "broadcast": processes.broadcast_object(f"from {index}"),
+        "done": processes.on_main(lambda: f"by {index}"),
+        "refused": refused_on_main(processes),
         "saw main": seen,
         "dtype": dtype,
         "same folder": refusal(processes, folder / "shared"),
@@ -77,6 +79,19 @@ def refusal(processes: Any, folder: Path) -> str | None:
     except LaunchError as error:
         return error.what
     return None
+
+
+def refused_on_main(processes: Any) -> str:
+    from ci_llm.errors import WriterBusy
+
+    def refuse() -> None:
+        raise WriterBusy(f"process {processes.index} is busy", where="here", cure="wait")
+
+    try:
+        processes.on_main(refuse)
+    except WriterBusy as error:
+        return f"{error.exit_code} {error}"
+    return "nothing was refused"
 
 
 def lose_a_peer(processes: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of
 from ci_llm.data.order import Plan
+from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.templates import chat_template
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -48,10 +49,11 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     """
     set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
+    found = load_rows(config, "train"), load_rows(config, "eval")  # what is missing is told before the base is loaded
     base = load_base(config.model_name, config.model_dtype, processes.device)
     log.say(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base, log)
-    rows, eval_rows = (_tokenized(config, base, processes, split) for split in ("train", "eval"))
+    rows, eval_rows = (_tokenized(config, base, processes, each) for each in found)
     crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
     for line in rows.description:
         log.say(f"data      {line}")
@@ -150,9 +152,9 @@ def lora_settings(config: Config) -> LoraSettings:
     )
 
 
-def _tokenized(config: Config, base: Base, processes: Processes, split: str) -> TokenizedRows:
+def _tokenized(config: Config, base: Base, processes: Processes, rows: Rows) -> TokenizedRows:
     return tokenize(
-        load_rows(config, split),  # type: ignore[arg-type]
+        rows,
         base.tokenizer,
         max_seq_length=config.max_seq_length,
         cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),

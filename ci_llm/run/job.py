@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> 
 
 def go_on(run: Run) -> None:
     """Find the checkpoint to go on from, if there is one, and bring the run there; obey what was asked for."""
-    remembered = run.processes.broadcast_object(remember(run))
+    remembered = run.processes.on_main(partial(remember, run.config.run_folder))
     with run.processes.main_first():
         source = find_source(run.manager, run.config.resume_from_checkpoint, remembered.at_most)
     _require_same_step(run, source.step if source else None)
@@ -190,22 +191,10 @@ def _begin(run: Run) -> int:
     manager, processes = run.manager, run.processes
     step = run.began_at = run.state.step
     processes.same_folder(run.config.run_folder)
-    attempt = 0
-    if processes.is_main:
-        attempt = manager.store.claim()
-        for path in manager.supersede(step):
-            run.log.say(f"newer than the resumed step, moved to {path}")
-        record_attempt(run.config.run_folder, attempt, step, read_job())
-    attempt = processes.broadcast_object(attempt)
+    attempt = processes.on_main(partial(_claim, run))
     run.log.open(attempt, still_mine=manager.store.still_mine)
     run.log.cut_back(step if step else -1)
-    run.log.start_trackers(
-        processes.accelerator,
-        run.config.report_to,
-        resumed_from=step,
-        remembered=run.remembered_trackers,
-        hyperparameters=run.config.model_dump(),
-    )
+    processes.on_main(partial(_start_trackers, run))
     run.status = RunStatus(
         run.config.run_folder,
         attempt,
@@ -223,6 +212,25 @@ def _begin(run: Run) -> int:
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
     return attempt
+
+
+def _claim(run: Run) -> int:
+    """Make the folder this attempt's; returns its number."""
+    attempt = run.manager.store.claim()
+    for path in run.manager.supersede(run.state.step):
+        run.log.say(f"newer than the resumed step, moved to {path}")
+    record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
+    return attempt
+
+
+def _start_trackers(run: Run) -> None:
+    run.log.start_trackers(
+        run.processes.accelerator,
+        run.config.report_to,
+        resumed_from=run.state.step,
+        remembered=run.remembered_trackers,
+        hyperparameters=run.config.model_dump(),
+    )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ci_llm.recovery import Recovery, read_recovery
 from ci_llm.run.guard import read_record
@@ -28,17 +29,14 @@ class Remembered:
     bad_batches: tuple[BadBatch, ...] = ()
 
 
-def remember(run: Run) -> Remembered:
-    """Read it all, on the main process; nothing on the others, who are told.
+def remember(run_folder: Path) -> Remembered:
+    """Read it all.
 
     Raises:
-        CheckpointError: a file is not of this program.
+        CheckpointError, BadInput: a file is not of this program.
     """
-    if not run.processes.is_main:
-        return Remembered()
-    folder = run.config.run_folder
-    recovery = read_recovery(folder)
-    return Remembered(recovery, recovery.latest_step_allowed(last_attempt(folder)), tuple(read_record(folder)))
+    recovery = read_recovery(run_folder)
+    return Remembered(recovery, recovery.latest_step_allowed(last_attempt(run_folder)), tuple(read_record(run_folder)))
 
 
 def obey(run: Run, remembered: Remembered) -> list[str]:
