@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ci_llm.durable import make_folders, read_json, write_json
 from ci_llm.launch import SUPERVISED
@@ -154,10 +154,13 @@ def attempts_in_vain(run_folder: Path, step: int) -> int:
     return len(list(takewhile(lambda path: _step_in(path) == step, reversed(records))))
 
 
-def _step_in(record: Path) -> int:
-    value = read_json(record)
-    assert isinstance(value, dict)
-    return int(value["step"])
+def _step_in(record: Path) -> int | None:
+    """None if it cannot be read: what a run says last must not hang on that."""
+    try:
+        value: Any = read_json(record)
+        return int(value["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # ------------------------------------------------------------------------------------------------- running it again

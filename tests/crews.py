@@ -193,15 +193,12 @@ def without_thread(directory: str) -> int:
     manager = CheckpointManager(directory, checkpoint_backend="distributed")
     assert manager.save(1, state(1))
     manager.wait_until_finished()
-    pool = manager._behind._pool  # type: ignore[union-attr]
-    submit = pool.submit
 
     def refuse(*_: object) -> None:
-        pool.submit = submit  # type: ignore[method-assign]
         raise RuntimeError("can't start new thread")
 
     if rank == 1:
-        pool.submit = refuse  # type: ignore[method-assign, assignment]
+        manager._behind._pool.submit = refuse  # type: ignore[union-attr, method-assign, assignment]
     error = whatever_goes_wrong(lambda: manager.save(2, state(2)))
     assert str(error).startswith("can't start new thread" if rank == 1 else "another process"), error
     behind = whatever_goes_wrong(manager.wait_until_finished)

@@ -93,6 +93,7 @@ def parent(command: list[str]) -> Callable[[], Any]:
     [
         (["/usr/bin/python3", "/venv/bin/torchrun", "--nnodes=1", "train.py"], "torchrun --nnodes=1 train.py"),
         (["/usr/bin/python3", "-m", "torch.distributed.run", "train.py"], "python3 -m torch.distributed.run train.py"),
+        (["/usr/bin/python3", "-u", "/venv/bin/torchrun", "train.py"], "python3 -u /venv/bin/torchrun train.py"),
         ([], "python train.py"),  # a zombie has no command line
     ],
 )

@@ -135,6 +135,13 @@ def test_attempts_that_bring_nothing_are_counted(tmp_path: Path) -> None:
     assert attempts_in_vain(tmp_path / "none", 0) == 0
 
 
+def test_a_damaged_record_of_an_attempt_ends_the_count_and_nothing_else(tmp_path: Path) -> None:
+    for attempt in (1, 2, 3):
+        record_attempt(tmp_path, attempt, 5, None)
+    (tmp_path / "attempts" / "2" / "began.json").write_text("[]")
+    assert attempts_in_vain(tmp_path, 5) == 1
+
+
 # Putting back
 
 

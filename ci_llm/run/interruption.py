@@ -81,6 +81,6 @@ def command_line(launch: Launch) -> str:
             python, *words = psutil.Process().parent().cmdline()  # type: ignore[union-attr]
         except (psutil.Error, AttributeError, ValueError):  # it is gone
             return shlex.join(own)
-        own = [python, *words] if words[:1] == ["-m"] else words or own
+        own = [python, *words] if words and words[0].startswith("-") else words or own
         own[0] = Path(own[0]).name
     return shlex.join(own)
