@@ -623,6 +623,7 @@ def test_a_newer_format_is_an_error_and_no_damage(run: Run) -> None:
         store.latest()
     assert not isinstance(refusal.value, DamagedCheckpoint)
     assert "newer ci-llm" in str(refusal.value)
+    assert refusal.value.where == str(run.directory / "checkpoint_step_1")
     assert visible(run.directory) == ["checkpoint_step_1"]
 
 

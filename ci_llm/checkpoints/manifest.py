@@ -319,6 +319,9 @@ def _condemning(folder: Path) -> Iterator[None]:
     """Turn what reading a folder raises into an error with the folder's name."""
     try:
         yield
+    except CheckpointError as error:
+        error.where = error.where or str(folder)
+        raise
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
             raise CheckpointError(f"{folder.name} cannot be read: {error}", where=str(folder)) from error
