@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -88,12 +89,16 @@ def parent(command: list[str]) -> Callable[[], Any]:
     return lambda: SimpleNamespace(parent=lambda: SimpleNamespace(cmdline=lambda: command))
 
 
+PATH = {"python": "/usr/bin/python", "python3": "/usr/bin/python3", "torchrun": "/venv/bin/torchrun"}
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
         (["/usr/bin/python3", "/venv/bin/torchrun", "--nnodes=1", "train.py"], "torchrun --nnodes=1 train.py"),
         (["/usr/bin/python3", "-m", "torch.distributed.run", "train.py"], "python3 -m torch.distributed.run train.py"),
         (["/usr/bin/python3", "-u", "/venv/bin/torchrun", "train.py"], "python3 -u /venv/bin/torchrun train.py"),
+        (["/usr/bin/python3", "/odd/bin/torchrun", "train.py"], "python3 /odd/bin/torchrun train.py"),
         ([], "python train.py"),  # a zombie has no command line
     ],
 )
@@ -102,5 +107,20 @@ def test_the_command_that_goes_on_is_the_launcher_s(
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "train.py"])
     monkeypatch.setattr(psutil, "Process", parent(command))
+    monkeypatch.setattr(shutil, "which", PATH.get)
     assert interruption.command_line(launch("torchrun")) == expected
     assert interruption.command_line(launch("python")) == "python train.py"
+
+
+def test_a_command_of_ours_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python3", "/venv/bin/ci-llm", "train", "num_agents=2"])
+    monkeypatch.setattr(shutil, "which", {"ci-llm": "/venv/bin/ci-llm"}.get)
+    assert interruption.command_line(launch("python")) == "ci-llm train num_agents=2"
+
+
+@pytest.mark.parametrize("program", [".venv/bin/python", "/venv/bin/python", "/usr/bin/python3.12"])
+def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make train` starts one that is not on the path: its bare name would be another interpreter, or none."""
+    monkeypatch.setattr(sys, "orig_argv", [program, "train.py"])
+    monkeypatch.setattr(shutil, "which", PATH.get)
+    assert interruption.command_line(launch("python")) == f"{program} train.py"

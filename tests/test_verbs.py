@@ -271,7 +271,9 @@ def test_the_best_step_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert verb("list", run) == 0
     assert "checkpoint_step_2 (best)" in capsys.readouterr().out
     assert verb("prune", run, "--keep", 1) == 0
-    assert "removed: 3, 1 (" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "removed: 3, 1 (" in out
+    assert out.endswith("kept: 4, 2 (best)\n"), "--keep 1 leaves two, and says why"
     assert CheckpointManager(run).all_steps() == [2, 4]
 
 

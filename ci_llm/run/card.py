@@ -68,6 +68,6 @@ def next_steps(folder: Path, command: str) -> list[str]:
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     tensorboard --logdir {drawn}"] if drawn.is_dir() else []),
         f"longer     {command} max_train_steps=...   goes on from here",
-        "own data   python train.py dataset_name=my.jsonl max_train_samples=null experiment_name=mine"
+        f"own data   {command} dataset_name=my.jsonl max_train_samples=null experiment_name=mine"
         "   with columns question, answer",
     ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -75,12 +77,17 @@ def leave(run: Run, reason: str) -> None:
 
 def command_line(launch: Launch) -> str:
     """What a person types to start this run again: the launcher's command where there is one."""
-    own = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    command = sys.orig_argv
     if launch.launcher in ("accelerate", "torchrun"):
-        try:
-            python, *words = psutil.Process().parent().cmdline()  # type: ignore[union-attr]
-        except (psutil.Error, AttributeError, ValueError):  # it is gone
-            return shlex.join(own)
-        own = [python, *words] if words and words[0].startswith("-") else words or own
-        own[0] = Path(own[0]).name
-    return shlex.join(own)
+        with suppress(psutil.Error, AttributeError):  # it is gone
+            command = psutil.Process().parent().cmdline() or command  # type: ignore[union-attr]
+    program, *words = command
+    if words and _is_on_path(words[0]):  # a script such as torchrun knows its interpreter
+        program, *words = words
+    return shlex.join([Path(program).name if _is_on_path(program) else program, *words])
+
+
+def _is_on_path(program: str) -> bool:
+    """Whether its bare name starts this very program, and not another one or none; `make train` calls one off it."""
+    found = shutil.which(Path(program).name)
+    return found is not None and Path(found).absolute() == Path(program).absolute()

@@ -261,6 +261,7 @@ def save(run: Run) -> None:
 def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
     run.interrupts.plan = "the last step is saved; leaving"
+    run.log.say(f"judging   agents and crowd on {len(run.eval_rows)} held-out rows")
     scores = evaluate(run)
     if scores is not None:
         count_in(run, evaluation_metrics(scores))

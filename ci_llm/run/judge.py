@@ -120,6 +120,7 @@ def examine_crowd(run: Run) -> AnswerScores | None:
     asked = Examination.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
     if not len(asked):
         return None
+    run.log.say(f"judging   the answers that they generate to {len(asked)} of these")
 
     def judge(rounds: Rounds) -> AnswerScores | None:
         return examine(

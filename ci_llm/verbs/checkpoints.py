@@ -148,13 +148,15 @@ def _diff(call: argparse.Namespace) -> int:
 
 
 def _prune(call: argparse.Namespace) -> int:
-    from ci_llm.checkpoints.pruning import prune
+    from ci_llm.checkpoints.pruning import pinned_steps, prune
 
     done = prune(call.run, call.keep, dry_run=call.dry_run)
     if call.json:
         _print_json({**asdict(done), "dry_run": call.dry_run})
         return 0
-    kept, removed = (", ".join(map(str, steps)) or "none" for steps in (done.kept, done.removed))
+    pinned = pinned_steps(call.run)
+    removed = ", ".join(map(str, done.removed)) or "none"
+    kept = ", ".join(f"{step} (best)" if step in pinned else str(step) for step in done.kept)
     print(f"{'would remove' if call.dry_run else 'removed'}: {removed} ({done.freed_bytes:,} bytes); kept: {kept}")
     for damage in done.damaged:
         print(f"left for the next start of the run to set aside: {damage}")
