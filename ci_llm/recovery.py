@@ -69,7 +69,15 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
     """Put `recovery` in force for the next attempt, durably.
 
     Raises:
-        OSError: the disk refuses it.
+        CheckpointError: the disk refuses it.
     """
-    make_folders(Path(run_folder))
-    write_json(Path(run_folder, NAME), asdict(recovery) | {"because": list(recovery.because)})
+    path = Path(run_folder, NAME)
+    try:
+        make_folders(path.parent)
+        write_json(path, asdict(recovery) | {"because": list(recovery.because)})
+    except OSError as error:
+        raise CheckpointError(
+            f"the recovery state cannot be written: {error.strerror}",
+            where=str(path),
+            cure="make space there; the same command goes on from the last checkpoint",
+        ) from error

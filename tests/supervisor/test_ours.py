@@ -305,6 +305,12 @@ def test_recovery_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "recovery.json").read_text())["because"] == list(state.because)
 
 
+def test_a_disk_that_takes_no_recovery_state_is_one_explanation(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(CheckpointError, match="the recovery state cannot be written"):
+        write_recovery(tmp_path / "run", Recovery(0.5))
+
+
 def test_going_back_is_asked_of_one_attempt_only() -> None:
     state = Recovery(resume_at_most_step=120, after_attempt=4)
     assert [state.latest_step_allowed(attempt) for attempt in (3, 4, 5, None)] == [None, 120, None, None]
