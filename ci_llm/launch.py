@@ -81,8 +81,7 @@ class Launch:
     @property
     def fair_num_threads(self) -> int:
         """CPU threads for each process of this machine, if they share the cores that this one may use."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.num_local_processes)
+        return max(1, _num_cores() // self.num_local_processes)
 
     @property
     def dies_unheard(self) -> bool:
@@ -158,6 +157,9 @@ def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_
         lines.append(_asked_for_more(launch.asked_for, num_gpus))
     if num_gpus > 1 and launch.num_processes == 1:
         lines.append(f"{num_gpus} GPUs, 1 process: `accelerate launch --num_processes={num_gpus}` uses them all")
+    if not num_gpus and launch.num_local_processes > _num_cores():
+        told = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
+        lines.append(f"{told}: more of them than cores make a run slower and take more memory")
     throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
     if throttled and launch.fair_num_threads > 1:
         lines.append(
@@ -168,6 +170,11 @@ def remarks(launch: Launch, environ: Mapping[str, str], *, num_gpus: int, mixed_
     if precision not in ("no", mixed_precision):
         lines.append(f"the launcher's mixed precision {precision} has no effect: `mixed_precision={precision}` has")
     return lines
+
+
+def _num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _dialect(environ: Mapping[str, str]) -> _Dialect | None:

@@ -178,6 +178,14 @@ def test_a_launch_as_meant_needs_no_remark() -> None:
     assert remarked(read(TORCHRUN), num_gpus=2, OMP_NUM_THREADS="1") == []
 
 
+def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.launch._num_cores", lambda: 1)
+    assert remarked(read(TORCHRUN))[0].startswith("2 processes share 1 CPU core(s): ")
+    assert remarked(read(TORCHRUN), num_gpus=2) == []
+    monkeypatch.setattr("ci_llm.launch._num_cores", lambda: 2)
+    assert remarked(read(TORCHRUN)) == []
+
+
 def test_fewer_processes_than_asked_for() -> None:
     launch = read({"MASTER_ADDR": "here"}, [*ACCELERATE, "--num_processes=4"])
     assert "--multi_gpu --num_processes=4" in remarked(launch)[0]
