@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ci_llm.crowd import agents
 from ci_llm.crowd.lora import LoraSettings, _FusedLinear, _LowRank
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
@@ -20,8 +21,8 @@ from ci_llm.errors import ForeignCheckpoint, ModelError
 from tests.tiny import base, batch
 
 K = 3
-# Gemma 2 and Bloom take their softmax in fp32 whatever the dtype is; routing adds its own rounding in fp32.
-COARSE = {"gemma2": 1e-6, "bloom": 1e-6, "mixtral": 1e-5, "gpt_oss": 1e-5}
+# Gemma 2, Bloom and Mamba compute in fp32 in places, whatever the dtype is; routing adds its own rounding in fp32.
+COARSE = {"gemma2": 1e-6, "bloom": 1e-6, "mixtral": 1e-5, "gpt_oss": 1e-5, "phimoe": 1e-5, "mamba": 1e-6}
 
 
 def crowd_of(model: Any, **settings: Any) -> Crowd:
@@ -95,6 +96,8 @@ PACKED = [
         ("bloom", torch.float64, "padded"),
         ("mixtral", torch.float32, "packed"),
         ("gpt_oss", torch.float32, "padded"),
+        ("mamba", torch.float64, "padded"),
+        ("phimoe", torch.float32, "packed"),
     ]
     + [(f, torch.float32, "packed") for f in ("llama", "qwen2", "gpt_neox")],
 )
@@ -324,3 +327,60 @@ def test_target_modules_as_in_peft() -> None:
 def test_a_base_that_sees_the_future_is_refused() -> None:
     with pytest.raises(ModelError, match="no causal language model"):
         Crowd(base("bert", torch.float32), LoraSettings(), "toy").choose_route()
+
+
+def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
+    model = base("mamba")
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, alpha=8), "toy")
+    assert sorted(crowd.agents.layers) == [f"backbone.layers.{n}.mixer.in_proj" for n in range(2)]
+    opened = peft.LoraConfig(**crowd.adapter_files()["agent0/adapter_config"])  # whose all-linear would be more
+    peft.get_peft_model(model, opened)
+    with pytest.raises(ModelError, match="dt_proj, which cannot carry an adapter"):
+        Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
+
+
+def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the code of a family does not show it."""
+    monkeypatch.setattr(agents, "_passed_by", lambda *_: False)
+    crowd = Crowd(base("mamba"), LoraSettings(), "toy")
+    with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
+        crowd.choose_route()
+
+
+def test_what_a_layer_is_made_of_may_be_asked() -> None:
+    layer = next(iter(Crowd(base(), LoraSettings(), "toy").agents.layers.values()))
+    assert (layer.weight.dtype, layer.weight.shape) == (torch.float64, layer.base_layer.weight.shape)
+    for read in (lambda: layer.weight.T, lambda: torch.ones(1, 32) @ layer.weight, lambda: layer.weight[0]):
+        with pytest.raises(ModelError, match="itself, past the agents"):
+            read()
+
+
+def test_a_base_that_stumbles_over_our_rows_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(base(), LoraSettings(), "toy")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("rope of a kind of its own")
+
+    monkeypatch.setattr(crowd, "_packed", fail)
+    assert crowd.choose_route() == "KeyError: 'rope of a kind of its own'"
+    monkeypatch.setattr(crowd.model, "forward", fail)
+    with pytest.raises(ModelError, match="cannot read a short batch with agents on it") as caught:
+        crowd.choose_route()
+    assert caught.value.where == "model_name: toy"
+
+
+def test_memory_that_runs_out_in_the_trial_is_no_fault_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(base(), LoraSettings(), "toy")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(crowd, "_packed", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        crowd.choose_route()
+
+
+def test_more_agents_than_any_memory_holds() -> None:
+    with pytest.raises(ModelError, match="1,000,000,000,000 agents do not fit into memory") as caught:
+        Crowd(base(), LoraSettings(num_agents=10**12), "toy")
+    assert "num_agents" in str(caught.value)

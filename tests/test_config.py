@@ -262,6 +262,13 @@ def test_the_folder_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert load_config(None, words).run_folder == Path(folder)
 
 
+@pytest.mark.parametrize("key", ["model_name", "init_from", "resume_from_checkpoint", "dataset_name"])
+def test_home_is_home_where_no_shell_has_read_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert getattr(load_config(None, [f"{key}=~/it"]), key) == "/home/me/it"
+    assert getattr(load_config(None, [f"{key}=owner/it"]), key) == "owner/it"
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, PegasusForCausalLM
 
 from ci_llm import Crowd, cli
 from ci_llm.checkpoints.manager import CheckpointManager
@@ -31,7 +31,7 @@ from tests.tiny import FAMILIES, base, example
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
 GREEDY = Decoding(max_new_tokens=12)
 #: In fp64 the masks of two make NaN of a pad's state (their softmax is fp32), and the experts of two cannot run.
-ONLY_FP32 = ("gemma2", "bloom", "mixtral", "gpt_oss")
+ONLY_FP32 = ("gemma2", "bloom", "mixtral", "gpt_oss", "phimoe")
 CONFIG = Path(__file__).parent.parent / "configs.yaml"
 
 
@@ -72,6 +72,30 @@ def test_crowd_and_agents_write_what_full_passes_would(family: str) -> None:
         assert written.alone[k] == [written_slowly(crowd, [k], p, "probability") for p in PROMPTS]
     texts = {tuple(text) for line in (written.together, *written.alone) for text in line}
     assert len(texts) == len(PROMPTS) * (K + 1), "two texts are the same, so the test would not see a mix-up"
+
+
+def test_a_base_that_does_not_bear_padding_reads_one_prompt_at_a_time() -> None:
+    """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued otherwise."""
+    shape = PegasusConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48
+    )
+    torch.manual_seed(0)
+    crowd = crowd_of(PegasusForCausalLM(shape)).eval()
+    written = crowd.write(PROMPTS, GREEDY, alone=True)
+    assert written.together == [written_slowly(crowd, list(range(K)), p, "probability") for p in PROMPTS]
+    assert written.alone == [[written_slowly(crowd, [k], p, "probability") for p in PROMPTS] for k in range(K)]
+    drawn = crowd.write(PROMPTS, Decoding(max_new_tokens=12, do_sample=True), first_prompt=5).together
+    alone = [
+        crowd.write([p], Decoding(max_new_tokens=12, do_sample=True), first_prompt=5 + number).together[0]
+        for number, p in enumerate(PROMPTS)
+    ]
+    assert drawn == alone
+
+
+def test_a_base_that_cannot_write_is_one_message(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.model, "_prepare_cache_for_generation", lambda *_, **__: {}["cache"])
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot write \(KeyError: 'cache'\)"):
+        llama.write(PROMPTS[:1], GREEDY)
 
 
 def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:

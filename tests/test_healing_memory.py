@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.lone import load_checkpoint
+from ci_llm.crowd.memory import is_out_of_memory
 from ci_llm.data.batches import pack
-from ci_llm.run.memory_pressure import in_parts, is_out_of_memory, unless_out_of_memory
+from ci_llm.run.memory_pressure import in_parts, unless_out_of_memory
 from ci_llm.status import read_failures, read_status
 from tests import tiny
 from tests.faults import Fault, fired, metrics, said, samples, train, weights

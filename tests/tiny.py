@@ -20,9 +20,11 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -74,6 +76,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4),
     "gpt_oss": lambda: GptOssConfig(**_SHORT_WINDOW, head_dim=8, num_local_experts=4),
+    "mamba": lambda: MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4
+    ),
+    "phimoe": lambda: PhimoeConfig(**_GROUPED, num_local_experts=4, router_jitter_noise=0.0, input_jitter_noise=0.0),
     "bert": lambda: BertConfig(**_COMMON),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,8 +72,8 @@ class Config(
 
     @property
     def run_folder(self) -> Path:
-        """`output_dir`, or its sub-folder `experiment_name`; `~` is home, also where no shell has read it."""
-        return Path(os.path.expanduser(self.output_dir), self.experiment_name or "")
+        """`output_dir`, or its sub-folder `experiment_name`."""
+        return Path(self.output_dir, self.experiment_name or "")
 
     @property
     def keeps_best(self) -> bool:

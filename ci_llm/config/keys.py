@@ -11,10 +11,11 @@ free        logging, saving, places: allowed, nothing to say
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 
@@ -28,6 +29,7 @@ def _as_tuple(value: object) -> object:
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
+Place = Annotated[Text, AfterValidator(os.path.expanduser)]  # `~` is home, also where no shell has read it
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
@@ -81,7 +83,7 @@ class Keys(BaseModel):
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
-    model_name: Text = free("embedded", "base model: embedded, a hub id, or a folder")
+    model_name: Place = free("embedded", "base model: embedded, a hub id, or a folder")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
         None, "precision of the frozen base; null: fp32 on CPU, the checkpoint's own on CUDA"
     )
@@ -102,7 +104,7 @@ class AgentKeys(Keys):
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)")
     initialize_adapters_rand: bool = exact(True, "true: every agent its own random start; false: all the same start")
     dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter in a step")
-    init_from: Text | None = exact(None, "folder of PEFT adapters to start from; null: fresh adapters")
+    init_from: Place | None = exact(None, "folder of PEFT adapters to start from; null: fresh adapters")
 
 
 class ObjectiveKeys(Keys):
@@ -126,7 +128,7 @@ class ObjectiveKeys(Keys):
 class DataKeys(Keys):
     """The data"""
 
-    dataset_name: Text = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
+    dataset_name: Place = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
     dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main")
     dataset_split: Text = exact("train", "split to train on")
     eval_split: Text | None = free(None, "split to evaluate on; null: test or validation where it exists")
@@ -193,7 +195,7 @@ class EvaluationKeys(Keys):
 class LogKeys(Keys):
     """Where a run writes, and what it tells"""
 
-    output_dir: Text = free("ci_llm_output", "folder of the run")
+    output_dir: Place = free("ci_llm_output", "folder of the run")
     experiment_name: Text | None = free(None, "sub-folder of output_dir for this run; null: output_dir itself")
     logging_steps: Count = free(10, "log every n optimizer steps")
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = free(
@@ -214,7 +216,7 @@ class CheckpointKeys(Keys):
         300.0, "save every n seconds; auto: as often as loses least, by what saves and failures cost here; null: off"
     )
     save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
-    resume_from_checkpoint: Text | None = free("latest", "latest, a path, or null for a fresh start")
+    resume_from_checkpoint: Place | None = free("latest", "latest, a path, or null for a fresh start")
     allow_inexact_resume: bool = free(False, "resume although the run would not be the same")
     deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: where they exist")
     async_save: bool = free(True, "write checkpoints behind the training")

@@ -9,9 +9,11 @@ Legend: K agents, P parameters of one agent, r rank.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -35,8 +37,11 @@ class AgentStorage:
         dtype = torch.float64 if first.weight.dtype == torch.float64 else torch.float32
         size = sum(settings.rank * (m.in_features + m.out_features) for m in self.layers.values())
         device = torch.device(str(first.weight.device))
-        self.weights = torch.zeros(settings.num_agents, size, dtype=dtype, device=device)
-        self.gradients = torch.zeros_like(self.weights)
+        try:
+            self.weights = torch.zeros(settings.num_agents, size, dtype=dtype, device=device)
+            self.gradients = torch.zeros_like(self.weights)
+        except (RuntimeError, MemoryError) as error:  # allocators have no narrower word, and nothing else is done here
+            raise _too_many(settings, size * dtype.itemsize) from error
         self._mask: Tensor | None = None
         self._name_views()
         self.rows = [nn.Parameter(row) for row in self.weights]
@@ -184,16 +189,56 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     for name in _targets(model, settings.target_modules):
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        layers[name] = StackedLoRALinear(getattr(parent, child), settings)
+        layers[name] = StackedLoRALinear(getattr(parent, child), settings, name)
         setattr(parent, child, layers[name])
     storage = AgentStorage(layers, settings)
     storage.initialise()
     return storage
 
 
+def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:
+    needed = 2 * settings.num_agents * bytes_each
+    return ModelError(
+        f"{settings.num_agents:,} agents do not fit into memory: weights and gradients take {needed / 1e9:,.1f} GB",
+        where=f"num_agents: {settings.num_agents}, lora_rank: {settings.rank}",
+        cure="fewer agents, a smaller lora_rank, or fewer lora_target_modules",
+    )
+
+
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every layer that could carry an adapter, and the head, which cannot, by name."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    modules = dict(model.named_modules())
+    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+    return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(modules[n.rpartition(".")[0]], n)}
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Whether a product with the layer's weight is all it gives: some families derive their routers from nn.Linear."""
+    if not type(layer).forward.__module__.startswith("transformers.models."):
+        return True
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    try:
+        found = layer(weight.new_zeros(1, 7, weight.shape[1]))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, 7, weight.shape[0])
+
+
+def _passed_by(parent: nn.Module, name: str) -> bool:
+    """Whether the family's code reads the weight of this layer itself, on some device at least.
+
+    Read off the code and not off a forward pass, which takes other ways on a GPU: agents that carry other layers there
+    could not go on from a checkpoint of here. A slice is Bloom's imitation of tensor parallelism, which is off.
+    """
+    child = re.escape(name.rpartition(".")[2])
+    return re.search(rf"\bself\.{child}\.weight\b(?!\[|\.(dtype|device|shape)\b)", _code(type(parent))) is not None
+
+
+@cache
+def _code(kind: type[nn.Module]) -> str:
+    own = [ancestor for ancestor in kind.__mro__ if ancestor.__module__.startswith("transformers.models.")]
+    return "".join(map(inspect.getsource, own))
 
 
 def _targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
@@ -221,12 +266,21 @@ def _targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]
     return found
 
 
+def _leaves_some_out(model: PreTrainedModel) -> bool:
+    """Whether PEFT's all-linear would be more than ours."""
+    plain = [m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and not n.endswith(".base_layer")]
+    return any(m is not model.get_output_embeddings() for m in plain)
+
+
 def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: str) -> dict[str, Any]:
     """`adapter_config.json` as PEFT writes it, so that the folder opens with plain PEFT."""
     from peft import LoraConfig, TaskType
 
+    adapted = {n: m for n, m in model.named_modules() if isinstance(m, StackedLoRALinear)}
+    conv = any(isinstance(m.base_layer, Conv1D) for m in adapted.values())
     targets = settings.target_modules
-    conv = any(isinstance(m.base_layer, Conv1D) for m in model.modules() if isinstance(m, StackedLoRALinear))
+    if targets == "all-linear" and _leaves_some_out(model):
+        targets = tuple(adapted)
     bias: Literal["none"] = "none"
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,

@@ -180,8 +180,8 @@ def explained(model_name: str, error: Exception) -> ModelError:
     """What Transformers could not load, in a sentence with a cure."""
     text = str(error).strip()
     if "Unrecognized configuration class" in text:
-        kind = text.split("class ")[1].split(" ")[0].strip("<>'").rpartition(".")[2] if "class " in text else "unknown"
-        return _not_causal(model_name, kind)
+        kind = re.search(r"<class '[\w.]*?(\w+)'>", text)
+        return _not_causal(model_name, kind.group(1) if kind else "unknown")
     folder = Path(model_name).exists()
     return ModelError(
         f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}",

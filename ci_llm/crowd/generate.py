@@ -27,6 +27,7 @@ from transformers.generation import (
 )
 
 from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.agreement import distance, tolerance
 from ci_llm.crowd.base import positions_of
 from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.rng import generator_for
@@ -135,6 +136,26 @@ def write(
     texts = [[_until(decoding.ends, row) for row in agent] for agent in new]
     own = [agent[: len(prompts)] for agent in texts] if alone else []
     return Written(together=texts[0][-len(prompts) :], alone=own)
+
+
+def bears_padding(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
+    """Whether the base continues a prompt beside a longer one as it does alone.
+
+    Some families count pads as positions, or mix them into their states, and say nothing.
+    """
+    short, long = [[1, 2, 3]], [[1, 2, 3, 4, 5, 6, 7]]
+    alone, beside = (_scores(model, num_agents, rows, pad_id) for rows in (short, short + long))
+    return distance(beside, alone) <= tolerance(alone.dtype, model.dtype)  # not with NaN in it
+
+
+def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:
+    """[V] of the second token that follows the first row: after a full pass, and one over the cache."""
+    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
+    wanted = GenerationConfig(
+        max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
+    )
+    with _nothing_inherited(model):
+        return model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted).logits[1][0]  # type: ignore[no-any-return]
 
 
 def num_positions(model: PreTrainedModel) -> int:

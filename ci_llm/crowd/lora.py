@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
+
+from ci_llm.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -135,16 +138,41 @@ def _per_agent(ctx: Any, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
     return (*grad_a.unbind(0), *grad_b.unbind(0))
 
 
+class _Kind:
+    """The weight of an adapted layer, of which a base may ask what it is made of, and nothing else.
+
+    Some bases multiply with a layer's weight themselves: the agents on that layer would learn nothing, without a word.
+    """
+
+    def __init__(self, weight: Tensor, name: str) -> None:
+        self.dtype, self.device, self.shape, self._name = weight.dtype, weight.device, weight.shape, name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ModelError(
+            f"the base reads the weight of {self._name} itself, past the agents on that layer",
+            where="lora_target_modules",
+            cure=f"name the layers to adapt, and leave {self._name.rpartition('.')[2]} out",
+        )
+
+    __getattr__ = __getitem__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
+
+
 class StackedLoRALinear(nn.Module):
     """A frozen linear layer with K low-rank adapters, one per agent.
 
     Input [K·B, ..., in], agent-major (all rows of agent 0 first); output [K·B, ..., out]. With `solo` set to k, all
     rows belong to agent k. The module's parameters `lora_A.agent<k> [r, in]` and `lora_B.agent<k> [out, r]` are views
-    into the crowd's storage; `stacked` are the same numbers as [K, r, in] and [K, out, r].
+    into the crowd's storage; `stacked` are the same numbers as [K, r, in] and [K, out, r]. `name` is the layer's own in
+    the base, for messages.
     """
 
-    def __init__(self, base_layer: nn.Module, settings: LoraSettings) -> None:
+    def __init__(self, base_layer: nn.Module, settings: LoraSettings, name: str) -> None:
         super().__init__()
+        self.name = name
         self.base_layer = base_layer
         self.settings = settings
         self.in_features, self.out_features = _features(base_layer)
@@ -153,6 +181,14 @@ class StackedLoRALinear(nn.Module):
         self.stacked: tuple[Tensor, Tensor] | None = None
         self.masks: tuple[Tensor, Tensor] | None = None
         self.solo: int | None = None
+
+    @property
+    def weight(self) -> _Kind:
+        return _Kind(self.base_layer.weight, self.name)  # type: ignore[arg-type]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias  # type: ignore[return-value]  # the same with and without agents
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.stacked is not None

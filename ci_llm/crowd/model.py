@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from ci_llm.crowd.agents import adapter_config, attach
 from ci_llm.crowd.aggregate import Aggregator
+from ci_llm.crowd.agreement import stumbled, unusable
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
-from ci_llm.crowd.generate import Decoding, TokenIds, Written, write
+from ci_llm.crowd.generate import Decoding, TokenIds, Written, bears_padding, write
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.pretrained import open_pretrained
@@ -65,6 +66,7 @@ class Crowd(nn.Module):
         self.model = model
         self._native_attention = model.config._attn_implementation
         self.route = "packed"
+        self._bears_padding: bool | None = None  # in generation; None: no batch has asked yet
 
     @classmethod
     def from_pretrained(
@@ -186,12 +188,29 @@ class Crowd(nn.Module):
         route, training = self.route, self.training
         self.route = "padded"  # with the model's own attention, which knows caches
         self.eval()
-        how: dict[str, Any] = {"pad_id": self.pad_id, "alone": alone, "first_prompt": first_prompt, "stop": stop}
+        how: dict[str, Any] = {"pad_id": self.pad_id, "alone": alone, "stop": stop}
         try:
-            return write(self.model, self.num_agents, prompts, decoding, **how)
+            if self._bears_padding is None and len({*map(len, prompts)}) > 1:
+                self._bears_padding = bears_padding(self.model, self.num_agents, self.pad_id)
+            size = len(prompts) if self._bears_padding in (None, True) else 1
+            parts = [
+                write(
+                    self.model,
+                    self.num_agents,
+                    prompts[at : at + size],
+                    decoding,
+                    first_prompt=first_prompt + at,
+                    **how,
+                )
+                for at in range(0, len(prompts), size)
+            ]
+        except Exception as error:  # each family has its own words for what it cannot do
+            raise unusable(self.model, self.base_name, f"cannot write ({stumbled(error)})") from error
         finally:
             self.route = route
             self.train(training)
+        own = [[text for part in parts for text in part.alone[k]] for k in range(self.num_agents)] if alone else []
+        return Written([text for part in parts for text in part.together], own)
 
     @contextmanager
     def solo(self, agent: int) -> Iterator[PreTrainedModel]:

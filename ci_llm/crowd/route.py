@@ -5,7 +5,6 @@ Legend: K agents, N packed tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ci_llm.crowd.agreement import distance, stumbled, tolerance, unusable
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ModelError
 
@@ -30,29 +30,31 @@ def choose_route(crowd: Crowd) -> str | None:
         why the padded way was taken, or None for the packed one.
 
     Raises:
-        ModelError: the base sees the future, or no way of ours reproduces its logits.
+        ModelError: the base cannot run with agents, sees the future, or no way of ours reproduces its logits.
     """
     with _noisy_agents(crowd), torch.no_grad():
         batch = _probe(crowd.model, crowd.device)
-        wanted = _reference(crowd, batch)
+        try:
+            wanted = _reference(crowd, batch)
+        except Exception as error:
+            raise unusable(
+                crowd.model, crowd.base_name, f"cannot read a short batch with agents on it ({stumbled(error)})"
+            ) from error
         _refuse_the_clairvoyant(crowd, batch)
         reason = None
         routes: tuple[Route, ...] = ("packed", "padded")
         for crowd.route in routes:
             try:
                 found = crowd.head.logits(crowd.states(batch))
-            except TypeError as error:
-                reason = str(error)
+            except Exception as error:  # noqa: BLE001 - each family has its own words for rows it does not expect
+                reason = stumbled(error)
                 continue
-            gap = _distance(found, wanted)
-            if gap <= _tolerance(found.dtype, crowd.model.dtype):
+            gap = distance(found, wanted)
+            if gap <= tolerance(found.dtype, crowd.model.dtype):
                 return reason
             reason = f"{crowd.route} rows change its logits by {gap:.1e}"
-    name = type(crowd.model).__name__
-    raise ModelError(
-        f"{name} computes its logits in a way this program does not reproduce ({reason})",
-        where=f"model_name: {crowd.base_name}",
-        cure="use a base of another family; Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX and GPT-2 are known to work",
+    raise unusable(
+        crowd.model, crowd.base_name, f"computes its logits in a way this program does not reproduce ({reason})"
     )
 
 
@@ -86,7 +88,7 @@ def _refuse_the_clairvoyant(crowd: Crowd, batch: Batch) -> None:
     other[0, -1] = (other[0, -1] + 1) % crowd.model.get_input_embeddings().weight.shape[0]
     with crowd.solo(0) as model:
         first, second = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (row, other))
-    if _distance(first, second) > _tolerance(first.dtype, crowd.model.dtype):
+    if distance(first, second) > tolerance(first.dtype, crowd.model.dtype):
         raise ModelError(
             f"{type(crowd.model).__name__} is no causal language model: a later token changes earlier logits",
             where=f"model_name: {crowd.base_name}",
@@ -112,16 +114,3 @@ def _probe(model: PreTrainedModel, device: torch.device) -> Batch:
         last_tokens=torch.tensor(bounds[1:]) - 1,
         sample_ids=tuple(range(len(lengths))),
     ).to(device)
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.double(), wanted.double()
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
-def _tolerance(*dtypes: torch.dtype) -> float:
-    """Half the digits of the coarsest dtype: far above rounding, far below a wrong mask.
-
-    Not under 1e-5: some families take their softmax in fp32 whatever the model's dtype is.
-    """
-    return max(1e-5, math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes)))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ci_llm.checkpoints.collective import PeerGone
 from ci_llm.checkpoints.store import DISK_FULL
+from ci_llm.crowd.memory import is_out_of_memory
 from ci_llm.errors import GivenUp
 from ci_llm.processes import PeerLost
 from ci_llm.run.interruption import command_line
-from ci_llm.run.memory_pressure import is_out_of_memory
 from ci_llm.run.run import Run
 from ci_llm.status import PEER_LOST, Failure, write_failure
 

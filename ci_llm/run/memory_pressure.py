@@ -9,32 +9,19 @@ changes nothing in the training.
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
 
+from ci_llm.crowd.memory import is_out_of_memory
 from ci_llm.data.batches import Batch, pack
 from ci_llm.errors import OutOfMemory
 from ci_llm.run.run import Run
 
 T = TypeVar("T")
-
-#: What allocators say that have no exception of their own: PyTorch's on the CPU, C++, CUDA's libraries, Metal.
-_WORDS: Final = re.compile(
-    r"DefaultCPUAllocator|not enough memory: you tried to allocate|std::bad_alloc|CUDA error: out of memory"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|MPS backend out of memory"
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, and not a bug."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
 
 
 def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
