@@ -339,6 +339,12 @@ def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
         Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
 
 
+def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "linear_layers", lambda _: {})
+    with pytest.raises(ModelError, match="no layer that could carry an adapter"):
+        Crowd(base(), LoraSettings(), "toy")
+
+
 def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the code of a family does not show it."""
     monkeypatch.setattr(agents, "_passed_by", lambda *_: False)

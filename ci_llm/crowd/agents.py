@@ -232,11 +232,12 @@ def _passed_by(parent: nn.Module, name: str) -> bool:
     could not go on from a checkpoint of here. A slice is Bloom's imitation of tensor parallelism, which is off.
     """
     child = re.escape(name.rpartition(".")[2])
-    return re.search(rf"\bself\.{child}\.weight\b(?!\[|\.(dtype|device|shape)\b)", _code(type(parent))) is not None
+    kind: Any = type(parent)
+    return re.search(rf"\bself\.{child}\.weight\b(?!\[|\.(dtype|device|shape)\b)", _code(kind)) is not None
 
 
 @cache
-def _code(kind: type[nn.Module]) -> str:
+def _code(kind: Any) -> str:
     own = [ancestor for ancestor in kind.__mro__ if ancestor.__module__.startswith("transformers.models.")]
     return "".join(map(inspect.getsource, own))
 
@@ -247,7 +248,13 @@ def _targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]
     head = model.get_output_embeddings()
     matches: Callable[[str], bool]
     if wanted == "all-linear":
-        return [n for n, m in linear.items() if m is not head]
+        if not (everything := [n for n, m in linear.items() if m is not head]):
+            raise ModelError(
+                f"{type(model).__name__} has no layer that could carry an adapter",
+                where="lora_target_modules: all-linear",
+                cure="choose another base",
+            )
+        return everything
     if isinstance(wanted, str):
         pattern = re.compile(wanted)
         matches = lambda name: pattern.fullmatch(name) is not None  # noqa: E731
