@@ -101,6 +101,8 @@ def replay_a_life(root: Path, disk: Replay) -> None:
     disk.expect(lambda: store.supersede(2), 3, 2)
     disk.expect(lambda: store.save(3, content(3, 1)), 2, 3)
     disk.expect(lambda: store.delete(3), 3, 2)
+    disk.expect(lambda: store.delete(2), 2, 2)
+    disk.expect(lambda: store.finish({"README.md": b"of the step that only this folder holds"}), 2, 2)
     assert disk.seen == {None, 1, 2, 3}
 
 

@@ -279,17 +279,26 @@ class CheckpointStore:
         """
         self._held()
         began = time.monotonic()
-        if step is None and (step := self.latest()) is None:
-            raise CheckpointError("no step is committed to make it from", where=str(self.directory / FINAL))
-        manifest, contents = self.read(step)
+        final = self.directory / FINAL
+        if (newest := self.latest()) is None:
+            raise CheckpointError("no step is committed to make it from", where=str(final))
+        if self.path(newest) == final and (cause := self._copy_out(newest)):
+            return _dropped(final, newest, cause, began)
+        manifest, contents = self.read(newest if step is None else step)
         added = {name: FileImage((data,)) for name, data in (extra or {}).items()}
         files = {name: FileImage((data,)) for name, data in contents.items()} | added
         records = {**manifest.files, **{name: image.record() for name, image in added.items()}}
         forms = {**manifest.forms, **dict.fromkeys(added, "bytes")}
         whole = replace(manifest, files=records, forms=forms)
-        if cause := self._commit(self.directory / FINAL, files, whole):
-            return _dropped(self.directory / FINAL, manifest.step, cause, began)
+        if cause := self._commit(final, files, whole):
+            return _dropped(final, manifest.step, cause, began)
         return SaveResult(manifest.step, True, "", whole.nbytes, time.monotonic() - began)
+
+    def _copy_out(self, step: int) -> Exception | None:
+        """Give the final checkpoint's step a folder of its own: nobody else has it while the final one is replaced."""
+        manifest, contents = self.read(step)
+        files = {name: FileImage((data,)) for name, data in contents.items()}
+        return self._commit(step_folder(self.directory, step), files, manifest)
 
     def supersede(self, after_step: int) -> list[Path]:
         """Move every checkpoint newer than `after_step` to `superseded/`; returns where they are now."""
