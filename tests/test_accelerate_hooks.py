@@ -62,6 +62,7 @@ def trace(folder: Path) -> dict[str, dict[int, list[int]]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "kill_at", "how"),
     [
@@ -91,6 +92,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(
     assert ours.state["accelerate"]["optimizers"][0]["state"], "moments were compared"
 
 
+@pytest.mark.slow
 def test_the_folder_holds_agents_and_no_base(straight: dict[int, Path]) -> None:
     final = straight[1] / "final"
     assert not list(final.glob("model*"))

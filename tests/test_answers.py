@@ -158,6 +158,7 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
         yield encoder.encode(Chat((Message("user", question), Message("assistant", answer))))
 
 
+@pytest.mark.slow
 def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -> None:
     rows = list(examples(prompter, 12))
     test = Examination.of(rows, prompter, crowd, 99, max_seq_length=256)

@@ -294,11 +294,13 @@ def leave(*arguments: object) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_a_save_in_flight_at_the_exit_is_finished(tmp_path: Path) -> None:
     assert leave(tmp_path) == ""
     assert load_checkpoint(tmp_path / "checkpoint_step_1").state["weight"].tolist() == [7.0] * 1000
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_at_the_exit_is_told(tmp_path: Path) -> None:
     told = leave(tmp_path, "lose")
     assert told.startswith("the last checkpoint was not saved: ")

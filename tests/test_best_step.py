@@ -26,6 +26,8 @@ from ci_llm.status import read_status
 from tests.forkserver import ForkServer
 from tests.trials import STEPS, Cell, Fate, Trials, account, differences
 
+pytestmark = pytest.mark.slow
+
 #: A learning rate that only spoils what the first steps have learned, so that patience ends before the run does.
 SPOILT = {
     "learning_rate": 5e-2,
@@ -200,7 +202,6 @@ def test_the_evaluation_of_the_step_that_was_saved_before_it_is_not_forgotten(
     assert not differences(account(undisturbed), account(folder))
 
 
-@pytest.mark.slow
 def test_two_processes_agree(trials: Trials) -> None:
     whole, cut = trials.new_folder(), trials.new_folder()
     assert spoilt(trials, whole, ranks=2) == [0, 0], (whole / "log").read_text()
@@ -222,7 +223,6 @@ def test_a_second_call_has_nothing_to_do_and_more_patience_goes_on(trials: Trial
     assert load_checkpoint(undisturbed / "run/final_checkpoint").manifest.step == STEPS
 
 
-@pytest.mark.slow
 def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> None:
     folder = trials.new_folder()
     assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
@@ -236,7 +236,6 @@ def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> Non
     assert (record["step"], record["best"]["crowd"]["step"]) == (LAST, BEST)
 
 
-@pytest.mark.slow
 def test_another_metric_begins_anew(trials: Trials) -> None:
     folder = trials.new_folder()
     assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]

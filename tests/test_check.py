@@ -32,6 +32,8 @@ from ci_llm.errors import ConfigError
 from tests.children import Child
 from tests.forkserver import ROOT, ForkServer
 
+pytestmark = pytest.mark.slow
+
 NAMES = [check.name for check in CHECKS]
 PRESETS = ROOT / "configs"
 
@@ -111,7 +113,6 @@ def test_the_embedded_default_passes(server: ForkServer, tmp_path: Path) -> None
     assert "260 steps" in found.lines["time"]
 
 
-@pytest.mark.slow
 def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
     found = told(server, tmp_path, ranks=2)
     assert found.codes == [0, 0], found.text
@@ -119,7 +120,6 @@ def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None
     assert "2 processes met" in found.lines["port"]
 
 
-@pytest.mark.slow
 def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     codes = server.run(dry_run_with_a_bad_disk_on_one, log, ranks=2, folder=str(tmp_path), words=[])
@@ -213,7 +213,6 @@ def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(server: ForkServ
     assert "Traceback" not in found.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(path.name for path in PRESETS.glob("*2*b_gsm8k.yaml")))
 def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: Path, preset: str) -> None:
     """The embedded data and base take the place of what would have to be downloaded, and the report says so."""
@@ -227,7 +226,6 @@ def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: P
     assert "of" in found.lines["storage"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset", [f"{name}.yaml" for name in ("qwen2.5_0.5b_gsm8k", "gemma2_2b_gsm8k", "llama3.1_8b_gsm8k")]
 )
@@ -246,7 +244,6 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     assert needed / 1e9 == pytest.approx(int(told[1]), abs=1)
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with Child(sys.executable, ROOT / "dry_run_sanity_check.py", f"output_dir={tmp_path / 'run'}") as child:
         child.read_until("disk")

@@ -541,6 +541,7 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path, signalled: int) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
@@ -570,6 +571,7 @@ def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkSer
     assert server.run(loops.forking, log, directory=tmp_path / "run") == [0], log.read_text()
 
 
+@pytest.mark.slow
 def test_the_loop_of_orbax_stops_on_a_signal_and_goes_on(tmp_path: Path) -> None:
     """The documented loop in a process of its own: a real SIGTERM, an exit with a save in flight, a second life."""
     directory = tmp_path / "run"
@@ -599,6 +601,7 @@ def live_and_be_terminated(directory: Path) -> int:
     return newest
 
 
+@pytest.mark.slow
 def test_the_manager_needs_no_trainer() -> None:
     code = """
 import sys

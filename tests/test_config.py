@@ -393,6 +393,7 @@ def test_broken_yaml_names_the_line(file: Path, content: bytes, line: int) -> No
     assert f"{file}:{line}\n" in complaint(file)
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "No such file" in complaint(tmp_path / "none.yaml")
     assert "directory" in complaint(tmp_path)
@@ -449,6 +450,7 @@ def test_a_dump_reads_back(path: Path, file: Path) -> None:
     assert load_config(file) == config
 
 
+@pytest.mark.slow
 @given(
     name=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1).filter(
         lambda s: "/" not in s

@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -106,6 +106,7 @@ def replay_a_life(root: Path, disk: Replay) -> None:
     assert disk.seen == {None, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_every_state_a_crash_may_leave_holds_the_old_or_the_new(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
@@ -269,7 +270,7 @@ class Histories(RuleBasedStateMachine):
             assert newest(self.root) == self.newest
 
 
-def listing(root: Path) -> Iterator[str]:
+def listing(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in sorted(root.rglob("*"))]
 
 
@@ -278,4 +279,4 @@ Histories.TestCase.settings = settings(
     stateful_step_count=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.slow(Histories.TestCase)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SWEEP = Path(__file__).parent.parent / "benchmarks" / "crash_sweep.py"
 POINTS = 700  # a tenth of them
 

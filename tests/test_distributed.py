@@ -29,7 +29,7 @@ from tests import crews
 from tests.forkserver import ForkServer
 
 POINTS = 48
-pytestmark = pytest.mark.xdist_group("distributed")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 
 @pytest.fixture(scope="module")

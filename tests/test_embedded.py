@@ -138,6 +138,7 @@ def solve(base: Any, tokenizer: Any, questions: list[str]) -> list[str]:
     return tokenizer.batch_decode(written[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_base_solves_fresh_stories_and_not_the_agents_task(tokenizer: Any, base: Any) -> None:
     one_step = stories.Kind((1,), "+-", stories.KNOWN_VERBS, distraction=0.15, largest_start=25)
     rng = Random("a seed of this test alone")
@@ -163,6 +164,7 @@ def test_pretraining_weighs_results_and_answers(tokenizer: Any) -> None:
     assert heavy("Ann has 3 pens.") == ""
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_pretraining_repeat_bit_for_bit(tokenizer: Any) -> None:
     from ci_llm.embedded.pretrain import new_base, pretrain
 
@@ -172,6 +174,7 @@ def test_a_few_steps_of_pretraining_repeat_bit_for_bit(tokenizer: Any) -> None:
     assert not torch.equal(first.lm_head.weight, untrained.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_pretraining_makes_the_shipped_tokenizer() -> None:
     from ci_llm.embedded.tokenizer import train_tokenizer
 

@@ -21,15 +21,10 @@ from tests.children import ROOT, Child
 from tests.forkserver import ENVIRONMENT, ForkServer, free_port
 from tests.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
-pytestmark = pytest.mark.xdist_group("exactness")  # one fork server, and references that trials share
+# One fork server, and references that trials share.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exactness")]
 
 ONE_PROCESS = matrix(moment=MOMENTS, accumulation=(1, 4), dropout=(0.0, 0.1), workers=(0, 2))
-QUICK = {
-    Cell("mid epoch 0", accumulation=4),
-    Cell("mid epoch 1", accumulation=4, dropout=0.1, workers=2),
-    Cell("boundary", accumulation=1, dropout=0.1),
-    Cell("mid epoch 1", accumulation=1, dropout=0.1),
-}
 OTHER_MATHS = [
     *matrix(moment=MOMENTS, accumulation=(4,), dropout=(0.1,), precision=("bf16",)),
     Cell("mid epoch 1", dropout=0.1, workers=2, precision="bf16"),
@@ -65,25 +60,19 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
         yield Trials(server, folder)
 
 
-def slow_unless_quick(cells: list[Cell]) -> list[Any]:
-    return [pytest.param(cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in cells]
-
-
 # Killed
 
 
-@pytest.mark.parametrize("cell", slow_unless_quick([*ONE_PROCESS, *OTHER_MATHS]), ids=str)
+@pytest.mark.parametrize("cell", [*ONE_PROCESS, *OTHER_MATHS], ids=str)
 def test_killed_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.killed(cell))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cell", TWO_PROCESSES, ids=str)
 def test_two_processes_killed_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.killed(cell))
 
 
-@pytest.mark.slow
 def test_dying_again_and_again(trials: Trials) -> None:
     """Five attempts, each of which saves after two steps and dies after three; the sixth gets to the end."""
     cell = Cell(accumulation=4, dropout=0.1)
@@ -95,7 +84,6 @@ def test_dying_again_and_again(trials: Trials) -> None:
     assert not differences(trials.reference(cell), account(folder))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cell", THROUGH_TRAIN_PY, ids=str)
 def test_through_train_py(trials: Trials, cell: Cell) -> None:
     """The program as people call it, killed when it is about to give the next checkpoint its name."""
@@ -155,12 +143,11 @@ def surroundings(cell: Cell, folder: Path, die_before: str) -> list[dict[str, st
 # Interrupted
 
 
-@pytest.mark.parametrize("cell", slow_unless_quick(INTERRUPTED), ids=str)
+@pytest.mark.parametrize("cell", INTERRUPTED, ids=str)
 def test_interrupted_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.interrupted(cell))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
     """Killed there the run goes on from the step before it, which was saved; asked to stop, it saves that step."""
@@ -173,7 +160,6 @@ def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
     assert not differences(trials.reference(cell), trials.resumed(cell, folder))
 
 
-@pytest.mark.slow
 def test_a_process_without_rows_has_its_generators_restored(trials: Trials) -> None:
     """The only step after the resume has one row: the second process draws nothing that would set them anew."""
     cell = Cell(dropout=0.1, ranks=2)

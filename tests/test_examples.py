@@ -20,6 +20,8 @@ from examples import accelerate_loop, own_loop
 from tests.forkserver import ForkServer
 from tests.moments import interfere
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 ROWS_PER_STEP = 8
 

@@ -59,6 +59,7 @@ def llama() -> Crowd:
 # Equalities
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bert"])
 def test_crowd_and_agents_write_what_full_passes_would(family: str) -> None:
     """Prompts of different length, padded in one batch, beside each of them alone."""
@@ -98,6 +99,7 @@ def test_a_base_that_cannot_write_is_one_message(llama: Crowd, monkeypatch: pyte
         llama.write(PROMPTS[:1], GREEDY)
 
 
+@pytest.mark.slow
 def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:
     found = llama.write(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).together
     assert found == [written_slowly(llama, list(range(K)), prompt, "logit") for prompt in PROMPTS]
@@ -338,6 +340,7 @@ def copied(checkpoint: Path, tmp_path: Path) -> Path:
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 
 
+@pytest.mark.slow
 def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
     crowd = Crowd.from_pretrained(checkpoint, device="cpu")
     answers = crowd.generate(QUESTIONS, max_new_tokens=24)
@@ -353,6 +356,7 @@ def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
             crowd.generate(QUESTIONS, batch_size=batch_size)
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch(checkpoint: Path) -> None:
     crowd = Crowd.from_pretrained(checkpoint, device="cpu")
     one_by_one = crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3, batch_size=1)
@@ -361,6 +365,7 @@ def test_samples_do_not_depend_on_the_batch(checkpoint: Path) -> None:
     assert len(free) > 1, "without a seed every call draws anew"
 
 
+@pytest.mark.slow
 def test_a_saved_agent_alone_equals_plain_peft(checkpoint: Path) -> None:
     crowd = Crowd.from_pretrained(checkpoint, device="cpu")
     assert crowd.prompter is not None

@@ -20,7 +20,7 @@ from ci_llm.status import read_failures, read_status
 from tests.faults import Fault, fired, said, train
 from tests.forkserver import ForkServer
 
-pytestmark = pytest.mark.xdist_group("healing hang")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing hang")]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests import tiny
 from tests.faults import Fault, fired, metrics, said, samples, train, weights
 from tests.forkserver import ForkServer
 
-pytestmark = pytest.mark.xdist_group("healing memory")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing memory")]
 
 ROWS = 16
 BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_train_samples": 100}

@@ -14,7 +14,7 @@ from ci_llm.status import read_failures, read_status
 from tests.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tests.forkserver import ForkServer
 
-pytestmark = pytest.mark.xdist_group("healing")  # one fork server, and a reference that tests share
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing")]  # one fork server, and a reference that tests share
 
 
 @pytest.fixture(scope="module")

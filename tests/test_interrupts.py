@@ -257,6 +257,7 @@ def test_ctrl_c_twice_raises_in_the_main_thread_where_it_can() -> None:
         assert child.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_signal_is_heard_during_one_matmul_of_torch() -> None:
     source = """
 import torch
@@ -314,6 +315,7 @@ with Interrupts(announce=lambda line: None) as interrupts:
 """
 
 
+@pytest.mark.slow
 def test_workers_are_deaf_and_go_with_their_parent() -> None:
     with Child.python(WORKERS) as leaving, Child.python(WORKERS) as killed:
         pids = {one: [int(pid) for pid in one.read_until("workers").split()[1:]] for one in (leaving, killed)}

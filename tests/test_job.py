@@ -55,6 +55,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves(finished: Path) -> None:
     assert read_status(finished).status == "completed"
     assert sorted(p.name for p in finished.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_6"]
@@ -72,6 +73,7 @@ def test_what_a_run_leaves(finished: Path) -> None:
     assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_first_steps_lies_in_the_folder_of_the_run(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(folder, "profile_steps=2", "max_train_steps=3", "generation_eval_samples=0") == 0
@@ -82,6 +84,7 @@ def test_a_profile_of_the_first_steps_lies_in_the_folder_of_the_run(finished: Pa
     assert "_FusedLinear" in (folder / "profile/attempt1_process0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_and_no_base(finished: Path) -> None:
     folder = finished / "checkpoint_step_6"
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
@@ -113,6 +116,7 @@ def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.Capt
     assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(run, "max_train_steps=8") == 0
     said = capsys.readouterr().out
@@ -141,6 +145,7 @@ def test_a_run_that_would_not_be_the_same_is_refused(
     assert sorted(run.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other threads would add up in another order."""
     surroundings: Any = verify_folder(run / "checkpoint_step_6").info["surroundings"]
@@ -150,6 +155,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: py
     assert "exactness: bitwise\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_version_of_a_library_is_named_and_no_refusal(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,10 +165,12 @@ def test_another_version_of_a_library_is_named_and_no_refusal(
     assert f"exactness: sample-exact (numpy {real('numpy')} -> 0.1)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_inexact_resume_may_be_asked_for(run: Path) -> None:
     assert train(run, "max_train_steps=7", "learning_rate=1e-3", "allow_inexact_resume=true") == 0
 
 
+@pytest.mark.slow
 def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
     path = run / "checkpoint_step_4"
     assert train(run, f"resume_from_checkpoint={path}", "max_train_steps=5") == 0
@@ -173,6 +181,7 @@ def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
     assert steps[-1] == 5
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("final_checkpoint", "checkpoint_step_6"):
         file = run / name / "optimizer.safetensors"
@@ -218,6 +227,7 @@ def test_data_that_is_missing_is_told_before_the_base_is_loaded(
     assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
 
 
+@pytest.mark.slow
 def test_other_rows_under_the_name_of_the_old_ones_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +253,7 @@ def test_rows_without_a_usable_column(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

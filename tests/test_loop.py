@@ -19,6 +19,7 @@ from tests.test_agents import K, crowd_of, peft_loss, peft_twin
 from tests.tiny import base, batch
 
 
+@pytest.mark.slow
 def test_a_step_clips_the_mean_gradient_of_each_agent_and_moves_it_at_its_own_rate() -> None:
     model, packed, rates = base(), batch(), (0.1, 0.05, 0.025)
     crowd = crowd_of(copy.deepcopy(model))

@@ -88,6 +88,7 @@ def test_an_epoch_holds_every_row_once_and_its_last_step_what_is_left(
         assert sorted(chain.from_iterable(steps)) == list(range(num_rows))
 
 
+@pytest.mark.slow
 @steady
 @given(num_rows=st.integers(1, 80), global_batch_size=st.integers(1, 90), step=st.integers(0, 200))
 def test_samples_seen_counts_what_the_steps_took(num_rows: int, global_batch_size: int, step: int) -> None:

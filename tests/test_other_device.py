@@ -13,7 +13,7 @@ from ci_llm.cli import main
 from ci_llm.crowd import base
 from ci_llm.embedded import BASE_FOLDER
 
-pytestmark = pytest.mark.usefixtures("threads_as_they_were")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
 WORDS = [
     "num_agents=2",
     "lora_rank=2",

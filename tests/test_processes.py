@@ -76,6 +76,7 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         assert each["left"]
 
 
+@pytest.mark.slow
 def test_torchrun_with_two_processes(tmp_path: Path) -> None:
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     with Child(SCRIPTS / "torchrun", "--nproc-per-node", "2", *rendezvous, WORLD, tmp_path) as child:
@@ -84,6 +85,7 @@ def test_torchrun_with_two_processes(tmp_path: Path) -> None:
     assert list(tmp_path.rglob(".launch-*")) == []
 
 
+@pytest.mark.slow
 def test_accelerate_with_two_processes_on_a_machine_without_gpus(tmp_path: Path) -> None:
     """Of itself, each of them would believe to be alone."""
     command = ("launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
@@ -92,6 +94,7 @@ def test_accelerate_with_two_processes_on_a_machine_without_gpus(tmp_path: Path)
     assert_one_world_of_two(tmp_path, "torchrun")
 
 
+@pytest.mark.slow
 def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_path: Path) -> None:
     step = {
         "SLURM_JOB_ID": "7",
@@ -113,6 +116,7 @@ def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_pat
     assert one["left"]
 
 
+@pytest.mark.slow
 def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_path: Path) -> None:
     command = ("launch", "--num_processes=4", "--mixed_precision=fp16", WORLD, tmp_path, "wait")
     with Child(SCRIPTS / "accelerate", *command) as launcher:
@@ -128,6 +132,7 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
     assert "mixed_precision=fp16" in precision
 
 
+@pytest.mark.slow
 def test_worlds_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> None:
     with Child(sys.executable, WORLD, tmp_path / "first", "wait") as first:
         (tmp_path / "first").mkdir()

@@ -373,6 +373,7 @@ def test_a_tracker_that_cannot_start_is_bad_input(tmp_path: Path, screen: io.Str
         make_log(tmp_path, screen).start_trackers(make_accelerator(tmp_path, "tensorboard"), ("tensorboard",))
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")

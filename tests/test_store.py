@@ -509,6 +509,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_and_every_lost_byte_is_noticed_and_heals(run: Run) -> None:
     """300 draws over every byte of every file, the manifest included."""
     writer = run.open()

@@ -169,6 +169,7 @@ def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase, tmp_
     assert caught.value.where == str(tmp_path / "file" / "folder")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="real GSM8K is not at ../shared/data/gsm8k")
 def test_real_data_is_the_same_from_every_format(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

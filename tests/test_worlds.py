@@ -25,6 +25,8 @@ from ci_llm.embedded import BASE_FOLDER
 from tests.forkserver import ForkServer
 from tests.trials import Fate, train_watched
 
+pytestmark = pytest.mark.slow
+
 AGENTS = 2
 GLOBAL_BATCH = 8
 SEED = 42
@@ -160,7 +162,7 @@ def test_in_double_precision_any_world_trains_the_same_weights(worlds: Worlds, p
     assert difference(weights(together), weights(alone)) < 1e-6
 
 
-@pytest.mark.parametrize("processes", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 3, 4])
 def test_in_single_precision_the_losses_agree(worlds: Worlds, processes: int) -> None:
     alone, together = worlds.run(1, **SINGLE), worlds.run(processes, **SINGLE)
     assert samples(together) == samples(alone) == planned(ODD, 24)

@@ -212,6 +212,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*.yaml")}
 
 
+@pytest.mark.slow
 def test_hydra_with_values_in_groups(hydra_folder: Path) -> None:
     before = files_of(hydra_folder)
     words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "model=gnn"]
@@ -227,6 +228,7 @@ def test_hydra_with_values_in_groups(hydra_folder: Path) -> None:
     assert files_of(hydra_folder) == before
 
 
+@pytest.mark.slow
 def test_hydra_with_values_in_the_primary_config(hydra_folder: Path) -> None:
     primary = hydra_folder / "conf" / "config.yaml"
     primary.write_text(
@@ -318,6 +320,7 @@ def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
     assert "had to be killed: python" in log_of(folder)
 
 
+@pytest.mark.slow
 def test_nothing_survives_a_kill_of_the_supervisor(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "0.3", cwd=folder) as terminal:
         terminal.read_until("ready")
@@ -337,6 +340,7 @@ def test_nothing_survives_a_kill_of_the_keeper(folder: Path) -> None:
     assert "killed" in log_of(folder)
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_supervisor_are_swept_and_those_of_a_living_one_stay(folder: Path) -> None:
     (folder / "waits.py").write_text(
         "import signal, sys\nname = sys.argv[sys.argv.index('--config-name') + 1]\n"

@@ -69,6 +69,7 @@ def assert_each_fault_was_answered(faults: list[str], attempts: list[dict[str, A
         assert after["micro"] == micro
 
 
+@pytest.mark.slow
 def test_each_kind_of_fault_once(tmp_path: Path) -> None:
     codes, attempts = supervise(tmp_path, list(KINDS))
     assert codes == [75, 0]

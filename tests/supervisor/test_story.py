@@ -61,6 +61,7 @@ def normalised(log: str, folder: Path) -> str:
     return log
 
 
+@pytest.mark.slow
 def test_the_log_tells_the_story(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "config.yaml").write_text("training:\n  learning_rate: 2e-4\n  meta_batch_size: 32\n")

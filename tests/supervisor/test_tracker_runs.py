@@ -127,6 +127,7 @@ def fit(folder: Path, runs: list[str]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: bool) -> None:
     pytest.importorskip("wandb", reason="wandb is an extra")
