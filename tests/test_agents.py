@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ci_llm.crowd import agents
+from ci_llm.crowd import targets
 from ci_llm.crowd.lora import LoraSettings, _FusedLinear, _LowRank
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
@@ -340,14 +340,14 @@ def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
 
 
 def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "linear_layers", lambda _: {})
+    monkeypatch.setattr(targets, "linear_layers", lambda _: {})
     with pytest.raises(ModelError, match="no layer that could carry an adapter"):
         Crowd(base(), LoraSettings(), "toy")
 
 
 def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the code of a family does not show it."""
-    monkeypatch.setattr(agents, "_passed_by", lambda *_: False)
+    monkeypatch.setattr(targets, "_passed_by", lambda *_: False)
     crowd = Crowd(base("mamba"), LoraSettings(), "toy")
     with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
         crowd.choose_route()

@@ -9,11 +9,8 @@ Legend: K agents, P parameters of one agent, r rank.
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.crowd.lora import LoraSettings, StackedLoRALinear
+from ci_llm.crowd.targets import find_targets, leaves_some_out
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.rng import generator_for
 
@@ -186,7 +184,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     """
     model.requires_grad_(False)
     layers = {}
-    for name in _targets(model, settings.target_modules):
+    for name in find_targets(model, settings.target_modules):
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         layers[name] = StackedLoRALinear(getattr(parent, child), settings, name)
@@ -205,80 +203,6 @@ def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:
     )
 
 
-def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every layer that could carry an adapter, and the head, which cannot, by name."""
-    modules = dict(model.named_modules())
-    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
-    return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(modules[n.rpartition(".")[0]], n)}
-
-
-def _is_product(layer: nn.Module) -> bool:
-    """Whether a product with the layer's weight is all it gives: some families derive their routers from nn.Linear."""
-    if not type(layer).forward.__module__.startswith("transformers.models."):
-        return True
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    try:
-        found = layer(weight.new_zeros(1, 7, weight.shape[1]))
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return isinstance(found, Tensor) and found.shape == (1, 7, weight.shape[0])
-
-
-def _passed_by(parent: nn.Module, name: str) -> bool:
-    """Whether the family's code reads the weight of this layer itself, on some device at least.
-
-    Read off the code and not off a forward pass, which takes other ways on a GPU: agents that carry other layers there
-    could not go on from a checkpoint of here. A slice is Bloom's imitation of tensor parallelism, which is off.
-    """
-    child = re.escape(name.rpartition(".")[2])
-    kind: Any = type(parent)
-    return re.search(rf"\bself\.{child}\.weight\b(?!\[|\.(dtype|device|shape)\b)", _code(kind)) is not None
-
-
-@cache
-def _code(kind: Any) -> str:
-    own = [ancestor for ancestor in kind.__mro__ if ancestor.__module__.startswith("transformers.models.")]
-    return "".join(map(inspect.getsource, own))
-
-
-def _targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
-    """Names of the modules to adapt, by PEFT's rules: a list of suffixes, a regular expression, or all-linear."""
-    linear = linear_layers(model)
-    head = model.get_output_embeddings()
-    matches: Callable[[str], bool]
-    if wanted == "all-linear":
-        if not (everything := [n for n, m in linear.items() if m is not head]):
-            raise ModelError(
-                f"{type(model).__name__} has no layer that could carry an adapter",
-                where="lora_target_modules: all-linear",
-                cure="choose another base",
-            )
-        return everything
-    if isinstance(wanted, str):
-        pattern = re.compile(wanted)
-        matches = lambda name: pattern.fullmatch(name) is not None  # noqa: E731
-    else:
-        matches = lambda name: any(name == w or name.endswith(f".{w}") for w in wanted)  # noqa: E731
-    found = [n for n, _ in model.named_modules() if matches(n)]
-    odd = [n for n in found if n not in linear or linear[n] is head]
-    if odd or not found:
-        offered = sorted({n.rpartition(".")[2] for n, m in linear.items() if m is not head})
-        problem = f"matches {odd[0]}, which cannot carry an adapter" if odd else "matches nothing in this model"
-        raise ModelError(
-            f"lora_target_modules {problem}",
-            where=f"lora_target_modules: {wanted if isinstance(wanted, str) else list(wanted)}",
-            cure=f"choose from {', '.join(offered)}, or all-linear",
-        )
-    return found
-
-
-def _leaves_some_out(model: PreTrainedModel) -> bool:
-    """Whether PEFT's all-linear would be more than ours."""
-    plain = [m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and not n.endswith(".base_layer")]
-    return any(m is not model.get_output_embeddings() for m in plain)
-
-
 def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: str) -> dict[str, Any]:
     """`adapter_config.json` as PEFT writes it, so that the folder opens with plain PEFT."""
     from peft import LoraConfig, TaskType
@@ -286,7 +210,7 @@ def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: st
     adapted = {n: m for n, m in model.named_modules() if isinstance(m, StackedLoRALinear)}
     conv = any(isinstance(m.base_layer, Conv1D) for m in adapted.values())
     targets = settings.target_modules
-    if targets == "all-linear" and _leaves_some_out(model):
+    if targets == "all-linear" and leaves_some_out(model):
         targets = tuple(adapted)
     bias: Literal["none"] = "none"
     config = LoraConfig(

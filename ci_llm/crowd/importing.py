@@ -9,13 +9,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ci_llm.checkpoints.lone import write_lone
-from ci_llm.crowd.agents import linear_layers
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.foreign import ForeignAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
 from ci_llm.crowd.prompts import Prompter
+from ci_llm.crowd.targets import linear_layers
 from ci_llm.errors import ModelError
 
 

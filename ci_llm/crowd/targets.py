@@ -1,0 +1,89 @@
+"""Which layers of a base carry agents: by the rules of PEFT, less those whose weight the base's own code reads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ci_llm.errors import ModelError
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every layer that could carry an adapter, and the head, which cannot, by name."""
+    modules = dict(model.named_modules())
+    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+    return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(modules[n.rpartition(".")[0]], n)}
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Whether a product with the layer's weight is all it gives: some families derive their routers from nn.Linear."""
+    if not type(layer).forward.__module__.startswith("transformers.models."):
+        return True
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    try:
+        found = layer(weight.new_zeros(1, 7, weight.shape[1]))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, 7, weight.shape[0])
+
+
+def _passed_by(parent: nn.Module, name: str) -> bool:
+    """Whether the family's code reads the weight of this layer itself, on some device at least.
+
+    Read off the code and not off a forward pass, which takes other ways on a GPU: agents that carry other layers there
+    could not go on from a checkpoint of here. A slice is Bloom's imitation of tensor parallelism, which is off.
+    """
+    child = re.escape(name.rpartition(".")[2])
+    kind: Any = type(parent)
+    return re.search(rf"\bself\.{child}\.weight\b(?!\[|\.(dtype|device|shape)\b)", _code(kind)) is not None
+
+
+@cache
+def _code(kind: Any) -> str:
+    own = [ancestor for ancestor in kind.__mro__ if ancestor.__module__.startswith("transformers.models.")]
+    return "".join(map(inspect.getsource, own))
+
+
+def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
+    """Names of the modules to adapt, by PEFT's rules: a list of suffixes, a regular expression, or all-linear."""
+    linear = linear_layers(model)
+    head = model.get_output_embeddings()
+    matches: Callable[[str], bool]
+    if wanted == "all-linear":
+        if not (everything := [n for n, m in linear.items() if m is not head]):
+            raise ModelError(
+                f"{type(model).__name__} has no layer that could carry an adapter",
+                where="lora_target_modules: all-linear",
+                cure="choose another base",
+            )
+        return everything
+    if isinstance(wanted, str):
+        pattern = re.compile(wanted)
+        matches = lambda name: pattern.fullmatch(name) is not None  # noqa: E731
+    else:
+        matches = lambda name: any(name == w or name.endswith(f".{w}") for w in wanted)  # noqa: E731
+    found = [n for n, _ in model.named_modules() if matches(n)]
+    odd = [n for n in found if n not in linear or linear[n] is head]
+    if odd or not found:
+        offered = sorted({n.rpartition(".")[2] for n, m in linear.items() if m is not head})
+        problem = f"matches {odd[0]}, which cannot carry an adapter" if odd else "matches nothing in this model"
+        raise ModelError(
+            f"lora_target_modules {problem}",
+            where=f"lora_target_modules: {wanted if isinstance(wanted, str) else list(wanted)}",
+            cure=f"choose from {', '.join(offered)}, or all-linear",
+        )
+    return found
+
+
+def leaves_some_out(model: PreTrainedModel) -> bool:
+    """Whether PEFT's all-linear would be more than ours."""
+    plain = [m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and not n.endswith(".base_layer")]
+    return any(m is not model.get_output_embeddings() for m in plain)
