@@ -127,10 +127,7 @@ def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]
     with _Ledger(owned) as ledger:
         try:
             _forward_backward(config, crowd, batch)
-        except (
-            TypeError,
-            AttributeError,
-        ):  # a family whose attention cannot take packed rows, see `Crowd.choose_route`
+        except (TypeError, AttributeError):  # its attention cannot take packed rows, see `Crowd.choose_route`
             crowd.route = "padded"
             _forward_backward(config, crowd, batch)
     return ledger.peak, ledger.flops

@@ -192,7 +192,7 @@ class Crowd(nn.Module):
         try:
             if self._bears_padding is None and len({*map(len, prompts)}) > 1:
                 self._bears_padding = bears_padding(self.model, self.num_agents, self.pad_id)
-            size = len(prompts) if self._bears_padding in (None, True) else 1
+            size = 1 if self._bears_padding is False else len(prompts)
             parts = [
                 write(
                     self.model,
