@@ -2,7 +2,7 @@
 
 import sys
 
-from ci_llm.entrance import enter
+from ci_llm.cli.entry import enter
 
 if __name__ == "__main__":
     sys.exit(enter("safe_train", sys.argv[1:]))

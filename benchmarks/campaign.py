@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ci_llm.durable import read_json
+from ci_llm.core.durable import read_json
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("nan", "oom", "disk_full", "terminate", "kill", "damage", "hang")
@@ -58,7 +58,7 @@ KEYS = {
     "report_to": "none",
     "hang_timeout": 20,
 }
-DOOR = "import sys\nfrom ci_llm.cli import main\nfrom benchmarks import campaign\ncampaign.arm()\n"
+DOOR = "import sys\nfrom ci_llm.cli.main import main\nfrom benchmarks import campaign\ncampaign.arm()\n"
 DOOR += "sys.exit(main(['train', *sys.argv[1:]]))\n"
 
 

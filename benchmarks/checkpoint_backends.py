@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.durable import Filesystem
-from tests.crews import enter
-from tests.forkserver import ForkServer
+from ci_llm.core.durable import Filesystem
+from tests.support.crews import enter
+from tests.support.forkserver import ForkServer
 
 AGENTS, TENSORS = 4, 224
 BACKENDS = ("vanilla", "distributed")

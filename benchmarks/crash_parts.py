@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.crash_sweep import BROKEN, EIO, ENOSPC, KILL, RAISED, SAID_NO, SAVED, SHORT, report, words_for
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.durable import Filesystem
+from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CiLlmError
-from tests.crews import enter, same, state
-from tests.disks import CHANGES
-from tests.forkserver import ForkServer
+from tests.support.crews import enter, same, state
+from tests.support.disks import CHANGES
+from tests.support.forkserver import ForkServer
 
 RANKS = 2
 KILLED = -signal.SIGKILL

@@ -9,7 +9,7 @@ into its weights, row by row, without packing or padding; then both agents conti
 held against one full pass per token; then plain PEFT opens the agents' files. One process per family.
 
 equal      all of that agrees, and PEFT gives the same loss ("; PEFT ..." says where it does not)
-refused    one message with a cure
+refused    one message with a hint
 not built  the family's configuration cannot be shrunk by this script, or needs a package that is not here
 wrong      anything else, which would be a defect
 """
@@ -38,13 +38,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.generate import Decoding
+from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
-from tests.tiny import example
+from tests.support.tiny import example
 
 TIME_LIMIT_S = 120
 MOST_PARAMETERS = 20_000_000

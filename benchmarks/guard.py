@@ -12,9 +12,9 @@ import argparse
 import torch
 
 from benchmarks.timing import median_cost, take_turns
-from ci_llm.run.guard import sick_here
-from ci_llm.run.health import Bounds, Healing, Health
-from ci_llm.run.snapshots import EVERY_STEPS, LastGood
+from ci_llm.run.nonfinite import sick_here
+from ci_llm.run.nonfinite_policy import Bounds, Health, RecoveryState
+from ci_llm.run.rollback import EVERY_STEPS, LastGood
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         row.grad = gradient
     optimizer = torch.optim.AdamW([{"params": [row]} for row in rows], fused=True)
     optimizer.step()
-    last_good, healing = LastGood(rows, optimizer), Healing(agents=(Health(),) * options.agents)
+    last_good, healing = LastGood(rows, optimizer), RecoveryState(agents=(Health(),) * options.agents)
     last_good.begin(0)
     costs = take_turns(
         {

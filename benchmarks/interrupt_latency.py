@@ -29,12 +29,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ci_llm.embedded
-from ci_llm.ballot import Ballot
-from ci_llm.cli import main as command
+from ci_llm.cli.main import main as command
 from ci_llm.config import Config
-from ci_llm.processes import Processes
-from tests.forkserver import ForkServer
-from tests.moments import STRUCK, interfere
+from ci_llm.distributed.ballot import Ballot
+from ci_llm.distributed.processes import Processes
+from tests.support.forkserver import ForkServer
+from tests.support.moments import STRUCK, interfere
 
 FORWARD_PASS = 8
 ROWS, ROW_TOKENS = 12, 80

@@ -27,16 +27,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.gsm8k import LONGEST, VOCABULARY, batches
 from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
-from ci_llm.ballot import Ballot
 from ci_llm.config import Config
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch, padded
-from ci_llm.processes import Processes
-from ci_llm.run.health import Healing, Health
+from ci_llm.distributed.ballot import Ballot
+from ci_llm.distributed.processes import Processes
+from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients
-from ci_llm.run.pulse import Pulse
+from ci_llm.run.nonfinite_policy import Health, RecoveryState
 from ci_llm.run.state import TrainState
 
 K, RANK, ALPHA = 4, 16, 32
@@ -58,11 +58,11 @@ class Ours:
     def __init__(self, base: PreTrainedModel) -> None:
         self.config = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM)
         self.processes = Processes(self.config)
-        healing = Healing(agents=(Health(),) * K)
+        healing = RecoveryState(agents=(Health(),) * K)
         self.state = TrainState(skipped=(0,) * K, healing=healing)
         self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "random")
         self.crowd.choose_route()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.objective = Objective()
         self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
 

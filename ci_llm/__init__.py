@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
+    from ci_llm.core.run_status import read_status as read_status
     from ci_llm.crowd.lora import LoraSettings as LoraSettings
     from ci_llm.crowd.model import Crowd as Crowd
     from ci_llm.crowd.objective import Objective as Objective
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ci_llm.data.sampler import StatefulSampler as StatefulSampler
     from ci_llm.errors import CiLlmError as CiLlmError
     from ci_llm.interrupts import Interrupts as Interrupts
-    from ci_llm.status import read_status as read_status
 
 _HOMES = {
     "Batch": "ci_llm.data.batches",
@@ -34,7 +34,7 @@ _HOMES = {
     "Objective": "ci_llm.crowd.objective",
     "StatefulSampler": "ci_llm.data.sampler",
     "load_config": "ci_llm.config",
-    "read_status": "ci_llm.status",
+    "read_status": "ci_llm.core.run_status",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -2,6 +2,6 @@
 
 import sys
 
-from ci_llm.cli import main
+from ci_llm.cli.main import main
 
 sys.exit(main())

@@ -20,26 +20,26 @@ from __future__ import annotations
 
 
 class CiLlmError(Exception):
-    """An error with an address and a cure.
+    """An error with an address and a hint.
 
     Args:
         what: one sentence that says what is wrong.
         where: the file, line, key or folder it is about.
-        cure: what the reader can do now.
+        hint: what the reader can do now.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str | None = None, cure: str | None = None) -> None:
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(what)
-        self.what, self.where, self.cure = what, where, cure
+        self.what, self.where, self.hint = what, where, hint
 
     def __str__(self) -> str:
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
-        if self.cure:
-            lines.append(f"  cure:  {self.cure}")
+        if self.hint:
+            lines.append(f"  hint:  {self.hint}")
         return "\n".join(lines)
 
 
@@ -98,9 +98,9 @@ class GivenUp(CiLlmError):
     reason = "given_up"
 
     def __init__(
-        self, what: str, *, where: str | None = None, cure: str | None = None, step: int | None = None
+        self, what: str, *, where: str | None = None, hint: str | None = None, step: int | None = None
     ) -> None:
-        super().__init__(what, where=where, cure=cure)
+        super().__init__(what, where=where, hint=hint)
         self.step = step
 
 

@@ -272,7 +272,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_forget_in_child)
 
 
-def deafen(_worker_id: int = 0) -> None:
+def ignore_signals(_worker_id: int = 0) -> None:
     """Make a worker process of a DataLoader deaf to what is meant for the run; fits `worker_init_fn`.
 
     SLURM, a supervisor and a terminal signal whole process groups. A worker that dies of it takes the run
@@ -352,7 +352,7 @@ def _meanings(stop: Iterable[str], save: Iterable[str]) -> tuple[frozenset[int],
 def _number(name: str) -> int:
     number = signal.Signals.__members__.get(name)
     if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-        raise ConfigError(f"{name!r} is not a signal that a program can hear", cure=f"for instance {STOP_SIGNALS[0]}")
+        raise ConfigError(f"{name!r} is not a signal that a program can hear", hint=f"for instance {STOP_SIGNALS[0]}")
     return number
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ci_llm import CheckpointManager, StatefulSampler
-from ci_llm.rng import seed_everything
+from ci_llm.core.determinism import seed_everything
 
 STEPS, BATCH = 60, 8
 

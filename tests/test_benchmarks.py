@@ -12,7 +12,7 @@ import torch
 from benchmarks import __main__ as listing
 from benchmarks import campaign, checkpoint_growth, checkpoint_stall, checkpoint_writers, crowd, gsm8k, step
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
-from ci_llm.crowd.evaluate import Scores
+from ci_llm.crowd.scoring import Scores
 
 
 def test_turns_rotate_and_ratios_are_paired() -> None:

@@ -152,7 +152,7 @@ def test_base_solves_fresh_stories_and_not_the_agents_task(tokenizer: Any, base:
 
 
 def test_pretraining_weighs_results_and_answers(tokenizer: Any) -> None:
-    from ci_llm.embedded.pretrain import token_weights
+    from tools.pretrain import token_weights
 
     def heavy(text: str) -> str:
         document = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
@@ -166,7 +166,7 @@ def test_pretraining_weighs_results_and_answers(tokenizer: Any) -> None:
 
 @pytest.mark.slow
 def test_a_few_steps_of_pretraining_repeat_bit_for_bit(tokenizer: Any) -> None:
-    from ci_llm.embedded.pretrain import new_base, pretrain
+    from tools.pretrain import new_base, pretrain
 
     first, second = pretrain(tokenizer, steps=3), pretrain(tokenizer, steps=3)
     untrained = new_base(tokenizer)
@@ -176,7 +176,7 @@ def test_a_few_steps_of_pretraining_repeat_bit_for_bit(tokenizer: Any) -> None:
 
 @pytest.mark.slow
 def test_pretraining_makes_the_shipped_tokenizer() -> None:
-    from ci_llm.embedded.tokenizer import train_tokenizer
+    from tools.tokenizer import train_tokenizer
 
     shipped = json.loads((BASE_FOLDER / "tokenizer.json").read_text())
     trained = json.loads(train_tokenizer().backend_tokenizer.to_str())

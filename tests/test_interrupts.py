@@ -16,8 +16,8 @@ import pytest
 
 from ci_llm import interrupts as interrupts_module
 from ci_llm.errors import ConfigError
-from ci_llm.interrupts import Interrupts, deafen
-from tests.children import DEADLINE_S, Child
+from ci_llm.interrupts import Interrupts, ignore_signals
+from tests.support.children import DEADLINE_S, Child
 
 
 @pytest.fixture
@@ -302,10 +302,10 @@ WORKERS = """
 import sys
 import torch
 from torch.utils.data import DataLoader
-from ci_llm.interrupts import Interrupts, deafen
+from ci_llm.interrupts import Interrupts, ignore_signals
 
 with Interrupts(announce=lambda line: None) as interrupts:
-    loader = iter(DataLoader(range(10**9), batch_size=None, num_workers=2, worker_init_fn=deafen))
+    loader = iter(DataLoader(range(10**9), batch_size=None, num_workers=2, worker_init_fn=ignore_signals))
     next(loader), next(loader)
     print("workers", *(worker.pid for worker in loader._workers))
     for line in sys.stdin:
@@ -334,7 +334,7 @@ def test_workers_are_deaf_and_go_with_their_parent() -> None:
 
 
 def _work(ready: Connection) -> None:
-    deafen()
+    ignore_signals()
     ready.send(True)
     ready.recv()
 

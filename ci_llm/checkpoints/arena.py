@@ -14,7 +14,7 @@ from itertools import accumulate, chain, compress, groupby
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.snapshot import Entry, Snapshot, snapshot_of
+from ci_llm.checkpoints.state_files import Snapshot, StateEntry, snapshot_of
 from ci_llm.errors import CheckpointError
 
 ALIGNMENT = 64  # of the first tensor of a file; a multiple of every item size
@@ -34,7 +34,7 @@ class Arena:
         """Bytes that it keeps."""
         return self._block.nbytes
 
-    def reserve(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
+    def reserve(self, entries: Sequence[StateEntry]) -> list[list[Tensor]]:
         """A place for every tensor of every entry; `bodies` are then the bytes of each entry.
 
         The places are those of the last call if the tensors have the same shapes and types.
@@ -51,7 +51,7 @@ class Arena:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def _lay_out(self, entries: Sequence[Entry]) -> None:
+    def _lay_out(self, entries: Sequence[StateEntry]) -> None:
         sizes = [sum(tensor.nbytes for tensor in entry.tensors) for entry in entries]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         self._require(starts[-1], pinned=any(tensor.is_cuda for entry in entries for tensor in entry.tensors))
@@ -75,7 +75,7 @@ class Copy:
         later: addresses of the memory that may be copied in `finish`, as `owned_memory` gives them.
     """
 
-    def __init__(self, arena: Arena, entries: Sequence[Entry], later: Collection[int] = ()) -> None:
+    def __init__(self, arena: Arena, entries: Sequence[StateEntry], later: Collection[int] = ()) -> None:
         self._arena, self._entries = arena, entries
         # Lists side by side and no pairs: thousands of new objects would call Python's garbage collector.
         self._places: list[Tensor] = []
@@ -105,7 +105,7 @@ class Copy:
         if self._versions != [tensor._version for tensor in self._tensors]:
             raise CheckpointError(
                 "the state was changed before it was copied: this checkpoint is dropped",
-                cure="give the manager every optimizer of the loop, or call wait_until_copied before changing weights",
+                hint="give the manager every optimizer of the loop, or call wait_until_copied before changing weights",
             )
         return snapshot_of(self._entries, self._arena.bodies)
 
@@ -155,7 +155,7 @@ def _allocate(nbytes: int, pinned: bool) -> Tensor:
     except RuntimeError as error:  # PyTorch has no class of its own for it on a CPU
         raise CheckpointError(
             f"there is no memory for a copy of the state, {nbytes:,} bytes: {error}",
-            cure="async_save: false saves without a copy, and the training waits",
+            hint="async_save: false saves without a copy, and the training waits",
         ) from error
 
 

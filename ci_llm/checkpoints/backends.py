@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ci_llm.checkpoints.behind import Task
-from ci_llm.checkpoints.collective import Processes
+from ci_llm.checkpoints.async_saver import SaveTask
 from ci_llm.checkpoints.commit import Others
-from ci_llm.checkpoints.parts import Crew
-from ci_llm.checkpoints.snapshot import Snapshot, State, hand_off
+from ci_llm.checkpoints.distributed import PartWriter
+from ci_llm.checkpoints.state_files import Snapshot, State, hand_off
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
+from ci_llm.distributed.side_channel import Peers
 from ci_llm.errors import CheckpointError
 
 
@@ -38,7 +38,7 @@ class Wanted:
 class Backend(Protocol):
     """Prepares saves, each of which is then run here or behind the training."""
 
-    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task | None:
+    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask | None:
         """Take the state as it is now.
 
         Args:
@@ -56,10 +56,10 @@ class Backend(Protocol):
 class Vanilla:
     """Process 0 writes its own state; the others do nothing."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Peers) -> None:
         self._processes = processes
 
-    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task | None:
+    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask | None:
         if self._processes.index:
             return None
         be_ready()
@@ -69,19 +69,19 @@ class Vanilla:
             whole = take()
             return wanted.store.save(wanted.step, whole.files, forms=whole.forms, info=info, keep=wanted.keep)
 
-        return Task(entries, save)
+        return SaveTask(entries, save)
 
 
 class Distributed:
     """The tensors of a state that all processes hold are dealt out, and each process writes its part."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Peers) -> None:
         self._processes = processes
-        self._crew: Crew | None = None
+        self._crew: PartWriter | None = None
 
-    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task:
+    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask:
         """A collective."""
-        self._crew = crew = self._crew or Crew(self._processes)
+        self._crew = crew = self._crew or PartWriter(self._processes)
         own: dict[str, Any] = {}
 
         def take_info() -> None:
@@ -93,21 +93,21 @@ class Distributed:
         def commit(part: Snapshot, others: Others) -> SaveResult:
             return wanted.store.save(wanted.step, part.files, forms=forms, info=own, keep=wanted.keep, others=others)
 
-        return Task(mine, lambda take: crew.save(wanted.store, wanted.step, take, commit), crew.give_up)
+        return SaveTask(mine, lambda take: crew.save(wanted.store, wanted.step, take, commit), crew.give_up)
 
 
-BACKENDS: Mapping[str, Callable[[Processes], Backend]] = {
+BACKENDS: Mapping[str, Callable[[Peers], Backend]] = {
     "vanilla": Vanilla,
     "distributed": Distributed,
 }
 
 
-def open_backend(name: str, processes: Processes) -> Backend:
+def open_backend(name: str, processes: Peers) -> Backend:
     """The backend of that name. Raises CheckpointError if there is none."""
     if name not in BACKENDS:
         raise CheckpointError(
             f"there is no checkpoint backend {name!r}",
             where="checkpoint_backend",
-            cure=f"one of {', '.join(BACKENDS)}",
+            hint=f"one of {', '.join(BACKENDS)}",
         )
     return BACKENDS[name](processes)

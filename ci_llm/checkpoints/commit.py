@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from ci_llm.checkpoints.manifest import MANIFEST, FileImage, FileRecord, Manifest, verify_folder
-from ci_llm.durable import Filesystem, commit_folder, remove_tree, sync_tree, write_new
+from ci_llm.core.durable import Filesystem, commit_folder, remove_tree, sync_tree, write_new
 
 BLOCK_BYTES = 4096
 MARGIN_BYTES = 1 << 20

@@ -29,18 +29,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+from ci_llm.checkpoints.async_saver import AsyncSaver
 from ci_llm.checkpoints.backends import Wanted, open_backend
-from ci_llm.checkpoints.behind import Behind
-from ci_llm.checkpoints.collective import Processes, TorchProcesses, several, together
-from ci_llm.checkpoints.fit import load_into
-from ci_llm.checkpoints.interval import BestInterval
 from ci_llm.checkpoints.manifest import Manifest
-from ci_llm.checkpoints.policy import SavePolicy
-from ci_llm.checkpoints.snapshot import State, read_snapshot, snapshot_of, take_snapshot
+from ci_llm.checkpoints.policy import BestInterval, SavePolicy
+from ci_llm.checkpoints.restore import load_into
+from ci_llm.checkpoints.state_files import State, read_snapshot, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
+from ci_llm.core.typed_json import decode, encode
+from ci_llm.distributed.side_channel import Peers, TorchPeers, has_peers, run_collectively
 from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
-from ci_llm.typed_json import decode, encode
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def _copy_of(info: Mapping[str, object]) -> dict[str, Any]:
         raise CheckpointError(f"the info cannot be saved: {error}") from error
 
 
-def _finish_at_exit(behind: Behind, say: Callable[[str], None], pid: int) -> None:
+def _finish_at_exit(behind: AsyncSaver, say: Callable[[str], None], pid: int) -> None:
     """Python waits for the thread by itself, but nobody would ask what became of the save."""
     if os.getpid() != pid:
         return  # a forked child, in which there is no such thread
@@ -117,7 +116,7 @@ class CheckpointManager:
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
         checkpoint_backend: Literal["vanilla", "distributed"] = "vanilla",
-        processes: Processes | None = None,
+        processes: Peers | None = None,
         interrupts: Interrupts | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
@@ -140,10 +139,10 @@ class CheckpointManager:
             sleep=self._interrupts.wait,
         )
         device = accelerator.device if accelerator is not None else None
-        self._processes: Processes = processes or TorchProcesses(device)
+        self._processes: Peers = processes or TorchPeers(device)
         self._backend = open_backend(checkpoint_backend, self._processes)
         self._say, self._clock = say, clock
-        self._behind = Behind(optimizers) if async_save else None
+        self._behind = AsyncSaver(optimizers) if async_save else None
         if self._behind is not None:
             weakref.finalize(self, _finish_at_exit, self._behind, say, os.getpid())
         self._tried_at = clock()
@@ -200,7 +199,7 @@ class CheckpointManager:
             return False
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
-        [saved] = together(
+        [saved] = run_collectively(
             self._processes, lambda: [self._write(step, state, info or {}, frozenset(keep), left=votes.stop > 0)]
         )
         if saved:
@@ -227,7 +226,7 @@ class CheckpointManager:
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
-        [made] = together(self._processes, lambda: [self._finish(extra or {}, step)])
+        [made] = run_collectively(self._processes, lambda: [self._finish(extra or {}, step)])
         return made > 0
 
     def watch(self, optimizer: Any) -> None:
@@ -308,7 +307,7 @@ class CheckpointManager:
         if self._is_main:
             self.store.delete(step)
 
-    # Ending
+    # AttemptResult
 
     def close(self) -> None:
         """Finish what is in flight, give the folder free and the signal handlers back."""
@@ -338,7 +337,7 @@ class CheckpointManager:
     def _agree(self, step: int) -> _Votes:
         """The votes of all processes on `step`, the same for whoever asks about that step again."""
         if self._votes is None or self._votes[0] != step:
-            self._votes = step, _Votes(*together(self._processes, lambda: self._own_votes(step)))
+            self._votes = step, _Votes(*run_collectively(self._processes, lambda: self._own_votes(step)))
         return self._votes[1]
 
     def _own_votes(self, step: int) -> _Votes:
@@ -359,7 +358,7 @@ class CheckpointManager:
         self._known_newest, self._votes = [], None
 
     def _stop_waiting(self, paused_s: float) -> bool:
-        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and several())
+        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and has_peers())
 
     def _newest(self) -> int | None:
         if self._begun is not None and not self._is_busy():

@@ -18,9 +18,9 @@ from typing import TypeAlias
 
 import xxhash
 
-from ci_llm.durable import Bytes, read_chunks, read_exactly
+from ci_llm.core.durable import Bytes, read_chunks, read_exactly
+from ci_llm.core.typed_json import Json, decode, encode, parse_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
-from ci_llm.typed_json import Json, decode, encode, parse_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -163,7 +163,7 @@ def _check_version(version: Json) -> None:
     newer = isinstance(version, int) and version > FORMAT_VERSION
     raise CheckpointError(
         f"this checkpoint has format version {version}; this program reads version {' and '.join(map(str, readable))}",
-        cure="use a newer ci-llm, at least the one that wrote it" if newer else "use an older ci-llm",
+        hint="use a newer ci-llm, at least the one that wrote it" if newer else "use an older ci-llm",
     )
 
 

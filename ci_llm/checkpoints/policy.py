@@ -1,9 +1,25 @@
-"""When a checkpoint is due: a pure function of step and time; the clock is passed in."""
+"""When a checkpoint is due: a pure function of step and time; the clock is passed in.
+
+`save_interval_seconds: auto` uses the interval of Young and Daly. Saving too often costs stalls; saving too seldom
+costs the work since the last save. With a stall d and a mean time between failures M, the optimum is about
+sqrt(2 d M) seconds (Young, CACM 17(9), 1974), or more exactly Daly's estimate (Future Generation Computer Systems 22,
+2006, eq. 20 and 21). An asynchronous save stalls the training so little that this gives seconds; therefore at most a
+tenth of the time is spent writing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
+from ci_llm.checkpoints.folders import FINAL, folders_of
+from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.errors import CheckpointError
 
 
@@ -36,3 +52,122 @@ class SavePolicy:
         by_steps = self.every_steps is not None and step % self.every_steps == 0
         by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
         return must or by_steps or by_time
+
+
+# ---------------------------------------------------------------------------------------------------- interval
+
+
+#: What is assumed before anything is known: one failure a day.
+PRIOR_S: Final = 24 * 3600.0
+#: Until the first save is measured.
+FIRST_S: Final = 60.0
+SHORTEST_S: Final = 1.0
+WRITING_SHARE: Final = 0.1
+MEASUREMENTS: Final = 20
+#: A change is said when it is larger than this factor.
+_NEWS: Final = 2.0
+
+
+def best_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Seconds of work between two saves that lose the least, by Daly's higher-order estimate.
+
+    Args:
+        cost_s: seconds that a save keeps the work from going on.
+        mtbf_s: mean seconds between failures.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    share = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
+
+
+@dataclass(frozen=True)
+class Endurance:
+    """What is known about the failures of a run, kept in its manifests.
+
+    Args:
+        seconds: lived, all attempts together.
+        failures: attempts that ended without having saved where they stood.
+        left: whether the save with this record was made because the attempt was asked to stop.
+    """
+
+    seconds: float = 0.0
+    failures: int = 0
+    left: bool = False
+
+    @classmethod
+    def before(cls, directory: Path, step: int, attempt: int) -> Endurance:
+        """What attempt number `attempt` knows when it goes on from `step`, its own or of another before it."""
+        folders = folders_of(directory, step)
+        manifest = read_manifest(folders[0])
+        known: Any = manifest.info.get("endurance", {})
+        found = cls(**known)
+        ended_well = found.left or any(folder.name == FINAL for folder in folders)
+        return cls(found.seconds, found.failures + max(attempt - manifest.attempt - ended_well, 0))
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between failures; one failure in PRIOR_S is assumed beside those that were seen."""
+        return (PRIOR_S + self.seconds) / (1 + self.failures)
+
+
+class BestInterval:
+    """The interval of a run, measured as it goes. Written by the thread that saves, read by any.
+
+    Args:
+        say: told about the interval and why, whenever it has changed much.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._began = clock()
+        self._past: Endurance | None = None
+        self._stalls: list[float] = []
+        self._saves: list[float] = []
+        self._said, self._lock = 0.0, threading.Lock()
+
+    def record(self, directory: Path, newest: int | None, attempt: int, *, left: bool) -> dict[str, Any]:
+        """For the manifest: what the next attempt shall know.
+
+        Args:
+            newest: the step in `directory` that this save comes after.
+            attempt: the number of this one.
+            left: whether it was asked to stop.
+        """
+        if self._past is None:
+            self._past = Endurance() if newest is None else Endurance.before(directory, newest, attempt)
+        return {"endurance": asdict(replace(self._so_far, left=left))}
+
+    def measured(self, stall_s: float, save_s: float) -> None:
+        """Note one save: how long the training waited for it, and how long it took until it was read back."""
+        with self._lock:
+            self._stalls = [*self._stalls[1 - MEASUREMENTS :], stall_s]
+            self._saves = [*self._saves[1 - MEASUREMENTS :], save_s]
+        now = self.seconds
+        if not self._said / _NEWS <= now <= self._said * _NEWS:
+            self._said = now
+            self._say(self._words(now))
+
+    @property
+    def seconds(self) -> float:
+        """The interval as it is now."""
+        with self._lock:
+            if not self._stalls:
+                return FIRST_S
+            stall_s, save_s = statistics.median(self._stalls), statistics.median(self._saves)
+        return max(best_interval_s(stall_s, self._so_far.mtbf_s), save_s / WRITING_SHARE, SHORTEST_S)
+
+    @property
+    def _so_far(self) -> Endurance:
+        past = self._past or Endurance()
+        return replace(past, seconds=past.seconds + self._clock() - self._began)
+
+    def _words(self, interval_s: float) -> str:
+        stall_s, save_s = statistics.median(self._stalls), statistics.median(self._saves)
+        seen = self._so_far
+        return (
+            f"saves every {interval_s:.3g} s from here (save_interval_seconds: auto): a save holds the training for"
+            f" {stall_s:.2g} s and is durable after {save_s:.2g} s; {seen.failures} failures in"
+            f" {seen.seconds / 3600:.1f} h"
+        )

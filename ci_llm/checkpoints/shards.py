@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ci_llm.checkpoints.manifest import check_name, digest
-from ci_llm.checkpoints.snapshot import Entry, index_name
+from ci_llm.checkpoints.state_files import StateEntry, index_name
 from ci_llm.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ from ci_llm.errors import CheckpointError
 class Part:
     """What one process writes, and how many bytes of tensors that is."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[StateEntry] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -43,7 +43,7 @@ class _Piece:
     tensor: Tensor | None = None
 
 
-def deal(entries: Sequence[Entry], count: int) -> list[Part]:
+def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
     """The parts of `count` processes: a pure function of names and shapes, so that each process knows all of them.
 
     Raises:
@@ -57,11 +57,11 @@ def deal(entries: Sequence[Entry], count: int) -> list[Part]:
     spread: dict[str, dict[str, Tensor]] = {}
     for entry in (entry for entry in entries if entry.form == "tree"):
         text, tensors = entry.text_and_tensors()
-        texts.append(Entry(f"{entry.key}.json", "bytes", text))
+        texts.append(StateEntry(f"{entry.key}.json", "bytes", text))
         if entry.nbytes > fair:
             spread[entry.key] = tensors
         else:
-            whole[entry.key] = Entry.flat(entry.key, tensors)
+            whole[entry.key] = StateEntry.flat(entry.key, tensors)
     pieces = [_Piece(key, entry.nbytes) for key, entry in whole.items()]
     pieces += [_Piece(key, t.nbytes, name, t) for key, tensors in spread.items() for name, t in tensors.items()]
 
@@ -93,19 +93,19 @@ def _spread(key: str, hands: Sequence[Sequence[_Piece]], parts: Sequence[Part]) 
     held = [(part, tensors) for part, tensors in zip(parts, shards, strict=True) if tensors]
     where: dict[str, str] = {}
     for number, (part, tensors) in enumerate(held, start=1):
-        shard = Entry.flat(f"{key}-{number:05d}-of-{len(held):05d}", tensors)
+        shard = StateEntry.flat(f"{key}-{number:05d}-of-{len(held):05d}", tensors)
         part.entries.append(shard)
         where |= dict.fromkeys(sorted(tensors), *shard.file_names)
     total = sum(tensor.nbytes for _, tensors in held for tensor in tensors.values())
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
-    parts[0].entries.append(Entry(index_name(key), "bytes", index.encode()))
+    parts[0].entries.append(StateEntry(index_name(key), "bytes", index.encode()))
 
 
-def _require_own_files(entries: Sequence[Entry]) -> None:
+def _require_own_files(entries: Sequence[StateEntry]) -> None:
     names: set[str] = set()
     for name in (check_name(name) for entry in entries for name in entry.file_names):
         if name in names:
-            raise CheckpointError(f"two keys of the state are both written as {name}", cure="rename one of them")
+            raise CheckpointError(f"two keys of the state are both written as {name}", hint="rename one of them")
         names.add(name)
 
 
@@ -115,16 +115,16 @@ def outline(parts: Sequence[Part]) -> str:
     return digest([repr(files).encode()])
 
 
-def _shapes(entry: Entry) -> list[str]:
+def _shapes(entry: StateEntry) -> list[str]:
     names = sorted(entry.value) if entry.form == "tensors" else []
     return [*names, *(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in entry.tensors)]
 
 
-def contents(entries: Sequence[Entry]) -> dict[str, str]:
+def contents(entries: Sequence[StateEntry]) -> dict[str, str]:
     """For each key its form and a digest of its tensors: their names, types, shapes and bytes."""
     return {entry.key: " ".join([entry.form, *_digests(entry)]) for entry in entries}
 
 
-def _digests(entry: Entry) -> list[str]:
+def _digests(entry: StateEntry) -> list[str]:
     images = entry.images(None).values() if entry.tensors else ()
     return [image.record().digest for image in images if image.tensors]

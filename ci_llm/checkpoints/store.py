@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ci_llm.checkpoints.claim import Claim, Holder, claim_folder, leftovers
 from ci_llm.checkpoints.commit import NOBODY, Others, commit, draft_in, require_space, write_files
-from ci_llm.checkpoints.line import FINAL, committed, folders_of, numbered_steps, read_step, step_folder
+from ci_llm.checkpoints.folders import FINAL, committed, folders_of, numbered_steps, read_step, step_folder
+from ci_llm.checkpoints.lease import Lease, Owner, acquire_lease, leftovers
 from ci_llm.checkpoints.manifest import FileImage, FileRecord, Manifest, read_manifest, verify_files, verify_folder
-from ci_llm.durable import DISK, Filesystem, commit_folder, make_folders, remove_tree
+from ci_llm.core.durable import DISK, Filesystem, commit_folder, make_folders, remove_tree
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 QUARANTINE = "quarantine"
@@ -83,7 +83,7 @@ class CheckpointStore:
         save_total_limit: int | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
-        holder: Holder | None = None,
+        holder: Owner | None = None,
         say: Callable[[str], None] = _LOGGER.warning,
         stop_waiting: Callable[[float], bool] = lambda paused_s: False,
         disk: Filesystem = DISK,
@@ -97,7 +97,7 @@ class CheckpointStore:
         self._limit, self._on_disk_full = save_total_limit, on_disk_full
         self._timeout, self._holder = writer_timeout, holder
         self._say, self._stop_waiting, self._disk, self._sleep = say, stop_waiting, disk, sleep
-        self._claim: Claim | None = None
+        self._claim: Lease | None = None
 
     # One writer
 
@@ -114,9 +114,9 @@ class CheckpointStore:
             CheckpointError: the folder cannot be written.
         """
         if self._claim is None:
-            holder = self._holder or Holder.this_process()
+            holder = self._holder or Owner.this_process()
             try:
-                self._claim, story = claim_folder(
+                self._claim, story = acquire_lease(
                     self.directory, holder=holder, timeout_s=self._timeout, disk=self._disk
                 )
                 if story:
@@ -126,9 +126,9 @@ class CheckpointStore:
                 raise CheckpointError(f"no checkpoint can be written: {error}", where=str(self.directory)) from error
         return self._claim.attempt
 
-    def still_mine(self) -> bool:
+    def still_held(self) -> bool:
         """Whether this attempt holds the folder: ask before writing anything else in it."""
-        return self._claim is not None and self._claim.still_mine()
+        return self._claim is not None and self._claim.still_held()
 
     @property
     def staging(self) -> Path:
@@ -141,13 +141,13 @@ class CheckpointStore:
             self._claim.release()
             self._claim = None
 
-    def _held(self) -> Claim:
+    def _held(self) -> Lease:
         self.claim()
         assert self._claim is not None
         self._claim.require()
         return self._claim
 
-    def _sweep(self, claim: Claim) -> None:
+    def _sweep(self, claim: Lease) -> None:
         self._disk.touch(claim.work)
         older_than = claim.work.stat().st_mtime - self._timeout
         for leftover in leftovers(self.directory, older_than):

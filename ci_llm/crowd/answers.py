@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.aggregate import Aggregator
-from ci_llm.crowd.evaluate import paired_gain
-from ci_llm.crowd.generate import Decoding, num_positions
+from ci_llm.crowd.generation import Decoding, num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
+from ci_llm.crowd.scoring import paired_gain
 from ci_llm.data.templates import Example
 
 AnswerStyle = Literal["marked", "number", "text"]

@@ -100,7 +100,7 @@ def _require_whole(model_name: str, absent: list[str]) -> None:
         raise ModelError(
             f"{len(absent)} weights of the base are missing or of another shape, the first is {min(absent)}",
             where=f"model_name: {model_name}",
-            cure="give the whole causal language model: config.json and weights that belong together",
+            hint="give the whole causal language model: config.json and weights that belong together",
         )
 
 
@@ -144,7 +144,7 @@ def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
         raise ConfigError(
             f"rows of up to {max_seq_length} tokens, but the base has {limit} positions",
             where=f"max_seq_length: {max_seq_length}",
-            cure=f"max_seq_length={limit}",
+            hint=f"max_seq_length={limit}",
         )
 
 
@@ -172,12 +172,12 @@ def _not_causal(model_name: str, kind: str) -> ModelError:
     return ModelError(
         f"the base is no causal language model but {kind!r}",
         where=f"model_name: {model_name}",
-        cure="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
+        hint="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
     )
 
 
 def explained(model_name: str, error: Exception) -> ModelError:
-    """What Transformers could not load, in a sentence with a cure."""
+    """What Transformers could not load, in a sentence with a hint."""
     text = str(error).strip()
     if "Unrecognized configuration class" in text:
         kind = re.search(r"<class '[\w.]*?(\w+)'>", text)
@@ -186,7 +186,7 @@ def explained(model_name: str, error: Exception) -> ModelError:
     return ModelError(
         f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}",
         where=f"model_name: {model_name}",
-        cure="the folder needs config.json, model.safetensors and a tokenizer"
+        hint="the folder needs config.json, model.safetensors and a tokenizer"
         if folder
         else "give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
         "model_name=embedded, which needs no network",

@@ -1,4 +1,4 @@
-"""Adapters of others become a crowd: a committed folder that `init_from` and `Crowd.from_pretrained` take."""
+"""Existing PEFT adapters become a crowd, or the start of its agents."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ci_llm.checkpoints.lone import write_lone
+from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.foreign import ForeignAdapter, read_adapters
+from ci_llm.crowd.external_adapters import ForeignAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
@@ -32,7 +32,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         CheckpointError: `target` cannot be written.
     """
     if os.path.lexists(target):
-        raise ModelError("there is something here already", where=str(target), cure="give a folder that is not there")
+        raise ModelError("there is something here already", where=str(target), hint="give a folder that is not there")
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
@@ -49,7 +49,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     for k, adapter in enumerate(adapters):
         crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
     state = {**crowd.adapter_files(), META: crowd.meta(base.fingerprint)}
-    write_lone(target, state, info={"imported_from": [str(source.absolute()) for source in sources]})
+    write_checkpoint(target, state, info={"imported_from": [str(source.absolute()) for source in sources]})
     return crowd
 
 
@@ -67,7 +67,7 @@ def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
             raise ModelError(
                 f"the agents of a crowd are alike, and these two differ in {', '.join(odd)}",
                 where=f"{first.source}, {adapter.source}",
-                cure="import those that are alike",
+                hint="import those that are alike",
             )
 
 
@@ -78,7 +78,7 @@ def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
     raise ModelError(
         f"the adapters name different bases: {', '.join(names)}" if names else "the adapters do not name their base",
         where=str(adapters[0].source),
-        cure="give it: --base-model NAME_OR_FOLDER, the base they were trained on",
+        hint="give it: --base-model NAME_OR_FOLDER, the base they were trained on",
     )
 
 
@@ -87,3 +87,42 @@ def _targets(model: PreTrainedModel, adapter: ForeignAdapter) -> tuple[str, ...]
     names = tuple(sorted({name.rpartition(".")[2] for name in adapter.modules}))
     reached = {name for name in linear_layers(model) if name.rpartition(".")[2] in names}
     return names if reached == adapter.modules else tuple(sorted(adapter.modules))
+
+
+# ---------------------------------------------------------------------------------------------------- init from
+
+
+def start_from(crowd: Crowd, folder: Path) -> str:
+    """Fill the agents from `folder/agent<k>`, or all of them from the one adapter that lies in `folder`.
+
+    Returns:
+        what was found, in words.
+
+    Raises:
+        ModelError: there is no adapter, one that cannot be read, another number of them, or one of another scale.
+        ForeignCheckpoint: one of another rank, of other target modules, or for another base.
+    """
+    adapters = read_adapters(folder)
+    if len(adapters) not in (1, crowd.num_agents):
+        raise ModelError(
+            f"{len(adapters)} adapters are here, and num_agents is {crowd.num_agents}",
+            where=f"init_from: {folder}",
+            hint=f"num_agents={len(adapters)}, or the folder of one adapter for all agents",
+        )
+    for k in range(crowd.num_agents):
+        adapter = adapters[k % len(adapters)]
+        _check_scale(crowd, adapter)
+        crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
+    every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
+    return f"starting from {folder}: {every}"
+
+
+def _check_scale(crowd: Crowd, adapter: ForeignAdapter) -> None:
+    there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, crowd.settings))
+    odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
+    if odd:
+        raise ModelError(
+            f"the adapter would act with another scale: {'; '.join(odd)}",
+            where=str(adapter.source),
+            hint="set lora_alpha and use_rslora to the adapter's own",
+        )

@@ -151,7 +151,7 @@ class _Kind:
         raise ModelError(
             f"the base reads the weight of {self._name} itself, past the agents on that layer",
             where="lora_target_modules",
-            cure=f"name the layers to adapt, and leave {self._name.rpartition('.')[2]} out",
+            hint=f"name the layers to adapt, and leave {self._name.rpartition('.')[2]} out",
         )
 
     __getattr__ = __getitem__ = _refuse

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ci_llm.crowd.agents import adapter_config, attach
+from ci_llm.crowd.adapters import adapter_config, attach
 from ci_llm.crowd.aggregate import Aggregator
-from ci_llm.crowd.agreement import stumbled, unusable
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
-from ci_llm.crowd.generate import Decoding, TokenIds, Written, bears_padding, write
+from ci_llm.crowd.generation import Decoding, TokenIds, Written, is_padding_invariant, write
 from ci_llm.crowd.head import Head, target_log_probs
+from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.numerics import describe_error, unusable
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
-from ci_llm.crowd.route import Route, choose_route
 from ci_llm.data.batches import Batch, padded
 from ci_llm.errors import BadInput, ModelError
 
@@ -163,9 +163,9 @@ class Crowd(nn.Module):
             BadInput: a value is out of range, or a prompt cannot be used.
         """
         if self.prompter is None:
-            raise ModelError("this crowd knows token ids, no words", cure="set crowd.prompter = Prompter(tokenizer)")
+            raise ModelError("this crowd knows token ids, no words", hint="set crowd.prompter = Prompter(tokenizer)")
         if batch_size < 1:
-            raise BadInput("batch_size must be at least 1", where="how to generate", cure="change the value named")
+            raise BadInput("batch_size must be at least 1", where="how to generate", hint="change the value named")
         seed = torch.Generator().seed() if seed is None else seed
         ends = self.prompter.ends
         decoding = Decoding(max_new_tokens, ends, aggregator, do_sample, temperature, top_p, top_k, seed)
@@ -184,14 +184,14 @@ class Crowd(nn.Module):
         first_prompt: int = 0,
         stop: Callable[[], bool] = lambda: False,
     ) -> Written:
-        """`generate` for one batch of token ids; see `ci_llm.crowd.generate.write` for arguments and errors."""
+        """`generate` for one batch of token ids; see `ci_llm.crowd.generation.write` for arguments and errors."""
         route, training = self.route, self.training
         self.route = "padded"  # with the model's own attention, which knows caches
         self.eval()
         how: dict[str, Any] = {"pad_id": self.pad_id, "alone": alone, "stop": stop}
         try:
             if self._bears_padding is None and len({*map(len, prompts)}) > 1:
-                self._bears_padding = bears_padding(self.model, self.num_agents, self.pad_id)
+                self._bears_padding = is_padding_invariant(self.model, self.num_agents, self.pad_id)
             size = 1 if self._bears_padding is False else len(prompts)
             parts = [
                 write(
@@ -205,7 +205,7 @@ class Crowd(nn.Module):
                 for at in range(0, len(prompts), size)
             ]
         except Exception as error:  # each family has its own words for what it cannot do
-            raise unusable(self.model, self.base_name, f"cannot write ({stumbled(error)})") from error
+            raise unusable(self.model, self.base_name, f"cannot write ({describe_error(error)})") from error
         finally:
             self.route = route
             self.train(training)
@@ -228,7 +228,7 @@ class Crowd(nn.Module):
                 layer.solo = None
 
     def choose_route(self) -> str | None:
-        """Take the way for rows that gives the base's own logits; see `ci_llm.crowd.route.choose_route`."""
+        """Take the way for rows that gives the base's own logits; see `ci_llm.crowd.layout.choose_route`."""
         return choose_route(self)
 
     def meta(self, fingerprint: str) -> dict[str, Any]:

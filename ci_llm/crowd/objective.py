@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data.batches import Batch
-from ci_llm.rng import generator_for
 
 Diversity = Literal["none", "joint", "swd", "swd_raw"]
 

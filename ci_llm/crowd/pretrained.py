@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.checkpoints.manifest import digest, read_manifest
-from ci_llm.checkpoints.snapshot import read_snapshot
+from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.crowd.base import Base, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter
@@ -48,7 +48,7 @@ def open_pretrained(
     state = _verified(folder)
     if META not in state:
         raise ForeignCheckpoint(
-            "this checkpoint holds no crowd", where=str(folder), cure="give one written by train.py"
+            "this checkpoint holds no crowd", where=str(folder), hint="give one written by train.py"
         )
     meta = state[META]
     base = _base(meta, folder, device, base_model)
@@ -92,7 +92,7 @@ def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | No
             f"the agents were trained on a base with fingerprint {meta['base_fingerprint']}; "
             f"{name} has {base.fingerprint}",
             where=str(folder),
-            cure="give the base they were trained on: Crowd.from_pretrained(folder, base_model=...)",
+            hint="give the base they were trained on: Crowd.from_pretrained(folder, base_model=...)",
         )
     return base
 

@@ -79,7 +79,7 @@ class Prompter:
         raise DataError(
             f"The chat template cannot be used for this prompt: {refusal}.",
             where=f"{messages[-1].role}: {messages[-1].content[:60]!r}",
-            cure="give a chat that the template knows, or a tokenizer with another template",
+            hint="give a chat that the template knows, or a tokenizer with another template",
         ) from refusal
 
 
@@ -110,8 +110,8 @@ def _messages(prompt: Prompt) -> tuple[Message, ...]:
         messages = tuple(Message(turn["role"], turn["content"]) for turn in prompt)
     except (KeyError, TypeError) as error:
         raise DataError(
-            "a prompt is neither text nor a chat", where=str(prompt)[:80], cure='[{"role": "user", "content": "..."}]'
+            "a prompt is neither text nor a chat", where=str(prompt)[:80], hint='[{"role": "user", "content": "..."}]'
         ) from error
     if not messages or messages[-1].role == "assistant":
-        raise DataError("a chat has nothing to answer", where=str(prompt)[:80], cure="end it with a user's turn")
+        raise DataError("a chat has nothing to answer", where=str(prompt)[:80], hint="end it with a user's turn")
     return messages

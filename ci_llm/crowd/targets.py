@@ -62,7 +62,7 @@ def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[
             raise ModelError(
                 f"{type(model).__name__} has no layer that could carry an adapter",
                 where="lora_target_modules: all-linear",
-                cure="choose another base",
+                hint="choose another base",
             )
         return everything
     if isinstance(wanted, str):
@@ -78,7 +78,7 @@ def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[
         raise ModelError(
             f"lora_target_modules {problem}",
             where=f"lora_target_modules: {wanted if isinstance(wanted, str) else list(wanted)}",
-            cure=f"choose from {', '.join(offered)}, or all-linear",
+            hint=f"choose from {', '.join(offered)}, or all-linear",
         )
     return found
 

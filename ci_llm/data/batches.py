@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ci_llm.data.order import Plan, share
-from ci_llm.interrupts import deafen
+from ci_llm.interrupts import ignore_signals
 
 
 class Packable(Protocol):
@@ -182,7 +182,7 @@ def stream(
         sampler=range(start_step, stop_step),
         num_workers=num_workers,
         collate_fn=_as_is,
-        worker_init_fn=deafen,
+        worker_init_fn=ignore_signals,
         generator=torch.Generator(),
     )
     return _packed(iter(loader), pin_memory)

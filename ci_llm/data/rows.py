@@ -137,7 +137,7 @@ class Rows:
             raise DataError(
                 f"A row of the data set cannot be read as {self.form.name}: {error}.",
                 where=f"{self.where}, row {number} (counted from 0)",
-                cure="repair or remove the row",
+                hint="repair or remove the row",
             ) from error
 
     @cached_property

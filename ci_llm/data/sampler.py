@@ -80,7 +80,7 @@ class StatefulSampler(Sampler[int]):
             raise ForeignCheckpoint(
                 f"the checkpoint was made over {state['num_rows']} rows, and there are {self.num_rows}",
                 where="StatefulSampler",
-                cure="give the data set that it was trained on",
+                hint="give the data set that it was trained on",
             )
         self.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"]))

@@ -18,10 +18,10 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
 
 from ci_llm import embedded
+from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.config import Config
 from ci_llm.data.rows import FORMS, Rows, find_form
 from ci_llm.errors import DataError
-from ci_llm.hub import may_be_on_hub
 
 Splits = dict[str, Dataset]
 
@@ -76,7 +76,7 @@ def recognised(data: Any, where: str, description: Sequence[str] = ()) -> Rows:
             "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
             "buffer, so an interrupted run could not go on exactly.",
             where=where,
-            cure="load it without streaming=True",
+            hint="load it without streaming=True",
         )
     if not len(data):
         raise _empty(where)
@@ -85,7 +85,7 @@ def recognised(data: Any, where: str, description: Sequence[str] = ()) -> Rows:
         raise DataError(
             f"The data set has no columns that can be used; it has: {', '.join(data.column_names)}.",
             where=where,
-            cure="rename its columns to one of: " + "; ".join(", ".join(form.columns) for form in FORMS),
+            hint="rename its columns to one of: " + "; ".join(", ".join(form.columns) for form in FORMS),
         )
     found = [name for name in form.columns + form.optional if name in data.column_names]
     lines = (f"{len(data)} rows of {form.name} from {where}", *description)
@@ -145,7 +145,7 @@ def _split(splits: Splits, name: str, key: str, config: Config) -> Dataset:
     raise DataError(
         f"The data set has no split {name!r}; it has: {', '.join(splits) or 'none'}.",
         where=f"{config.dataset_name}, {key}",
-        cure=f"set {key} to one of them" + (", and max_train_samples for fewer rows" if "[" in name else ""),
+        hint=f"set {key} to one of them" + (", and max_train_samples for fewer rows" if "[" in name else ""),
     )
 
 
@@ -176,7 +176,7 @@ def _from_hub(name: str, subset: str | None, path: Path) -> Splits:
         raise DataError(
             f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
             where=f"dataset_name: {name} (nothing of this name at {path.absolute()} either)",
-            cure="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
+            hint="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
         ) from error
 
 
@@ -189,7 +189,7 @@ def _from_folder(path: Path, unnamed: str) -> Splits:
         raise DataError(
             f"The folder holds no data: neither one of save_to_disk nor {KINDS} files.",
             where=str(path),
-            cure="give the folder that holds dataset_dict.json or state.json, or the file itself",
+            hint="give the folder that holds dataset_dict.json or state.json, or the file itself",
         )
     by_split: dict[str, list[Path]] = {}
     for file in files:
@@ -205,7 +205,7 @@ def _saved(path: Path, unnamed: str) -> Splits:
         raise DataError(
             f"The saved data set cannot be opened: {_reason(error)}.",
             where=str(path),
-            cure="save it again with save_to_disk",
+            hint="save it again with save_to_disk",
         ) from error
     return dict(saved) if isinstance(saved, DatasetDict) else {unnamed: saved}
 
@@ -219,7 +219,7 @@ def _matching(path: Path) -> list[Path]:
         raise DataError(
             "the data set does not exist",
             where=f"dataset_name: {path.absolute()}",
-            cure="check the path; it is relative to the folder the run is started in",
+            hint="check the path; it is relative to the folder the run is started in",
         )
     return files
 
@@ -232,7 +232,7 @@ def _from_files(files: list[Path], where: str) -> Dataset:
         raise DataError(
             f"The files are not of one kind that can be read: {names}.",
             where=where,
-            cure=f"give {KINDS} files, all of one kind",
+            hint=f"give {KINDS} files, all of one kind",
         )
     if not any(file.stat().st_size for file in files):
         raise _empty(where)
@@ -245,12 +245,12 @@ def _from_files(files: list[Path], where: str) -> Dataset:
         raise DataError(
             f"The data set cannot be read as {builder}: {_reason(error)}.",
             where=where,
-            cure="repair the file; each row must have the same columns with values of the same type",
+            hint="repair the file; each row must have the same columns with values of the same type",
         ) from error
 
 
 def _empty(where: str) -> DataError:
-    return DataError("The data set is empty.", where=where, cure="give one with rows, or another split")
+    return DataError("The data set is empty.", where=where, hint="give one with rows, or another split")
 
 
 def _builder(file: Path) -> str | None:

@@ -67,7 +67,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
         raise ModelError(
             "The tokenizer has several chat templates and no default.",
             where=tokenizer.name_or_path,
-            cure="name one of them default in its folder",
+            hint="name one of them default in its folder",
         ) from error
 
 
@@ -91,7 +91,7 @@ class Encoder:
             raise ModelError(
                 "The tokenizer does not say which characters a token stands for: answers cannot be found.",
                 where=tokenizer.name_or_path,
-                cure="use a fast tokenizer: one with a tokenizer.json",
+                hint="use a fast tokenizer: one with a tokenizer.json",
             )
         self._tokenizer = tokenizer
         self.template = chat_template(tokenizer)

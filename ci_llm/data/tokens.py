@@ -19,10 +19,10 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.data.rows import Row, Rows
 from ci_llm.data.templates import Encoder, RefusedRowError, tokenizer_fingerprint
 from ci_llm.data.templates import Example as Example
-from ci_llm.durable import make_folders, write_bytes
 from ci_llm.errors import DataError
 
 #: To be raised when the same rows and tokenizer give other tokens than before: old files are then not found.
@@ -132,7 +132,7 @@ def _write(path: Path, table: Any) -> None:
         raise DataError(
             f"The tokenised rows cannot be kept: {error.strerror}.",
             where=str(path.parent),
-            cure="make the folder writable and free some space on its disk",
+            hint="make the folder writable and free some space on its disk",
         ) from error
 
 
@@ -213,7 +213,7 @@ class _Tally:
         return DataError(
             f"No row is left to learn from: {self._left_out()}.",
             where=where,
-            cure=f"raise max_seq_length (the longest row has {self.longest} tokens)"
+            hint=f"raise max_seq_length (the longest row has {self.longest} tokens)"
             if self.answer_too_far
             else "check that the columns hold text and the chats have assistant turns",
         )
@@ -232,7 +232,7 @@ def _encoded(encoder: Encoder, row: Row, where: str) -> Example:
         raise DataError(
             f"The chat template cannot be used for this row: {error}.",
             where=where,
-            cure="repair the row, or give the tokenizer a template that marks answers with {% generation %}",
+            hint="repair the row, or give the tokenizer a template that marks answers with {% generation %}",
         ) from error
 
 

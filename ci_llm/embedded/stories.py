@@ -100,7 +100,7 @@ def rows(split: str) -> list[dict[str, str]]:
         DataError: the split is none of train, validation and test.
     """
     if split not in SPLITS:
-        raise DataError(f"the embedded stories have no split {split!r}", cure=f"use one of {', '.join(SPLITS)}")
+        raise DataError(f"the embedded stories have no split {split!r}", hint=f"use one of {', '.join(SPLITS)}")
     taken: set[str] = set()
     for name, (seed, count) in SPLITS.items():
         found = task_rows(seed, count, exclude=taken)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pynvml
 
-from ci_llm.durable import write_json
+from ci_llm.core.durable import write_json
 
 FILE_NAME = "gpu_stats.json"
 SAMPLES_KEPT = 360
@@ -29,7 +29,7 @@ class HardwareMonitor:
     Args:
         folder: the run's folder.
         interval_s: seconds between samples.
-        still_mine: asked before each write; once it says no, another attempt owns the folder.
+        still_held: asked before each write; once it says no, another attempt owns the folder.
         warn: takes one line when the file cannot be written; the run goes on.
     """
 
@@ -38,11 +38,11 @@ class HardwareMonitor:
         folder: Path | str,
         *,
         interval_s: float = 10.0,
-        still_mine: Callable[[], bool] = lambda: True,
+        still_held: Callable[[], bool] = lambda: True,
         warn: Callable[[str], None] = print,
     ) -> None:
         self._path, self._interval_s = Path(folder, FILE_NAME), interval_s
-        self._still_mine, self._warn = still_mine, warn
+        self._still_mine, self._warn = still_held, warn
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
         self._peaks: dict[str, float] = {}
         self._over = threading.Event()

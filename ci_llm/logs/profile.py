@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ci_llm.durable import make_folders
+from ci_llm.core.durable import make_folders
 
 FOLDER: Final = "profile"
 OPERATORS_LISTED: Final = 30

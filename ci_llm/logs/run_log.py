@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from ci_llm.durable import write_bytes
+from ci_llm.core.durable import write_bytes
 from ci_llm.logs.progress import Bar, ProgressLine, can_redraw
 from ci_llm.logs.trackers import Trackers
 
@@ -62,17 +62,17 @@ class RunLog:
         self._trackers: Trackers | None = None
         self._lock = threading.RLock()
 
-    def open(self, attempt: int, *, still_mine: Callable[[], bool] = lambda: True) -> None:
+    def open(self, attempt: int, *, still_held: Callable[[], bool] = lambda: True) -> None:
         """Start to write files, in a folder that exists.
 
         Args:
             attempt: number of this attempt, shown in every line.
-            still_mine: asked before each write; once it says no, another attempt owns the folder.
+            still_held: asked before each write; once it says no, another attempt owns the folder.
         """
         if not self._is_main:
             return
         with self._lock:
-            self._attempt, self._still_mine = attempt, still_mine
+            self._attempt, self._still_mine = attempt, still_held
             self._origin = {"attempt": attempt, **_slurm_restarts()}
             restarts = self._origin.get("slurm_restarts")
             requeued = f", SLURM restart {restarts}" if restarts else ""

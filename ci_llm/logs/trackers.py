@@ -31,7 +31,7 @@ def require_installed(names: tuple[str, ...]) -> None:
             raise ConfigError(
                 f"report_to names {name}, which is not installed",
                 where="report_to",
-                cure=f"pip install {name}, or report_to=none",
+                hint=f"pip install {name}, or report_to=none",
             )
 
 
@@ -122,7 +122,7 @@ def _start(accelerator: Any, kind: Any, name: str, settings: dict[str, Any]) -> 
         raise ConfigError(
             f"{name} cannot start: {error}",
             where="report_to",
-            cure=f"set {name} up, or leave it out of report_to",
+            hint=f"set {name} up, or leave it out of report_to",
         ) from error
     tracker = accelerator.trackers[0]
     if name == "wandb":  # W&B drops what comes at a step it has seen, as replayed steps do: the axis is a metric

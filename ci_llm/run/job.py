@@ -13,34 +13,41 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.cluster.deadline import find_deadline
+from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.slurm import read_job, record_attempt
 from ci_llm.config import Config
+from ci_llm.core.durable import write_json
+from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.answers import AnswerScores, merged
-from ci_llm.crowd.evaluate import Scores, evaluation_record
-from ci_llm.durable import write_json
+from ci_llm.crowd.scoring import Scores, evaluation_record
+from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, LaunchError
 from ci_llm.interrupts import Interrupts
-from ci_llm.launch import Launch
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
-from ci_llm.processes import Processes
-from ci_llm.run.best import count_in, is_over, kept_steps, result_in_place
-from ci_llm.run.build import build, plan_ahead, schedule
-from ci_llm.run.card import model_card, next_steps, score_table
-from ci_llm.run.failure import record_failure
-from ci_llm.run.interruption import command_line, leave, walltime_watched
-from ci_llm.run.judge import asked_to_stop, evaluate, evaluation_metrics, examine_crowd, recollect
-from ci_llm.run.lifeboat import Lifeboat
+from ci_llm.run.context import Run
+from ci_llm.run.emergency_save import EmergencySave
+from ci_llm.run.evaluation import (
+    asked_to_stop,
+    count_in,
+    evaluate,
+    evaluation_metrics,
+    examine_crowd,
+    is_over,
+    kept_steps,
+    recollect,
+    result_in_place,
+)
+from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.remembered import obey, remember
+from ci_llm.run.recovery import obey, remember
+from ci_llm.run.report import model_card, next_steps, score_table
 from ci_llm.run.resume import contents, describe, find_source, restore, restore_surroundings
-from ci_llm.run.run import Run
-from ci_llm.run.watchdog import Watchdog
-from ci_llm.slurm import read_job, record_attempt
-from ci_llm.stacks import Stacks
-from ci_llm.status import RunStatus
-from ci_llm.walltime import find_deadline
+from ci_llm.run.setup import build, plan_ahead, schedule
+from ci_llm.run.shutdown import command_line, leave, record_failure, walltime_watched
 
 PROBE_BYTES = 1 << 20
 
@@ -49,7 +56,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
     """Train as `config` says and return the exit code (see the contract on exit codes in docs/).
 
     Raises:
-        CiLlmError: with a cure; if the run had begun, its failure is on record in the run's folder.
+        CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
     folder = config.run_folder
     check_folder(folder)
@@ -109,7 +116,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(
             f"nothing can be written here: {error.strerror}",
             where=f"output_dir: {folder}",
-            cure="give an output_dir on a disk that has space and may be written",
+            hint="give an output_dir on a disk that has space and may be written",
         ) from error
 
 
@@ -177,7 +184,7 @@ def _require_same_step(run: Run, step: int | None) -> None:
         raise LaunchError(
             f"the processes find different checkpoints to go on from: {named}",
             where=str(run.config.run_folder.absolute()),
-            cure="give an output_dir on a disk that all machines share, as an absolute path",
+            hint="give an output_dir on a disk that all machines share, as an absolute path",
         )
 
 
@@ -187,19 +194,19 @@ def _say_all(run: Run, lines: Iterable[str]) -> None:
 
 
 def _begin(run: Run) -> int:
-    """Claim the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
+    """Lease the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
     manager, processes = run.manager, run.processes
     step = run.began_at = run.state.step
     processes.same_folder(run.config.run_folder)
     attempt = processes.on_main(partial(_claim, run))
-    run.log.open(attempt, still_mine=manager.store.still_mine)
+    run.log.open(attempt, still_held=manager.store.still_held)
     run.log.cut_back(step if step else -1)
     processes.on_main(partial(_start_trackers, run))
     run.status = RunStatus(
         run.config.run_folder,
         attempt,
         is_main=processes.is_main,
-        still_mine=manager.store.still_mine,
+        still_held=manager.store.still_held,
         warn=run.log.say,
     )
     run.status.best_step = run.state.validation.best_step
@@ -236,14 +243,14 @@ def _start_trackers(run: Run) -> None:
 @contextmanager
 def _watched(run: Run, attempt: int, stacks: Stacks) -> Iterator[None]:
     """Everything that looks after a run while it trains."""
-    with _hardware_monitored(run), walltime_watched(run) as walltime, Lifeboat(run, attempt, walltime):  # noqa: SIM117
+    with _hardware_monitored(run), walltime_watched(run) as walltime, EmergencySave(run, attempt, walltime):  # noqa: SIM117
         with Watchdog(run, attempt, stacks):
             yield
 
 
 @contextmanager
 def _hardware_monitored(run: Run) -> Iterator[None]:
-    monitor = HardwareMonitor(run.config.run_folder, still_mine=run.manager.store.still_mine, warn=run.log.say)
+    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.store.still_held, warn=run.log.say)
     if run.config.monitor_gpu and run.processes.is_main:
         monitor.start()
     try:
@@ -254,7 +261,7 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
-    with run.pulse.resting():  # a disk that is full may be waited for
+    with run.heartbeat.resting():  # a disk that is full may be waited for
         run.manager.save(run.state.step, contents(run), force=True, info=describe(run), keep=kept_steps(run))
 
 
@@ -274,11 +281,11 @@ def conclude(run: Run) -> str | None:
     record = _record(run, step, scores, answers)
     run.log.say(score_table(record))
     card = model_card(record, run.base.name, run.config.dataset_name, step, run.config.run_folder / "final_checkpoint")
-    with run.pulse.resting():
+    with run.heartbeat.resting():
         require_written(run)
         run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
         require_written(run)
-    if run.processes.is_main and run.manager.store.still_mine():
+    if run.processes.is_main and run.manager.store.still_held():
         write_json(run.config.run_folder / "evaluation.json", record)
     return None
 
@@ -308,7 +315,7 @@ def require_written(run: Run) -> None:
         raise CheckpointError(
             note,
             where=str(run.config.run_folder),
-            cure="make space on this disk; the same command goes on from the last checkpoint",
+            hint="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause
 
 

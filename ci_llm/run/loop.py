@@ -19,14 +19,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from ci_llm.ballot import Ballot, Verdict
+from ci_llm.core.determinism import seed_everything
 from ci_llm.data.batches import Batch, stream
-from ci_llm.rng import seed_everything
-from ci_llm.run.best import is_best, is_over
-from ci_llm.run.guard import Findings, examine, health_metrics, is_known, sick_here, treat
-from ci_llm.run.judge import evaluate_and_log, evaluation_due, evaluation_missed
-from ci_llm.run.memory_pressure import in_parts, relieve, unless_out_of_memory
-from ci_llm.run.run import Run
+from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.run.context import Run
+from ci_llm.run.evaluation import evaluate_and_log, evaluation_due, evaluation_missed, is_best, is_over
+from ci_llm.run.nonfinite import Findings, examine, health_metrics, is_known, sick_here, treat
+from ci_llm.run.out_of_memory import in_parts, relieve, unless_out_of_memory
 
 Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
 
@@ -66,7 +65,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         treat(run, step, findings)
         run.status.step = run.state.step
         run.pace.end_step(run.manager.last_result)
-        run.pulse.beat()
+        run.heartbeat.tick()
         report(run, verdict, findings, norms)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
@@ -119,7 +118,7 @@ def compute_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Sums:
     run.crowd.agents.begin_step(step)
     sums = torch.zeros(run.crowd.num_agents + 2, dtype=torch.float64, device=run.crowd.device)
     for number, batch in enumerate(micro_batches):
-        run.pulse.beat()
+        run.heartbeat.tick()
         # Keyed, not sequential: what is drawn here depends on nothing that happened before.
         seed_everything(run.config.seed, "micro-step", step, run.processes.index, number)
         batch = batch.to(run.crowd.device)

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ci_llm import rng
 from ci_llm._version import __version__
-from ci_llm.checkpoints.lone import Checkpoint, load_checkpoint
+from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Change, Config, parse_config
+from ci_llm.core import determinism
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, ForeignCheckpoint
-from ci_llm.run.guard import guard_state, restore_guard
-from ci_llm.run.run import Run
+from ci_llm.run.context import Run
+from ci_llm.run.nonfinite import guard_state, restore_guard
 from ci_llm.run.state import TrainState
 
 LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
@@ -61,7 +61,7 @@ def find_source(manager: CheckpointManager, wanted: str | None, at_most: int | N
         raise ConfigError(
             "there is no checkpoint at this path",
             where=f"resume_from_checkpoint: {wanted}",
-            cure="give a folder such as RUN/checkpoint_step_100, or latest, or null for a fresh start",
+            hint="give a folder such as RUN/checkpoint_step_100, or latest, or null for a fresh start",
         )
     return _open(folder)
 
@@ -75,7 +75,7 @@ def _refuse_to_forget(manager: CheckpointManager) -> None:
         raise ConfigError(
             f"a fresh start is wanted, but this folder holds checkpoints of steps {', '.join(map(str, steps))}",
             where=f"resume_from_checkpoint: null, output_dir: {manager.store.directory}",
-            cure="resume_from_checkpoint=latest goes on from them; another output_dir or experiment_name starts anew",
+            hint="resume_from_checkpoint=latest goes on from them; another output_dir or experiment_name starts anew",
         )
 
 
@@ -89,7 +89,7 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
         generators: `rng.capture()` of every process by index, None where it is not known; gathered by default, which
             makes this a collective.
     """
-    generators = generators or run.processes.gather_object(rng.capture())
+    generators = generators or run.processes.gather_object(determinism.capture())
     return {
         **run.crowd.adapter_files(),
         "ci_llm_meta_config": run.crowd.meta(run.base.fingerprint),
@@ -197,7 +197,7 @@ def _check_crowd(run: Run, source: Source, where: str) -> None:
         raise ForeignCheckpoint(
             f"the checkpoint belongs to another crowd: {'; '.join(odd)}",
             where=where,
-            cure="put the old values back, or give another output_dir or experiment_name for a new run",
+            hint="put the old values back, or give another output_dir or experiment_name for a new run",
         )
 
 
@@ -223,7 +223,7 @@ def _check_data(run: Run, source: Source) -> None:
         raise ForeignCheckpoint(
             "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
             where=str(source.folder),
-            cure="put the old data back, or allow_inexact_resume=true to go on with the new rows from this step",
+            hint="put the old data back, or allow_inexact_resume=true to go on with the new rows from this step",
         )
 
 
@@ -239,7 +239,7 @@ def _check_config(config: Config, saved: bytes, where: str) -> list[Change]:
         raise BadInput(
             f"the configuration changed, and the run would not be the same: {listed}",
             where=where,
-            cure="put them back, or allow_inexact_resume=true to go on all the same, or a new experiment_name",
+            hint="put them back, or allow_inexact_resume=true to go on all the same, or a new experiment_name",
         )
     return changes
 
@@ -263,7 +263,7 @@ def restore_surroundings(run: Run, source: Source) -> str:
         generators: Any = source.checkpoint.state["rng"]
         odd += [f"no generators of process {i}" for i in range(run.processes.count) if f"process{i}" not in generators]
         own = generators.get(f"process{run.processes.index}")
-        if own is not None and (hindrance := rng.restore(own)):
+        if own is not None and (hindrance := determinism.restore(own)):
             odd.append(hindrance)
     if not now["deterministic"]:
         odd.append("no deterministic algorithms on this device")

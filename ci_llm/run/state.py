@@ -1,13 +1,98 @@
-"""Where a run stands: plain values, frozen, advanced step by step, the same on every process."""
+"""The state of a run: plain frozen values, advanced step by step, the same on every process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
-from ci_llm.run.health import Healing, Health
-from ci_llm.run.validation import Validation
+from ci_llm.run.nonfinite_policy import Health, RecoveryState
+
+#: The metrics that can say which step is best, and whether more of them is better.
+GREATER_IS_BETTER: Final[Mapping[str, bool]] = {"nll": False, "exact_match": True}
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of somebody, and the optimizer step after which it was measured."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Plain values, frozen, part of the state of a run; the same on every process.
+
+    Attributes:
+        metric: what is compared: "nll" or "exact_match".
+        step: after which it was last measured; 0: never.
+        crowd, agents: the best of the crowd, and of each agent alone; None before there is one.
+        without_better: evaluations in a row in which the crowd did not get better by more than the threshold.
+    """
+
+    metric: str = "nll"
+    step: int = 0
+    crowd: Best | None = None
+    agents: tuple[Best | None, ...] = ()
+    without_better: int = 0
+
+    def after(self, step: int, crowd: float, agents: Sequence[float], threshold: float = 0.0) -> Validation:
+        """With the evaluation after `step`. Every gain makes a new best; one above the threshold resets the count.
+
+        As in Transformers, whose best metric moves on any gain and whose patience asks for the threshold. A value that
+        is not a number is never better.
+        """
+        lead = self._lead(crowd, self.crowd)
+        known = self.agents or (None,) * len(agents)
+        return Validation(
+            metric=self.metric,
+            step=step,
+            crowd=Best(step, crowd) if lead > 0 else self.crowd,
+            agents=tuple(
+                Best(step, value) if self._lead(value, best) > 0 else best
+                for value, best in zip(agents, known, strict=True)
+            ),
+            without_better=0 if lead > threshold else self.without_better + 1,
+        )
+
+    def _lead(self, value: float, best: Best | None) -> float:
+        """How much better `value` is than the best so far; infinite for the first number, NaN for none."""
+        if best is None:
+            return float("inf") if value == value else value
+        return value - best.value if GREATER_IS_BETTER[self.metric] else best.value - value
+
+    @property
+    def best_step(self) -> int | None:
+        """After which the crowd was best; None before its first evaluation."""
+        return self.crowd.step if self.crowd else None
+
+    def __str__(self) -> str:
+        if self.crowd is None:
+            return f"no evaluation has given the crowd a {self.metric} yet"
+        later = f", {self.without_better} evaluation(s) later none better" if self.without_better else ""
+        return f"best crowd by {self.metric} {self.crowd.value:.4f} after step {self.crowd.step}{later}"
+
+    def record(self) -> dict[str, Any]:
+        """`best` of evaluation.json."""
+        return {
+            "metric": self.metric,
+            "crowd": self.crowd and asdict(self.crowd),
+            "agents": [best and asdict(best) for best in self.agents],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Validation:
+        """What `dataclasses.asdict` made of one."""
+        agents = tuple(_best(best) for best in values.get("agents", ()))
+        return cls(**{**values, "crowd": _best(values.get("crowd")), "agents": agents})
+
+
+def _best(values: Mapping[str, Any] | None) -> Best | None:
+    return None if values is None else Best(**values)
+
+
+# ---------------------------------------------------------------------------------------------------- state
 
 
 @dataclass(frozen=True)
@@ -31,7 +116,7 @@ class TrainState:
     tokens_seen: int = 0
     effective_batch: int = 0
     skipped: tuple[int, ...] = ()
-    healing: Healing = field(default_factory=Healing)
+    healing: RecoveryState = field(default_factory=RecoveryState)
     loss_scale: float | None = None
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
@@ -65,7 +150,9 @@ class TrainState:
         skipped, healing = tuple(values["skipped"]), values.get("healing")
         rebuilt = {
             "skipped": skipped,
-            "healing": Healing.from_dict(healing) if healing else Healing(agents=(Health(),) * len(skipped)),
+            "healing": RecoveryState.from_dict(healing)
+            if healing
+            else RecoveryState(agents=(Health(),) * len(skipped)),
             "validation": Validation.from_dict(values.get("validation", {})),
         }
         return cls(**{**values, **rebuilt})

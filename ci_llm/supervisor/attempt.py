@@ -13,12 +13,11 @@ from typing import Final, Literal, cast
 
 import psutil
 
-from ci_llm.supervisor import tree
-from ci_llm.supervisor.child import start_keeper
-from ci_llm.supervisor.evidence import Evidence, LineSplitter
-from ci_llm.supervisor.keeper import END, KILL
+from ci_llm.core.typed_json import load_json
+from ci_llm.supervisor import process_tree
+from ci_llm.supervisor.output_scan import Evidence, LineSplitter
 from ci_llm.supervisor.relay import Relay
-from ci_llm.typed_json import load_json
+from ci_llm.supervisor.shim import END, KILL, start_keeper
 
 Order = Literal["end", "kill"]
 
@@ -30,7 +29,7 @@ _KILLED_FOR_S: Final = 60.0  # and a kill for memory, which may have hit only a 
 
 
 @dataclass
-class Ending:
+class AttemptResult:
     """How an attempt ended, as seen from outside.
 
     Attributes:
@@ -64,7 +63,7 @@ class Attempt:
         self.evidence = Evidence()
         self.relay = Relay(self._splitter)
         self._wake_fd = wake_fd
-        self._ending = Ending(self.evidence)
+        self._ending = AttemptResult(self.evidence)
         self._started = time.monotonic()
         self._memory = _MemoryWatch()
         control_end, self._control = os.pipe()
@@ -85,7 +84,7 @@ class Attempt:
             os.close(report_end)
             self.relay.close_child_ends()
 
-    def run(self, orders: Callable[[], tuple[Order, str] | None]) -> Ending:
+    def run(self, orders: Callable[[], tuple[Order, str] | None]) -> AttemptResult:
         """Pass the output on until nothing of the command is left.
 
         Args:
@@ -131,7 +130,7 @@ class Attempt:
             self._ending.duration_s = time.monotonic() - self._started
             self._ending.memory_pressure = self._memory.was_scarce()
 
-    def _conclude(self) -> Ending:
+    def _conclude(self) -> AttemptResult:
         ending = self._ending
         self._note_end()
         for line in self._reported.splitlines():
@@ -142,8 +141,8 @@ class Attempt:
                 ending.returncode = cast("int | None", fact["returncode"])
             ending.left_behind += cast("list[str]", fact.get("killed", []))
         self._keeper.wait()
-        ending.left_behind += tree.end(0.0)  # only where the keeper itself was killed
-        tree.reap()
+        ending.left_behind += process_tree.end(0.0)  # only where the keeper itself was killed
+        process_tree.reap()
         self.relay.flush(_FLUSH_S)
         ending.at_line_start = self.relay.at_line_start
         return ending
@@ -158,7 +157,7 @@ class Attempt:
             self.order("kill", "abort")
         os.close(self._control)
         self._keeper.wait()
-        tree.end(0.0)
+        process_tree.end(0.0)
         os.close(self._report)
         self.relay.close()
 

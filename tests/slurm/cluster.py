@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import psutil
 
-from ci_llm.status import is_alive
+from ci_llm.core.run_status import is_alive
 
 #: No wait is expected to come near this, on a machine under any load: it only ends a test that will never end.
 CEILING_S = 900.0

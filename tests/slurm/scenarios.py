@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import xxhash
 
-from ci_llm import slurm
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.status import Status, is_alive, read_failures, read_status
+from ci_llm.cluster import slurm
+from ci_llm.core.run_status import Status, is_alive, read_failures, read_status
 from tests.slurm.cluster import ENDED, Cluster, Job, until
 
 ROOT = Path(__file__).parents[2]
@@ -319,7 +319,7 @@ def foreign(scene: Scenario) -> dict[str, Any]:
 
 
 def deaf(scene: Scenario) -> dict[str, Any]:
-    """A job that ends for no SIGTERM: how long SLURM gives it, as `ci_llm.slurm` reads its answers, in seconds."""
+    """A job that ends for no SIGTERM: how long SLURM gives it in seconds, as `ci_llm.cluster.slurm` reads it."""
     job = scene.sbatch("--time=60", "--wrap=trap '' TERM; echo deaf; exec sleep 10000", environment={})
     job.until("it runs", lambda: "deaf" in job.said())
 

@@ -19,13 +19,14 @@ import psutil
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE_S = 180.0
-#: The same door, with pauses of no time: tests wait for events only.
+#: The same supervise, with pauses of no time: tests wait for events only.
 HASTY = """
 import functools, sys
-from ci_llm.cli import guarded
-from ci_llm.supervisor import call, door
-call.Policy = functools.partial(call.Policy, first_wait_s=0.0, disk_wait_s=0.0)
-sys.exit(guarded(lambda: door.supervise(sys.argv[1:]), debug=False))
+from ci_llm.cli.main import guarded
+from ci_llm.supervisor import options
+from ci_llm.cli import supervise
+options.Policy = functools.partial(options.Policy, first_wait_s=0.0, disk_wait_s=0.0)
+sys.exit(guarded(lambda: supervise.supervise(sys.argv[1:]), debug=False))
 """
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from ci_llm.cli.supervise import is_own_script, our_words
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.call import Call, read_call
-from ci_llm.supervisor.decide import Policy
-from ci_llm.supervisor.whose import is_ours, our_words
+from ci_llm.supervisor.options import Options, parse_options
+from ci_llm.supervisor.policy import Policy
 from tests.supervisor.terminal import ROOT
 
 
 def test_the_defaults() -> None:
-    assert read_call([]) == Call(Policy(max_retries=10, min_learning_rate=1e-6, min_batch_size=1))
+    assert parse_options([]) == Options(Policy(max_retries=10, min_learning_rate=1e-6, min_batch_size=1))
 
 
 def test_everything_that_is_not_ours_is_passed_on_in_its_order() -> None:
-    call = read_call(
+    call = parse_options(
         ["a.b=1", "--max-retries", "3", "--num_agents", "8", "+c=2", "--flag", "--min-lr=1e-5", "-m", "~d"]
     )
     assert call.words == ("a.b=1", "--num_agents", "8", "+c=2", "--flag", "-m", "~d")
@@ -28,7 +28,7 @@ def test_everything_that_is_not_ours_is_passed_on_in_its_order() -> None:
 
 
 def test_the_command_stays_as_it_is() -> None:
-    call = read_call(["--lr-key", "lr", "x=1", "--", "python", "fit.py", "--max-retries", "7", "--", "y"])
+    call = parse_options(["--lr-key", "lr", "x=1", "--", "python", "fit.py", "--max-retries", "7", "--", "y"])
     assert call.command == ("python", "fit.py", "--max-retries", "7", "--", "y")
     assert (call.words, call.policy.max_retries) == (("x=1",), 10)
 
@@ -42,7 +42,7 @@ def test_the_command_stays_as_it_is() -> None:
     ],
 )
 def test_folder_and_name_default_to_configs_and_config(words: list[str], path: Path | None, name: str | None) -> None:
-    call = read_call(words)
+    call = parse_options(words)
     assert (call.config_path, call.config_name) == (path, name)
 
 
@@ -62,15 +62,15 @@ def test_folder_and_name_default_to_configs_and_config(words: list[str], path: P
 )
 def test_a_wrong_option_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
-        read_call(words)
+        parse_options(words)
 
 
 def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:
-    assert is_ours(ROOT / "train.py")
+    assert is_own_script(ROOT / "train.py")
     other = tmp_path / "train.py"
     other.write_text("from ci_llm import CheckpointManager  # a plain loop of somebody's own\n")
-    assert not is_ours(other)
-    assert not is_ours(tmp_path / "missing.py")
+    assert not is_own_script(other)
+    assert not is_own_script(tmp_path / "missing.py")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_help_takes_less_than_0_3_s_of_the_processor() -> None:
 
 def test_a_script_of_somebody_else_starts_without_our_configuration() -> None:
     """Which is strict, by a library that takes longer to load than everything else together."""
-    code = "import sys\nfrom ci_llm.supervisor import door, foreign, keeper, supervise, tracker_runs\n"
+    code = "import sys\nfrom ci_llm.supervisor import external_script, loop, shim, wandb_cleanup\n"
     code += "print(*({'pydantic', 'ci_llm.config'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

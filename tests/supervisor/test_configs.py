@@ -12,9 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.configs import TemporaryConfigs, in_yaml, read_config
-from ci_llm.supervisor.hydra_groups import group_values
-from ci_llm.supervisor.overrides import overrides, rewritten, value_of
+from ci_llm.supervisor.script_config import (
+    TemporaryConfigs,
+    group_values,
+    in_yaml,
+    overrides,
+    read_config,
+    rewritten,
+    value_of,
+)
 
 ODD = """\
 %YAML 1.1

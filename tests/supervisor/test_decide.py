@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.supervisor.decide import UNCHANGED, Decision, Kind, Outcome, Policy, decide
-from ci_llm.supervisor.decide_table import CASES, render_table
+from ci_llm.supervisor.policy import UNCHANGED, Decision, Kind, Outcome, Policy, decide
 from tests.supervisor.terminal import ROOT
+from tools.decide_table import CASES, render_table
 
 KINDS: Sequence[Kind] = ("nonfinite", "out_of_memory", "disk_full", "hang", "killed", "crashed")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ci_llm.status import is_alive
+from ci_llm.core.run_status import is_alive
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone
 
 CONFIG = """\

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.recovery import read_recovery
-from ci_llm.status import read_failures, read_status
-from tests.faults import KEYS, Fault, fired, metrics
+from ci_llm.core.recovery import read_recovery
+from ci_llm.core.run_status import read_failures, read_status
 from tests.supervisor.terminal import ROOT, Terminal
+from tests.support.faults import KEYS, Fault, fired, metrics
 
 pytestmark = pytest.mark.slow
 
-#: A door to our trainer, as train.py is one, in which a fault waits until recovery.json asks for the cut that cures it.
+#: A door to our trainer, as train.py is one, in which a fault waits until recovery.json asks for the cut that hints it.
 DOOR = """
 import json, sys
 from pathlib import Path
-from ci_llm.cli import main
-from ci_llm.recovery import read_recovery
-from tests.faults import Fault, arm
+from ci_llm.cli.main import main
+from ci_llm.core.recovery import read_recovery
+from tests.support.faults import Fault, arm
 fault, cut = Fault(**{fault}), {cut!r}
 if getattr(read_recovery("run"), cut) in (None, 1.0):
     arm([fault])

@@ -16,14 +16,14 @@ import pytest
 
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.durable import write_json
+from ci_llm.cluster.launch import read_launch
+from ci_llm.core.durable import write_json
+from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
+from ci_llm.core.run_status import Failure, Status, is_alive, pid_space, write_failure
 from ci_llm.errors import BadInput, CheckpointError
-from ci_llm.launch import read_launch
-from ci_llm.recovery import Recovery, read_recovery, write_recovery
-from ci_llm.status import Failure, Status, is_alive, pid_space, write_failure
-from ci_llm.supervisor import ours
-from ci_llm.supervisor.attempt import Ending
-from ci_llm.supervisor.evidence import Evidence
+from ci_llm.supervisor import own_run
+from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.output_scan import Evidence
 from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
 
 KINDS = ("nonfinite", "out_of_memory", "killed", "interrupted", "hang", "disk_full", "damaged")
@@ -92,7 +92,7 @@ def test_every_ordered_pair_of_faults(tmp_path: Path) -> None:
 
 
 def test_no_progress_gives_up(tmp_path: Path) -> None:
-    (tmp_path / "never.py").write_text("from ci_llm.cli import guarded\nimport os\nos.kill(os.getpid(), 9)\n")
+    (tmp_path / "never.py").write_text("from ci_llm.cli.main import guarded\nimport os\nos.kill(os.getpid(), 9)\n")
     with Terminal("--train-script", "never.py", cwd=tmp_path, hasty=True) as terminal:
         assert terminal.wait() == 1, terminal.text
     assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
@@ -100,8 +100,8 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
 
 def test_a_signal_lets_our_run_save(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(
-        "from ci_llm.cli import guarded\nfrom ci_llm.interrupts import Interrupts\n"
-        "from ci_llm.status import RunStatus\n"
+        "from ci_llm.cli.main import guarded\nfrom ci_llm.interrupts import Interrupts\n"
+        "from ci_llm.core.run_status import RunStatus\n"
         "with Interrupts() as heard:\n"
         "    status = RunStatus('ci_llm_output', 1)\n    import os\n    os.mkdir('ci_llm_output')\n"
         "    status.start()\n    print('ready', flush=True)\n"
@@ -168,9 +168,9 @@ def test_a_wrong_configuration_is_refused_at_once(tmp_path: Path, words: list[st
 # A run that gives no sign of life
 
 
-def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> ours.OurRun:
+def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> own_run.OwnRun:
     monkeypatch.chdir(folder)
-    run = ours.OurRun(["true"], ["output_dir=run"])
+    run = own_run.OwnRun(["true"], ["output_dir=run"])
     run.environment()
     (folder / "run").mkdir()
     tell(folder, **status)
@@ -187,7 +187,7 @@ def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     for name in ("CI_LLM_SUPERVISED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    told = ours.OurRun(["true"], ["output_dir=run"], grace_s=20).environment()
+    told = own_run.OwnRun(["true"], ["output_dir=run"], grace_s=20).environment()
     assert read_launch(told, parent_command=[]).patience_s == 20
     assert told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "15"
 
@@ -208,7 +208,7 @@ def test_a_request_to_save_that_nobody_can_hear_is_said(tmp_path: Path, monkeypa
 
 def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is not below the supervisor has come by the number of a trainer that is gone."""
-    monkeypatch.setattr(ours, "send", lambda *_: pytest.fail("a stranger got the signal"))
+    monkeypatch.setattr(own_run, "send", lambda *_: pytest.fail("a stranger got the signal"))
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).save_now()
 
 
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
 ) -> None:
     """Its status names the step from which the same command goes on, and no checkpoint of its own holds that."""
     run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
-    outcome = run.verdict(Ending(Evidence(), returncode=0))
+    outcome = run.verdict(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)
 
 
@@ -226,7 +226,7 @@ def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
 ) -> None:
     run = run_in(tmp_path, monkeypatch, status="failed", reason="error:OSError")
     write_failure(tmp_path / "run", 1, 0, Failure("nonfinite", "as planned", 0, 1.0)).write_text("{")
-    outcome = run.verdict(Ending(Evidence(), returncode=1))
+    outcome = run.verdict(AttemptResult(Evidence(), returncode=1))
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
 
 
@@ -237,15 +237,15 @@ def test_checkpoints_from_before_a_setback_are_no_progress(tmp_path: Path, monke
     tell(tmp_path, status="failed", reason="nonfinite", attempt=1)
     write_recovery(tmp_path / "run", Recovery(0.5, resume_at_most_step=3, after_attempt=1))
     monkeypatch.chdir(tmp_path)
-    run = ours.OurRun(["true"], ["output_dir=run"])
+    run = own_run.OwnRun(["true"], ["output_dir=run"])
     run.environment()
-    assert not run.verdict(Ending(Evidence(), returncode=1)).progress
+    assert not run.verdict(AttemptResult(Evidence(), returncode=1)).progress
     tell(tmp_path, status="failed", reason="nonfinite", attempt=2)
-    assert run.verdict(Ending(Evidence(), returncode=1)).progress
+    assert run.verdict(AttemptResult(Evidence(), returncode=1)).progress
 
 
 def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "HANG_AFTER_S", -1.0)
+    monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
     run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
     assert run.orders(Evidence()) == ("kill", "hang")
 
@@ -286,11 +286,11 @@ def test_a_status_that_cannot_be_read_is_no_completion(tmp_path: Path, monkeypat
     run = run_in(tmp_path, monkeypatch)
     (tmp_path / "run" / "status.json").write_text("{")
     with pytest.raises(BadInput, match="status"):
-        run.verdict(Ending(Evidence(), returncode=0))
+        run.verdict(AttemptResult(Evidence(), returncode=0))
 
 
 def test_a_run_that_has_ended_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "HANG_AFTER_S", -1.0)
+    monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
     run = run_in(tmp_path, monkeypatch, status="completed", heartbeat=0.0)
     assert run.orders(Evidence()) is None
 

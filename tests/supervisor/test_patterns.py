@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ci_llm.supervisor import patterns
-from ci_llm.supervisor.evidence import RECENT_LINES, Evidence, LineSplitter
+from ci_llm.supervisor.output_scan import RECENT_LINES, Evidence, LineSplitter
 from ci_llm.supervisor.patterns import WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
 
 NONFINITE = [

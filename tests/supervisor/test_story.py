@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.supervisor.story import Story
+from ci_llm.supervisor.log import SupervisorLog
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
 
 GOLDEN = """\
@@ -73,13 +73,13 @@ def test_the_log_tells_the_story(tmp_path: Path) -> None:
 
 
 def test_the_log_is_appended_to(tmp_path: Path) -> None:
-    Story(tmp_path / "a.log").say("one")
-    Story(tmp_path / "a.log").say("two\nthree")
+    SupervisorLog(tmp_path / "a.log").say("one")
+    SupervisorLog(tmp_path / "a.log").say("two\nthree")
     assert [line[20:] for line in (tmp_path / "a.log").read_text().splitlines()] == ["one", "two", "three"]
 
 
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    story = Story(tmp_path / "no folder" / "a.log")
+    story = SupervisorLog(tmp_path / "no folder" / "a.log")
     story.say("one")
     story.say("two", at_line_start=False)
     told = capfd.readouterr().err
@@ -90,7 +90,7 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest
 def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     termios.tcflow(theirs, termios.TCOOFF)  # Ctrl-S
-    teller = threading.Thread(target=Story(tmp_path / "a.log", fd=theirs).say, args=("one",), daemon=True)
+    teller = threading.Thread(target=SupervisorLog(tmp_path / "a.log", fd=theirs).say, args=("one",), daemon=True)
     teller.start()
     teller.join(DEADLINE_S)
     held_up = teller.is_alive()
@@ -102,5 +102,5 @@ def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_has_gone_away_is_no_reason_to_stop(tmp_path: Path) -> None:
-    Story(tmp_path / "a.log", fd=999).say("one")
+    SupervisorLog(tmp_path / "a.log", fd=999).say("one")
     assert (tmp_path / "a.log").read_text().endswith(" one\n")

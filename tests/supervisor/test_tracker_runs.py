@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.status import is_alive
-from ci_llm.supervisor import wandb_deletion
-from ci_llm.supervisor.evidence import Evidence
-from ci_llm.supervisor.tracker_runs import TrackerRuns
+from ci_llm.core.run_status import is_alive
+from ci_llm.supervisor import wandb_cleanup
+from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.wandb_cleanup import TrackerRuns
 from tests.supervisor.terminal import Terminal
 from tests.supervisor.wandb_server import WandbServer
 
@@ -29,7 +29,7 @@ class Errand:
         self.done, self.results, self.asked = done, results, list[str]()
 
     def __call__(self, module: str, arguments: Sequence[str], *, timeout_s: float) -> tuple[bool, str]:
-        assert module == "wandb_deletion"
+        assert module == "wandb_cleanup"
         assert float(arguments[0]) <= time.time()
         self.asked += arguments[1:]
         lines = ["wandb: some chatter"]
@@ -111,8 +111,8 @@ def test_without_wandb_nothing_is_deleted_and_nothing_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(sys, "argv", ["wandb_deletion", "0", "a/b/c"])
-    assert wandb_deletion.main() == 1
+    monkeypatch.setattr(sys, "argv", ["wandb_cleanup", "0", "a/b/c"])
+    assert wandb_cleanup.main() == 1
     assert capsys.readouterr().out == "wandb is not installed\n"
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from ci_llm.status import Failure, Status
+from ci_llm.core.run_status import Failure, Status
 from ci_llm.supervisor import attempt
-from ci_llm.supervisor.attempt import Ending, _out_of_memory_kills
-from ci_llm.supervisor.decide import Kind
-from ci_llm.supervisor.evidence import Evidence
-from ci_llm.supervisor.verdict import judge_by_output, judge_by_status
+from ci_llm.supervisor.attempt import AttemptResult, _out_of_memory_kills
+from ci_llm.supervisor.classify import classify_by_output, classify_by_status
+from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.policy import Kind
 
 
-def ending(*lines: str, **facts: Any) -> Ending:
+def ending(*lines: str, **facts: Any) -> AttemptResult:
     evidence = Evidence()
     for line in lines:
         evidence.note(line)
-    return Ending(evidence, **{"returncode": 0, **facts})
+    return AttemptResult(evidence, **{"returncode": 0, **facts})
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def ending(*lines: str, **facts: Any) -> Ending:
         (ending(error="No such file", returncode=None), "refused", "it cannot be started: No such file"),
     ],
 )
-def test_a_script_that_tells_nothing(end: Ending, kind: Kind, detail: str) -> None:
-    outcome = judge_by_output(end, learning_rate=0.1, batch_size=3, lasting_s=600)
+def test_a_script_that_tells_nothing(end: AttemptResult, kind: Kind, detail: str) -> None:
+    outcome = classify_by_output(end, learning_rate=0.1, batch_size=3, lasting_s=600)
     assert outcome.kind == kind
     assert outcome.detail.startswith(detail)
     assert (outcome.learning_rate, outcome.batch_size, outcome.progress) == (0.1, 3, False)
@@ -61,7 +61,7 @@ def test_a_script_that_tells_nothing(end: Ending, kind: Kind, detail: str) -> No
 
 def test_a_script_that_ran_for_long_has_made_progress() -> None:
     end = ending(returncode=1, duration_s=600.0)
-    assert judge_by_output(end, learning_rate=None, batch_size=None, lasting_s=600).progress
+    assert classify_by_output(end, learning_rate=None, batch_size=None, lasting_s=600).progress
 
 
 def test_the_kernel_says_how_often_it_killed_for_memory() -> None:
@@ -162,13 +162,13 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
     ],
 )
 def test_our_run_tells_itself(
-    told: Status | None, failures: list[Failure], end: Ending, kind: Kind, detail: str
+    told: Status | None, failures: list[Failure], end: AttemptResult, kind: Kind, detail: str
 ) -> None:
-    found, words = judge_by_status(end, told, failures, has_begun=False)
+    found, words = classify_by_status(end, told, failures, has_begun=False)
     assert found == kind
     assert words.startswith(detail)
 
 
 def test_a_refusal_after_a_good_beginning_is_no_bad_call() -> None:
     """Another writer holds the folder for a minute after its machine has died, for instance."""
-    assert judge_by_status(ending("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"
+    assert classify_by_status(ending("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from ci_llm.supervisor import tree
+from ci_llm.supervisor import process_tree
 
 TRAINER = """
 import pathlib, signal, sys
@@ -18,7 +18,7 @@ while True:
 """
 LAUNCHER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait()"
 
-tree.adopt_orphans()
+process_tree.adopt_orphans()
 launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, TRAINER], stdout=subprocess.PIPE)
 assert launcher.stdout is not None
 launcher.stdout.readline()
@@ -49,6 +49,6 @@ if sys.argv[1] == "parent-first":
     psutil.Process.__init__ = launcher_ends_at_its_turn  # type: ignore[method-assign]
 else:
     psutil.process_iter = launcher_ends_before_its_turn  # type: ignore[assignment]
-killed = tree.end(60.0)
+killed = process_tree.end(60.0)
 assert launcher.returncode is not None, "nobody looked"
 print(f"killed {killed}, saved {os.path.exists('saved')}")

@@ -16,10 +16,10 @@ import psutil
 
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.cli import guarded  # its import makes this script one of ours
+from ci_llm.cli.main import guarded  # its import makes this script one of ours
+from ci_llm.core.recovery import read_recovery
+from ci_llm.core.run_status import Failure, RunStatus, read_status, write_failure
 from ci_llm.interrupts import Interrupts
-from ci_llm.recovery import read_recovery
-from ci_llm.status import Failure, RunStatus, read_status, write_failure
 
 TOTAL_STEPS, SAVE_STEPS = 1000, 2
 FOLDER = Path("ci_llm_output")
@@ -35,7 +35,7 @@ def main() -> int:
         step = resume(store, allowed)
         attempt = store.claim()
         store.supersede(step)
-        status = RunStatus(FOLDER, attempt, still_mine=store.still_mine)
+        status = RunStatus(FOLDER, attempt, still_held=store.still_held)
         status.start(step)
         tell(attempt, step, allowed, recovery.learning_rate_factor, recovery.micro_batch_size)
         fault = json.loads(Path("plan.json").read_text()).get(str(attempt))

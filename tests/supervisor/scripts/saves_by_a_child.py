@@ -6,7 +6,7 @@ import sys
 
 import psutil
 
-from ci_llm.supervisor import tree
+from ci_llm.supervisor import process_tree
 
 HELPER = """
 import pathlib, time
@@ -27,11 +27,11 @@ while True:
     signal.pause()
 """
 
-tree.adopt_orphans()
+process_tree.adopt_orphans()
 trainer = subprocess.Popen([sys.executable, "-c", TRAINER, HELPER], stdout=subprocess.PIPE)
 assert trainer.stdout is not None
 trainer.stdout.readline()
-living, looks = tree.living, 0
+living, looks = process_tree.living, 0
 
 
 def counted(session: int | None = None) -> list[psutil.Process]:
@@ -44,6 +44,6 @@ def counted(session: int | None = None) -> list[psutil.Process]:
     return found
 
 
-tree.living = counted
-killed = tree.end(60.0)
+process_tree.living = counted
+killed = process_tree.end(60.0)
 print(f"killed {killed}, saved {pathlib.Path('saved').exists()}")

@@ -1,0 +1,179 @@
+"""The checkpoints in a run's folder: listed with their state, and pruned on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ci_llm.checkpoints.folders import FINAL, committed, numbered_steps, step_folder
+from ci_llm.checkpoints.manifest import read_manifest, verify_folder
+from ci_llm.checkpoints.store import QUARANTINE, SUPERSEDED, CheckpointStore
+from ci_llm.core.run_status import read_status
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
+
+SideChannel: TypeAlias = Literal["current", "superseded", "quarantine"]
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One checkpoint.
+
+    Attributes:
+        name: its folder, relative to that of the run.
+        step, attempt, wall_time, nbytes: as its manifest says; None if that cannot be read.
+        damage: what does not verify; None if all does.
+        line: "current": the run goes on from the newest of these. "superseded": newer than a step that the run
+            went back to. "quarantine": did not verify when the run looked.
+        final: whether it is the `final_checkpoint`.
+        pinned: whether it is the best by validation, which pruning spares.
+    """
+
+    name: str
+    step: int | None
+    attempt: int | None
+    wall_time: float | None
+    nbytes: int | None
+    damage: str | None
+    line: SideChannel
+    final: bool
+    pinned: bool
+
+
+def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogEntry]:
+    """The checkpoints of a run: the current line first, the newest first. Changes nothing.
+
+    Args:
+        read_all: read every byte and compare it with its digest; otherwise the manifests alone.
+
+    Raises:
+        BadInput: there is no such folder.
+        CheckpointError: one has a format that is newer than this program.
+    """
+    if not directory.is_dir():
+        raise BadInput("there is no such folder", where=str(directory), hint="give the output_dir of a run")
+    lines: dict[SideChannel, list[Path]] = {
+        "current": current_line(directory),
+        "superseded": _shelf(directory / SUPERSEDED),
+        "quarantine": _shelf(directory / QUARANTINE),
+    }
+    pinned = pinned_steps(directory)
+    entries = [_entry(directory, folder, line, read_all) for line, folders in lines.items() for folder in folders]
+    return [replace(entry, pinned=entry.line == "current" and entry.step in pinned) for entry in entries]
+
+
+def current_line(directory: Path) -> list[Path]:
+    """The folders that a run goes on from, the newest first; before them a `final_checkpoint` that tells no step."""
+    found = [folder for _, folder in committed(directory)]
+    final = directory / FINAL
+    return found if final in found or not final.exists() else [final, *found]
+
+
+def _shelf(place: Path) -> list[Path]:
+    return sorted(folder for folder in place.iterdir() if folder.is_dir()) if place.is_dir() else []
+
+
+def _entry(directory: Path, folder: Path, line: SideChannel, read_all: bool) -> CatalogEntry:
+    manifest, damage = None, None
+    try:
+        manifest = read_manifest(folder)
+        if read_all:
+            verify_folder(folder)
+    except DamagedCheckpoint as error:
+        damage = error.what
+    return CatalogEntry(
+        name=str(folder.relative_to(directory)),
+        step=manifest.step if manifest else None,
+        attempt=manifest.attempt if manifest else None,
+        wall_time=manifest.wall_time if manifest else None,
+        nbytes=manifest.nbytes if manifest else None,
+        damage=damage,
+        line=line,
+        final=folder.name.startswith(FINAL),
+        pinned=False,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- pruning
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What `prune` has removed, or would remove.
+
+    Attributes:
+        kept, removed: steps, the newest first; those kept include the pinned ones.
+        damaged: what is wrong with those that were passed over.
+    """
+
+    kept: tuple[int, ...]
+    removed: tuple[int, ...]
+    damaged: tuple[str, ...]
+    freed_bytes: int
+
+
+def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
+    """Keep the `keep` newest numbered checkpoints that verify, byte by byte, and remove what is older.
+
+    A damaged one among the newer is named and left: it does not count, and the next start of the run sets it aside.
+    The best step by validation, the `final_checkpoint` and what was set aside stay.
+
+    Raises:
+        BadInput: there is no numbered checkpoint here, or `keep` is below 1.
+        WriterBusy: a run holds the folder; a dry run only looks.
+        DamagedCheckpoint: none verifies; nothing is removed.
+    """
+    if keep < 1:
+        raise BadInput("at least one checkpoint must be kept", where=f"--keep {keep}", hint="give 1 or more")
+    if not (steps := numbered_steps(directory)):
+        raise BadInput("no numbered checkpoint is here", where=str(directory), hint="give the output_dir of a run")
+    return _plan(directory, steps, keep) if dry_run else _remove(directory, keep)
+
+
+def _remove(directory: Path, keep: int) -> Pruning:
+    store = CheckpointStore(directory)
+    try:
+        store.claim()
+        plan = _plan(directory, numbered_steps(directory), keep)
+        for step in reversed(plan.removed):
+            store.delete(step)
+    except OSError as error:
+        raise CheckpointError(f"not everything could be removed: {error}", where=str(directory)) from error
+    finally:
+        store.close()
+    return plan
+
+
+def pinned_steps(directory: Path) -> frozenset[int]:
+    """Steps that stay whatever their age: the best one by validation, as the run's status tells."""
+    try:
+        best = read_status(directory).best_step
+    except BadInput:  # no run of ours, or none that has begun
+        return frozenset()
+    return frozenset() if best is None else frozenset({best})
+
+
+def _plan(directory: Path, steps: list[int], keep: int) -> Pruning:
+    kept: list[int] = []
+    damaged: list[str] = []
+    older = sorted(steps, reverse=True)
+    while older and len(kept) < keep:
+        step = older.pop(0)
+        try:
+            verify_folder(step_folder(directory, step))
+            kept.append(step)
+        except DamagedCheckpoint as error:
+            damaged.append(error.what)
+    if not kept:
+        raise DamagedCheckpoint(
+            f"none of these checkpoints verifies, and nothing was removed: {'; '.join(damaged)}", where=str(directory)
+        )
+    pinned = pinned_steps(directory)
+    kept += [step for step in older if step in pinned]
+    removed = [step for step in older if step not in pinned]
+    freed = sum(_size(step_folder(directory, step)) for step in removed)
+    return Pruning(tuple(kept), tuple(removed), tuple(damaged), freed)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

@@ -1,0 +1,64 @@
+"""One committed folder by itself, at a path of the caller's choice: no run around it, no line, no claim."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ci_llm.checkpoints.commit import commit, require_space
+from ci_llm.checkpoints.manifest import Manifest, read_folder
+from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
+from ci_llm.core.durable import DISK, Filesystem, make_folders, remove_tree
+from ci_llm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and verified."""
+
+    state: dict[str, Any]
+    manifest: Manifest
+
+
+def load_checkpoint(folder: Path | str) -> Checkpoint:
+    """Read one committed folder, wherever it lies.
+
+    Raises:
+        DamagedCheckpoint: it is missing, or not as it was written.
+    """
+    manifest, files = read_folder(Path(folder))
+    return Checkpoint(read_snapshot(manifest.forms, files), manifest)
+
+
+def write_checkpoint(
+    folder: Path,
+    state: State,
+    *,
+    step: int = 0,
+    info: Mapping[str, object] | None = None,
+    disk: Filesystem = DISK,
+) -> Manifest:
+    """Commit `state` as `folder`, which is then the new one, whole and read back; or what it was before.
+
+    Raises:
+        CheckpointError: the state holds a value that cannot be saved, or the disk failed.
+    """
+    snapshot = take_snapshot(state)
+    records = {name: image.record() for name, image in snapshot.files.items()}
+    manifest = Manifest(step, 0, time.time(), snapshot.forms, records, info or {})
+    work = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
+    try:
+        make_folders(folder.parent, disk=disk)
+        require_space(folder.parent, manifest, disk)
+        disk.mkdir(work)
+        try:
+            commit(folder, snapshot.files, manifest, work, disk)
+        finally:
+            remove_tree(work, disk=disk)
+    except OSError as error:
+        raise CheckpointError(f"{folder.name} cannot be written: {error}", where=str(folder)) from error
+    return manifest

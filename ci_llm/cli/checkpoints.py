@@ -1,0 +1,217 @@
+"""`ci-llm checkpoints`: list, verify, diff, prune and import, from the words typed to the lines printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
+
+LINES_SHOWN = 20
+
+_DESCRIPTION = "Look at checkpoints, compare them, remove old ones, and make a crowd of adapters of others."
+_EXAMPLES = """examples:
+  ci-llm checkpoints list ci_llm_output
+  ci-llm checkpoints verify ci_llm_output/checkpoint_step_100
+  ci-llm checkpoints diff straight/final_checkpoint resumed/final_checkpoint
+  ci-llm checkpoints prune ci_llm_output --keep 2 --dry-run
+  ci-llm checkpoints import old_run/agents --to imported --base-model google/gemma-2-2b
+
+exit codes: 0 fine; 1 what was to be verified is damaged, or what was compared differs; 2 bad call"""
+
+
+def run_verb(words: Sequence[str]) -> int:
+    """Do what `ci-llm checkpoints WORDS` says and return the exit code.
+
+    Raises:
+        BadInput: the call is wrong. CheckpointError: a checkpoint cannot be read or changed.
+        SystemExit: with 0, after `--help`.
+    """
+    call = _parser().parse_args(words)
+    done: int = call.verb(call)
+    return done
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser("ci-llm checkpoints", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=layout)
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    def verb(name: str, does: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".", allow_abbrev=False)
+        made.set_defaults(verb=globals()[f"_{name}"])
+        return made
+
+    listing = verb("list", "every checkpoint of a run: step, time, size, whether it verifies, its place in the line")
+    listing.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")
+    listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
+    verifying = verb("verify", "read every byte of a checkpoint, or of all of a run, and compare it with its digest")
+    verifying.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the output_dir of a run")
+    diff = verb("diff", "compare two checkpoints bit by bit")
+    diff.add_argument("one", type=Path, metavar="A", help="a checkpoint, or a run: its newest")
+    diff.add_argument("other", type=Path, metavar="B", help="another")
+    prune = verb("prune", "keep the newest checkpoints that verify and remove older ones; never while a run writes")
+    prune.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")
+    prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many to keep, at least 1")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    importing = verb("import", "make PEFT adapters, or agents of the first CI-LLM, the agents of one crowd")
+    importing.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="a folder with one adapter or more")
+    importing.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where; must not exist yet")
+    importing.add_argument("--base-model", metavar="NAME", help="hub id or folder; what the adapters say by default")
+    for each in (listing, verifying, diff, prune, importing):
+        each.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    return parser
+
+
+def _list(call: argparse.Namespace) -> int:
+    from ci_llm.checkpoints.catalog import list_checkpoints
+
+    entries = list_checkpoints(call.run, read_all=not call.quick)
+    if call.json:
+        _print_json({"checkpoints": [asdict(entry) for entry in entries]})
+        return 0
+    if not entries:
+        print(f"no checkpoint in {call.run}")
+        return 0
+    print(f"{'step':>8}  {'written':<19}  {'bytes':>15}  {'attempt':>7}  {'state':<9}  {'line':<10}  folder")
+    for entry in entries:
+        state = "damaged" if entry.damage else "unread" if call.quick else "verified"
+        written = "" if entry.wall_time is None else time.strftime("%F %T", time.localtime(entry.wall_time))
+        size = "" if entry.nbytes is None else f"{entry.nbytes:,}"
+        step, attempt = ("?" if value is None else value for value in (entry.step, entry.attempt))
+        name = f"{entry.name} (best)" if entry.pinned else entry.name
+        print(f"{step:>8}  {written:<19}  {size:>15}  {attempt:>7}  {state:<9}  {entry.line:<10}  {name}")
+    for entry in entries:
+        if entry.damage:
+            print(f"{entry.name}: {entry.damage}")
+    return 0
+
+
+def _verify(call: argparse.Namespace) -> int:
+    from ci_llm.checkpoints.catalog import current_line
+    from ci_llm.checkpoints.folders import is_named_checkpoint
+    from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
+
+    lone = (call.path / MANIFEST).exists() or is_named_checkpoint(call.path)  # what has lost its manifest is damaged
+    folders = [call.path] if lone else current_line(call.path)
+    if not (call.path.is_dir() and folders):
+        raise _no_checkpoint(call.path)
+    damage = {}
+    for folder in folders:
+        try:
+            manifest = verify_folder(folder)
+        except DamagedCheckpoint as error:
+            damage[str(folder)] = error.what
+        else:
+            if not call.json:
+                print(f"{folder}: verified, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
+    if call.json:
+        _print_json({"verified": [str(f) for f in folders if str(f) not in damage], "damaged": damage})
+    elif damage:
+        raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
+    return 1 if damage else 0
+
+
+def _diff(call: argparse.Namespace) -> int:
+    from ci_llm.checkpoints.checkpoint import load_checkpoint
+    from ci_llm.checkpoints.diff import compare
+
+    folders = [_checkpoint(path) for path in (call.one, call.other)]
+    found = compare(*(load_checkpoint(folder) for folder in folders))
+    counting = [difference for difference in found.differences if difference.counts]
+    beside = [difference for difference in found.differences if not difference.counts]
+    if call.json:
+        told = [asdict(difference) for difference in found.differences]
+        compared = {"tensors": found.num_tensors, "values": found.num_values}
+        _print_json({"identical": found.identical, "compared": compared, "differences": told})
+        return 0 if found.identical else 1
+    verdict = "bit-identical" if found.identical else f"{len(counting)} differences"
+    print(f"A {folders[0]}\nB {folders[1]}")
+    print(f"{verdict}, {found.num_tensors} tensors and {found.num_values} plain values compared")
+    for difference in counting[:LINES_SHOWN]:
+        print(f"  {difference.where}: {difference.what}")
+    if len(counting) > LINES_SHOWN:
+        print(f"  and {len(counting) - LINES_SHOWN} more; --json tells all")
+    if beside:
+        print(f"beside the state: {', '.join(difference.where for difference in beside)}")
+    return 0 if found.identical else 1
+
+
+def _prune(call: argparse.Namespace) -> int:
+    from ci_llm.checkpoints.catalog import pinned_steps, prune
+
+    done = prune(call.run, call.keep, dry_run=call.dry_run)
+    if call.json:
+        _print_json({**asdict(done), "dry_run": call.dry_run})
+        return 0
+    pinned = pinned_steps(call.run)
+    removed = ", ".join(map(str, done.removed)) or "none"
+    kept = ", ".join(f"{step} (best)" if step in pinned else str(step) for step in done.kept)
+    print(f"{'would remove' if call.dry_run else 'removed'}: {removed} ({done.freed_bytes:,} bytes); kept: {kept}")
+    for damage in done.damaged:
+        print(f"left for the next start of the run to set aside: {damage}")
+    return 0
+
+
+def _import(call: argparse.Namespace) -> int:
+    from ci_llm.cluster.hub import go_offline_if_unreachable
+
+    if call.base_model:
+        go_offline_if_unreachable(call.base_model)
+    from ci_llm.crowd.base import short_name
+    from ci_llm.crowd.importing import import_crowd
+
+    crowd = import_crowd(call.sources, call.to, call.base_model)
+    settings, base_model = crowd.settings, short_name(crowd.base_name)
+    if call.json:
+        told = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
+        _print_json({**told, "lora_rank": settings.rank, "lora_alpha": settings.alpha})
+        return 0
+    targets = settings.target_modules
+    print(f"{call.to}: {crowd.num_agents} agents of rank {settings.rank} on {base_model}")
+    print(f'answer:  Crowd.from_pretrained("{call.to}").generate(...)')
+    print(
+        f"train:   python train.py init_from={call.to} num_agents={crowd.num_agents} lora_rank={settings.rank}"
+        f" lora_alpha={settings.alpha:g} use_rslora={str(settings.use_rslora).lower()}"
+        f" lora_target_modules={targets if isinstance(targets, str) else ','.join(targets)}"
+        f" model_name={base_model} experiment_name=mine"
+    )
+    return 0
+
+
+def _checkpoint(path: Path) -> Path:
+    """The checkpoint that is meant: the folder itself, or the newest of a run.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    from ci_llm.checkpoints.folders import committed
+    from ci_llm.checkpoints.manifest import MANIFEST
+
+    if (path / MANIFEST).is_file():
+        return path
+    if inside := committed(path):
+        return inside[0][1]
+    raise _no_checkpoint(path)
+
+
+def _no_checkpoint(path: Path) -> BadInput:
+    return BadInput(
+        "there is no checkpoint here",
+        where=str(path),
+        hint="give a folder such as RUN/checkpoint_step_100, or the output_dir of a run",
+    )
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))

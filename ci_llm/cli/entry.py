@@ -1,0 +1,35 @@
+"""The way in from a checkout: where a package is not installed, that is one line with its hint and no traceback."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Final
+
+BAD_CALL: Final = 2
+
+
+def enter(door: str, words: list[str]) -> int:
+    """Call the function `door` of `ci_llm.cli.main` with the words of the command line; returns its exit code."""
+    try:
+        code: int = getattr(importlib.import_module("ci_llm.cli.main"), door)(words)
+    except ModuleNotFoundError as error:
+        if "--debug" in words or not _is_missing_here(error):
+            raise
+        script = Path(sys.argv[0]).name
+        print(
+            f"error: the package {error.name} is not installed for {sys.executable}\n"
+            f"  hint:  make install, then .venv/bin/python {script}",
+            file=sys.stderr,
+        )
+        return BAD_CALL
+    return code
+
+
+def _is_missing_here(error: ModuleNotFoundError) -> bool:
+    """Whether a file of ours imports what is missing: what other people's code lacks is a failure of the run."""
+    *_, (importer, _) = traceback.walk_tb(error.__traceback__)
+    ours = str(importer.f_globals.get("__name__")).startswith("ci_llm.")
+    return ours and not str(error.name).startswith("ci_llm")

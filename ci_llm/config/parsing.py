@@ -1,0 +1,311 @@
+"""Text to value, by the type of the key: `no` is a word for one key and false for another, never a guess.
+
+A value arrives as it was written (`Scalar`, `Items` or `Odd`), from YAML or from the command line (`--any-key V`,
+`--any_key=V`, `any_key=V`, and `--flag` alone for true). What it means is decided here alone, from the declared type
+of its key; pydantic checks the ranges.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from ci_llm.config.schema import DurationMark
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One value as text; `quoted` if YAML's quotes made it a string whatever it looks like."""
+
+    text: str
+    quoted: bool = False
+
+    def __str__(self) -> str:
+        return repr(self.text if len(self.text) <= 60 else self.text[:57] + "...") if self.text else "empty"
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A value no key can take, in words: `a nested mapping`."""
+
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of values."""
+
+    values: tuple[Scalar | Odd, ...]
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(map(str, self.values[:5])) + (", ...]" if len(self.values) > 5 else "]")
+
+
+Raw = Scalar | Items | Odd
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key as its source has it: the name as written, the value as written, and the place."""
+
+    name: str
+    raw: Raw
+    where: str
+
+
+class UnreadableError(Exception):
+    """The text is no value of the key's type."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One alternative of a field's type, such as `int` with its bounds, or the choices of a Literal."""
+
+    type: Any
+    metadata: tuple[Any, ...] = ()
+    choices: tuple[str, ...] = ()
+    item: _Kind | None = None
+
+    @property
+    def is_duration(self) -> bool:
+        return any(isinstance(mark, DurationMark) for mark in self.metadata)
+
+
+def _kinds(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[_Kind]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *marks = get_args(annotation)
+        yield from _kinds(inner, (*marks, *metadata))
+    elif origin in (Union, types.UnionType):
+        for alternative in get_args(annotation):
+            yield from _kinds(alternative)
+    elif origin is Literal:
+        yield _Kind(Literal, choices=get_args(annotation))
+    elif origin is tuple:
+        yield _Kind(tuple, metadata, item=next(_kinds(get_args(annotation)[0])))
+    else:
+        yield _Kind(annotation, metadata)
+
+
+def kinds_of(field: FieldInfo) -> list[_Kind]:
+    """The alternatives of a field's type: choices first, then null, then the rest as declared."""
+    order = {Literal: 0, types.NoneType: 1}
+    return sorted(_kinds(field.annotation, tuple(field.metadata)), key=lambda kind: order.get(kind.type, 2))
+
+
+def takes_flag(field: FieldInfo) -> bool:
+    """Whether `--key` without a value means true."""
+    return any(kind.type is bool for kind in kinds_of(field))
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+NULL_WORDS = frozenset({"", "~", "null", "none"})
+TRUTH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_INTEGER = re.compile(r"[-+]?(0|[1-9](_?[0-9]){0,30})")
+_NUMBER = re.compile(r"[-+]?([0-9](_?[0-9])*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,5})?")
+_CLOCK = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
+_SPAN = re.compile(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,8})m)?(?:([0-9]{1,9})s)?")
+_MISS = object()
+
+
+def read_value(field: FieldInfo, raw: Raw) -> object:
+    """The value of `field` that `raw` means.
+
+    Raises:
+        UnreadableError: no alternative of the field's type can be written like that.
+    """
+    for kind in kinds_of(field):
+        value = _read_items(kind, raw) if isinstance(raw, Items) else _read_one(kind, raw)
+        if value is not _MISS:
+            return value
+    raise UnreadableError
+
+
+def _read_one(kind: _Kind, raw: Scalar | Odd) -> object:
+    return _READERS[kind.type](kind, raw) if isinstance(raw, Scalar) else _MISS
+
+
+def _read_items(kind: _Kind, raw: Items) -> object:
+    if kind.item is None:
+        return _MISS
+    values = tuple(_read_one(kind.item, value) for value in raw.values)
+    return _MISS if _MISS in values else values
+
+
+def _read_choice(kind: _Kind, raw: Scalar) -> object:
+    return raw.text if raw.text in kind.choices else _MISS
+
+
+def _read_null(_: _Kind, raw: Scalar) -> object:
+    return None if _is_null(raw) else _MISS
+
+
+def _read_truth(_: _Kind, raw: Scalar) -> object:
+    return _MISS if raw.quoted else TRUTH_WORDS.get(raw.text.lower(), _MISS)
+
+
+def _read_integer(_: _Kind, raw: Scalar) -> object:
+    return int(raw.text) if not raw.quoted and _INTEGER.fullmatch(raw.text) else _MISS
+
+
+def _read_number(kind: _Kind, raw: Scalar) -> object:
+    if not raw.quoted and _NUMBER.fullmatch(raw.text) and not re.match(r"[-+]?0[0-9]", raw.text):
+        return float(raw.text.replace("_", ""))
+    return _read_duration(raw.text) if kind.is_duration else _MISS
+
+
+def _read_duration(text: str) -> object:
+    match = _CLOCK.fullmatch(text) or (_SPAN.fullmatch(text) if text else None)
+    if match is None:
+        return _MISS
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _read_text(_: _Kind, raw: Scalar) -> object:
+    return raw.text if raw.text.isprintable() and not _is_null(raw) else _MISS
+
+
+def _read_list(kind: _Kind, raw: Scalar) -> object:
+    """`a,b` and `[a, b]` as written on a command line; none is the empty list."""
+    if _is_null(raw):
+        return ()
+    names = raw.text.strip().removeprefix("[").removesuffix("]").split(",")
+    return _read_items(kind, Items(tuple(Scalar(name.strip(" '\"")) for name in names)))
+
+
+def _is_null(raw: Scalar) -> bool:
+    return not raw.quoted and raw.text.lower() in NULL_WORDS
+
+
+_READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {
+    Literal: _read_choice,
+    types.NoneType: _read_null,
+    bool: _read_truth,
+    int: _read_integer,
+    float: _read_number,
+    str: _read_text,
+    tuple: _read_list,
+}
+
+
+# --------------------------------------------------------------------------------------- words for the reader
+
+
+_NOUNS: dict[Any, str] = {
+    bool: "true | false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "null",
+}
+
+
+def expected(field: FieldInfo) -> str:
+    """What the field takes, in words: `a whole number of at least 1, or null`."""
+    null_last = sorted(kinds_of(field), key=lambda kind: kind.type is types.NoneType)
+    return ", or ".join(_words(kind) for kind in null_last)
+
+
+def _words(kind: _Kind) -> str:
+    if kind.choices:
+        return " | ".join(kind.choices)
+    if kind.item is not None:
+        return f"a list of {_words(kind.item)}" if kind.item.choices else "a list of names"
+    noun = "seconds" if kind.is_duration else _NOUNS[kind.type]
+    words = " ".join([noun, *filter(None, map(_bound, kind.metadata))])
+    return f"{words} (or 1h30m, or HH:MM:SS)" if kind.is_duration else words
+
+
+def _bound(mark: Any) -> str | None:
+    match mark:
+        case Ge(ge=low):
+            return f"of at least {low}"
+        case Gt(gt=low):
+            return f"above {low}"
+        case Le(le=high):
+            return f"and at most {high}"
+        case Lt(lt=high):
+            return f"and below {high}"
+    return None
+
+
+def hint(field: FieldInfo, raw: Raw) -> str | None:
+    """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, BF16, a typo."""
+    if isinstance(raw, Odd) and "nested" in raw.what:
+        return "keys are flat: one value per key"
+    if isinstance(raw, Scalar) and not _can_read(field, raw):
+        for text in _respellings(raw.text):
+            if _can_read(field, Scalar(text)):
+                return f"write {text} without quotes" if raw.quoted else f"write {text}"
+        choices = [choice for kind in kinds_of(field) for choice in (kind.item or kind).choices]
+        if close := get_close_matches(raw.text.lower(), choices, n=1):
+            return f"did you mean {close[0]}?"
+    return None
+
+
+def _respellings(text: str) -> Iterator[str]:
+    yield text
+    yield text.strip().lower()
+    yield text.lstrip("0")
+    if _NUMBER.fullmatch(text) and len(text) < 20 and (number := float(text.replace("_", ""))).is_integer():
+        yield f"{number:.0f}"
+
+
+def _can_read(field: FieldInfo, raw: Scalar) -> bool:
+    try:
+        read_value(field, raw)
+    except UnreadableError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+PLACE = "command line"
+NO_VALUE = Odd("without a value")
+Stands = Literal["alone", "either way", "with a value"]
+_ASSIGNMENT = re.compile(r"(?:--)?([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_OPTION = re.compile(r"--([A-Za-z_][\w.-]*)")
+
+
+def read_arguments(arguments: Sequence[str], stands: Callable[[str], Stands]) -> tuple[list[Entry], list[str]]:
+    """Splits a command line into entries, in order, and the words that are neither a key nor a value of one.
+
+    Args:
+        arguments: the words after the program's name.
+        stands: how `--key` stands: alone (true, unless a word of truth follows), with a value, or either way.
+    """
+    entries: list[Entry] = []
+    strays: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if match := _ASSIGNMENT.fullmatch(word):
+            entries.append(Entry(match[1], Scalar(match[2]) if match[2] else NO_VALUE, PLACE))
+        elif match := _OPTION.fullmatch(word):
+            entries.append(Entry(match[1], _take_value(stands(match[1]), words), PLACE))
+        else:
+            strays.append(word)
+    return entries, strays
+
+
+def _take_value(stands: Stands, words: list[str]) -> Raw:
+    follows = bool(words) and not words[0].startswith("--") and not _ASSIGNMENT.fullmatch(words[0])
+    if stands == "alone":
+        follows = follows and words[0].lower() in {*TRUTH_WORDS, "auto"}
+    if follows:
+        return Scalar(words.pop(0))
+    return NO_VALUE if stands == "with a value" else Scalar("true")

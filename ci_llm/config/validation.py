@@ -1,0 +1,97 @@
+"""What single values cannot show: combinations that cannot work (clashes), or deserve a word (notices)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ci_llm.config.schema import NO_EFFECT
+
+if TYPE_CHECKING:
+    from ci_llm.config import Config
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Keys whose values exclude one another, and the way out."""
+
+    keys: tuple[str, ...]
+    what: str
+    hint: str
+
+
+def find_clashes(config: Config) -> list[Clash]:
+    """Every combination that cannot work."""
+    return [*_clashes(config)]
+
+
+def _clashes(c: Config) -> Iterator[Clash]:
+    if c.diversity == "joint" and c.lambda_sw >= 1:
+        yield Clash(
+            ("diversity", "lambda_sw"),
+            f"diversity joint needs lambda_sw below 1, not {c.lambda_sw:g}: the agents weigh 1 - lambda_sw",
+            "set lambda_sw between 0 and 1, 0.1 for instance",
+        )
+    if c.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        yield Clash(
+            ("lr_scheduler_type",),
+            f"lr_scheduler_type {c.lr_scheduler_type} follows the loss, not the step",
+            "take cosine, linear or constant_with_warmup",
+        )
+    if c.model_dtype == "fp64" and c.mixed_precision != "no":
+        yield Clash(
+            ("model_dtype", "mixed_precision"),
+            f"mixed_precision {c.mixed_precision} would undo model_dtype fp64",
+            "set mixed_precision to no, or model_dtype to fp32",
+        )
+    for key in ("early_stopping_patience", "load_best_model_at_end"):
+        if getattr(c, key) and c.eval_steps is None:
+            yield Clash(
+                (key, "eval_steps"), f"{key} compares evaluations, and eval_steps null makes none", "set eval_steps"
+            )
+    greater = c.metric_for_best_model == "exact_match"
+    if c.greater_is_better not in (None, greater):
+        yield Clash(
+            ("greater_is_better", "metric_for_best_model"),
+            f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better",
+            "leave greater_is_better away",
+        )
+    if both := [name for name in c.stop_signals if name in c.save_signals]:
+        yield Clash(
+            ("stop_signals", "save_signals"),
+            f"{both[0]} cannot mean both stop and save",
+            "take it out of stop_signals or out of save_signals",
+        )
+    if c.experiment_name is not None and ("/" in c.experiment_name or c.experiment_name in (".", "..")):
+        yield Clash(
+            ("experiment_name",),
+            f"experiment_name {c.experiment_name!r} is a path; it names a folder inside output_dir",
+            "write a plain name, and the path as output_dir",
+        )
+
+
+def find_notices(config: Config) -> list[str]:
+    """What to tell once: settings without effect, and those that probably mean something else."""
+    return [*_without_effect(config), *_doubtful(config)]
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    for key, field in type(config).model_fields.items():
+        if getattr(config, key) == field.default:
+            continue
+        if key in NO_EFFECT:
+            yield f"{key} has no effect: {NO_EFFECT[key]}"
+
+
+def _doubtful(c: Config) -> Iterator[str]:
+    if c.diversity == "swd_raw":
+        yield "diversity swd_raw is the original's, kept for comparison: at weight 1 it halves accuracy"
+    if c.diversity.startswith("swd") and c.swd_representation == "first_token":
+        yield "swd_representation first_token is alike in all rows: a causal model has read nothing yet"
+    if c.global_batch_size is not None and c.gradient_accumulation_steps != 1:
+        yield "gradient_accumulation_steps has no effect: it follows from global_batch_size"
+    if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
+        yield f"batch_size {c.batch_size} is never filled: global_batch_size is {c.global_batch_size}"
+    if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:
+        yield "num_warmup_steps is as long as the run: learning_rate is never reached"

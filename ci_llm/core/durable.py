@@ -1,0 +1,203 @@
+"""Files that survive: after a crash at any line a reader finds the old content or the new one, never half.
+
+This is the only file that renames or fsyncs. Every change of a disk goes through a `Filesystem`, so that a
+test can crash before the n-th change, or drop and reorder what was never synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+from ci_llm.core.typed_json import dump_json, load_json
+
+Bytes: TypeAlias = "bytes | bytearray | memoryview"
+
+PARTIAL = ".partial"
+CHUNK_BYTES = 1 << 22
+
+
+class Filesystem:
+    """The operations that change a disk, one method per system call."""
+
+    def create(self, path: Path) -> int:
+        """Open a file that must not exist yet, for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def write(self, handle: int, data: Bytes) -> int:
+        """Write some of `data`; returns how many bytes."""
+        return os.write(handle, data)
+
+    def sync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the entries of a folder durable: a file is not safe until its name is."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            # Some network filesystems know no fsync of a folder and make entries durable by themselves.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(handle)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; a file replaces a file, a folder never replaces a folder that holds something."""
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def touch(self, path: Path) -> None:
+        """Set the time of an existing file or folder to the present of the disk's own clock."""
+        os.utime(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that this user may still write below `path`."""
+        space = os.statvfs(path)
+        return space.f_bavail * space.f_frsize
+
+
+DISK = Filesystem()
+
+
+def write_bytes(path: Path | str, data: Bytes, *, staging: Path | None = None, disk: Filesystem = DISK) -> None:
+    """Replace the file `path` by `data`, durably and in one instant. Its folder must exist.
+
+    Args:
+        staging: folder for the unfinished file, on the same filesystem; the folder of `path` by default.
+            A writer whose staging folder was renamed away can no longer replace anything.
+    """
+    path = Path(path)
+    partial = (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
+    try:
+        write_new(partial, [data], disk=disk)
+        disk.rename(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to tell; a start sweeps the rest
+            disk.unlink(partial)
+        raise
+    disk.sync_folder(path.parent)
+
+
+def write_json(path: Path | str, value: object, *, staging: Path | None = None, disk: Filesystem = DISK) -> None:
+    """`write_bytes` of typed JSON: plain where `value` is plain, int keys and tuples kept by tags."""
+    write_bytes(path, dump_json(value, indent=2), staging=staging, disk=disk)
+
+
+def read_json(path: Path | str) -> object:
+    """What `write_json` wrote, with the types it had.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no JSON, or holds a tag that is unknown here.
+    """
+    return load_json(Path(path).read_bytes())
+
+
+def write_new(path: Path, parts: Iterable[Bytes], *, disk: Filesystem = DISK) -> int:
+    """Create `path` from `parts` laid end to end and sync it; its name is durable once its folder is synced.
+
+    Returns:
+        the number of bytes.
+    """
+    handle = disk.create(path)
+    try:
+        total = sum(_write_all(handle, memoryview(part).cast("B"), disk) for part in parts if len(part))
+        disk.sync(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.close(handle)
+        raise
+    disk.close(handle)
+    return total
+
+
+def _write_all(handle: int, data: memoryview, disk: Filesystem) -> int:
+    done = 0
+    while done < len(data):
+        written = disk.write(handle, data[done:])
+        if written <= 0:
+            raise OSError(errno.EIO, "the disk took no byte and gave no reason")
+        done += written
+    return done
+
+
+def make_folders(path: Path, *, disk: Filesystem = DISK) -> None:
+    """Create `path` and what is missing above it, each name durable. An existing folder is fine."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process of the same run was faster
+            disk.mkdir(folder)
+        disk.sync_folder(folder.parent)
+
+
+def commit_folder(source: Path, target: Path, *, disk: Filesystem = DISK) -> None:
+    """Give a complete, synced folder its name, durably. `target` must not hold anything."""
+    disk.rename(source, target)
+    disk.sync_folder(target.parent)
+
+
+def sync_tree(path: Path, *, disk: Filesystem = DISK) -> None:
+    """Make the names in `path` and in every folder below it durable, the deepest first."""
+    for folder, _, _ in os.walk(path, topdown=False):
+        disk.sync_folder(Path(folder))
+
+
+def remove_tree(path: Path, *, disk: Filesystem = DISK) -> None:
+    """Remove a file, a link or a folder with all it holds; links are removed, never followed."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        disk.unlink(path)
+        return
+    for entry in sorted(os.listdir(path)):
+        remove_tree(path / entry, disk=disk)
+    disk.rmdir(path)
+
+
+def read_chunks(path: Path, *, from_disk: bool = False) -> Iterator[bytes]:
+    """The bytes of a regular file in pieces of 4 MiB; a link is refused.
+
+    Args:
+        from_disk: drop the kernel's cached pages first, so that the device answers and not the memory.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if from_disk:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        while chunk := os.read(handle, CHUNK_BYTES):
+            yield chunk
+    finally:
+        os.close(handle)
+
+
+def read_exactly(path: Path, size: int) -> bytes:
+    """The bytes of a regular file that must hold `size` of them; one that grew is never read whole.
+
+    Raises:
+        ValueError: the file has another size.
+    """
+    data = bytearray()
+    for chunk in read_chunks(path):
+        data += chunk
+        if len(data) > size:
+            break
+    if len(data) != size:
+        raise ValueError(f"{path.name} does not have {size} bytes")
+    return bytes(data)

@@ -1,0 +1,83 @@
+"""recovery.json: what the supervisor asks of the next attempts of a run, beside and never against its configuration.
+
+Written by the supervisor alone, atomically, into the run's folder; read by the trainer at its start. It is recovery
+state: no change of the configuration, never refused on a resume, and it stays with the run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Final
+
+from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.errors import CheckpointError
+
+NAME: Final = "recovery.json"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What the next attempts shall do differently.
+
+    Attributes:
+        learning_rate_factor: multiplies the scheduled learning rate of every agent.
+        micro_batch_size: rows per process and micro-step are at most this many; the effective batch holds.
+        resume_at_most_step: `latest` means the newest checkpoint of this step or before (0: a fresh start); what is
+            newer is superseded. Holds only as long as status.json names `after_attempt`: the attempt that has obeyed
+            writes its own number there, and later ones resume from their newest checkpoint again.
+        because: for people, in the order in which it happened.
+    """
+
+    learning_rate_factor: float = 1.0
+    micro_batch_size: int | None = None
+    resume_at_most_step: int | None = None
+    after_attempt: int | None = None
+    because: tuple[str, ...] = ()
+
+    def latest_step_allowed(self, last_attempt: int | None) -> int | None:
+        """The newest step from which an attempt after `last_attempt` may resume; None: any."""
+        return self.resume_at_most_step if self.after_attempt == last_attempt else None
+
+
+def read_recovery(run_folder: Path | str) -> Recovery:
+    """The recovery state of a run; the default one where nothing was ever asked.
+
+    Raises:
+        CheckpointError: the file is not of this program. Going on without it would repeat the failure.
+    """
+    path = Path(run_folder, NAME)
+    try:
+        value = read_json(path)
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+        known = {field.name: value[field.name] for field in fields(Recovery) if field.name in value}
+        recovery = Recovery(**known | {"because": tuple(known.get("because", ()))})
+        if not (0 < recovery.learning_rate_factor <= 1 and math.isfinite(recovery.learning_rate_factor)):
+            raise ValueError(f"learning_rate_factor {recovery.learning_rate_factor}")
+    except FileNotFoundError:
+        return Recovery()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the recovery state cannot be read: {error}", where=str(path), hint="move it away"
+        ) from error
+    return recovery
+
+
+def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
+    """Put `recovery` in force for the next attempt, durably.
+
+    Raises:
+        CheckpointError: the disk refuses it.
+    """
+    path = Path(run_folder, NAME)
+    try:
+        make_folders(path.parent)
+        write_json(path, asdict(recovery) | {"because": list(recovery.because)})
+    except OSError as error:
+        raise CheckpointError(
+            f"the recovery state cannot be written: {error.strerror}",
+            where=str(path),
+            hint="make space there; the same command goes on from the last checkpoint",
+        ) from error

@@ -1,0 +1,217 @@
+"""Adapters that others have written, read into one form: PEFT's folders, and those of the first CI-LLM.
+
+    adapter_config.json, adapter_model.safetensors     PEFT; or adapter_model.bin
+    agent0/, agent1/, ...                              each of them PEFT's
+    ci_llm_meta_config.json, agent<i>_weights.pth      the first CI-LLM, as it meant to write
+    ci_llm_meta_config.json, model.safetensors         the same, as it did write: the whole model, adapters included
+
+Nothing is executed: what is a pickle is read with `weights_only=True`, which knows tensors and containers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ci_llm.errors import ModelError
+
+CONFIG, META = "adapter_config.json", "ci_llm_meta_config.json"
+WHOLE_MODEL = "model.safetensors"
+
+_TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
+
+# Where the name of an agent begins with that of another, PEFT once gave the files of agent1 the tensors of agent10.
+_LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
+
+# Keys with which PEFT makes something else of an adapter, and what they are in a plain one.
+_PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
+    (
+        "rank_pattern",
+        "alpha_pattern",
+        "layer_replication",
+        "modules_to_save",
+        "lora_bias",
+        "use_dora",
+        "use_qalora",
+        "use_bdlora",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "kasa_config",
+        "monteclora_config",
+    )
+)
+
+# Starts that take out of the base what they put into the adapter: on the base as it is, it is another model.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class ForeignAdapter:
+    """One adapter, whoever wrote it.
+
+    Attributes:
+        tensors: `base_model.model.<module>.lora_<A|B>.weight`, as PEFT names them in its files.
+        base_name: what it says it was trained on; None if it does not say.
+        prompts: how its training worded its rows, as far as that is known.
+    """
+
+    source: Path
+    tensors: Mapping[str, Tensor]
+    rank: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    base_name: str | None
+    prompts: Literal["chat", "text"]
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Names of the modules of the base that carry it."""
+        return frozenset(match["module"] for name in self.tensors if (match := _TENSOR.fullmatch(name)))
+
+
+def read_adapters(source: Path) -> list[ForeignAdapter]:
+    """Every adapter of a folder, in the order of its agents.
+
+    Raises:
+        ModelError: there is none, one cannot be read, or is of a kind that agents cannot be.
+    """
+    if (source / META).is_file() and not (source / "agent0" / CONFIG).is_file():
+        return _read_original(source)
+    folders = [source] if (source / CONFIG).is_file() else _numbered(source)
+    if not folders:
+        raise ModelError(
+            "there is no adapter here" if source.is_dir() else "there is no such folder",
+            where=str(source),
+            hint=f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do, or {META}",
+        )
+    return [_read_peft(folder) for folder in folders]
+
+
+def _numbered(source: Path) -> list[Path]:
+    """agent0, agent1, ...: as many as there are, so that one missing among them is an error and no end."""
+    return [source / f"agent{k}" for k in range(len(list(source.glob(f"agent[0-9]*/{CONFIG}"))))]
+
+
+def _read_peft(folder: Path) -> ForeignAdapter:
+    config = _read_json(folder / CONFIG)
+    odd = [f"{key}: {config[key]}" for key, value in _PLAIN.items() if config.get(key) and config[key] != value]
+    if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
+        odd.append(f"init_lora_weights: {config['init_lora_weights']}, which changes the base")
+    if odd:
+        raise ModelError(
+            f"agents are plain LoRA of one rank, and this adapter has {', '.join(odd)}",
+            where=str(folder / CONFIG),
+            hint="give one without it; PEFT's save_pretrained makes plain LoRA of PiSSA, OLoRA and CorDA",
+        )
+    file = next((folder / f"adapter_model{end}" for end in (".safetensors", ".bin") if _has(folder, end)), None)
+    if file is None:
+        raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
+    return _adapter(config, folder, _read_tensors(file), config.get("base_model_name_or_path"), "chat")
+
+
+def _has(folder: Path, ending: str) -> bool:
+    return (folder / f"adapter_model{ending}").is_file()
+
+
+def _read_original(source: Path) -> list[ForeignAdapter]:
+    meta = _read_json(source / META)
+    count = meta.get("K_agents")
+    if not isinstance(count, int) or count < 1:
+        raise ModelError("it does not say how many agents there are (K_agents)", where=str(source / META), hint=_WHOLE)
+    files = [source / f"agent{k}_weights.pth" for k in range(count)]
+    missing = [file.name for file in files if not file.is_file()]
+    if not missing:
+        agents = [{n: t for n, t in _read_tensors(file).items() if not _LEAKED.fullmatch(n)} for file in files]
+    elif len(missing) == count and (source / WHOLE_MODEL).is_file():
+        agents = _agents_of(source / WHOLE_MODEL, count)
+    else:
+        raise ModelError(
+            f"weights of {len(missing)} of {count} agents are missing, the first is {missing[0]}",
+            where=str(source),
+            hint=f"copy them, or the {WHOLE_MODEL} that Accelerate saved, into this folder",
+        )
+    return [_adapter(meta, source, tensors, None, "text") for tensors in agents]
+
+
+def _agents_of(file: Path, count: int) -> list[dict[str, Tensor]]:
+    """The adapters among the weights of a whole model; only they are read."""
+    agents: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    places = {f"agent{k}": agent for k, agent in enumerate(agents)}
+    try:
+        with safetensors.safe_open(file, "pt") as model:
+            for name in model.keys():  # noqa: SIM118  it is no dict
+                match = _TENSOR.fullmatch(name)
+                if match and match["agent"] in places:
+                    places[match["agent"]][_peft_name(match)] = model.get_tensor(name)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _unreadable(file, error) from error
+    return agents
+
+
+def _peft_name(match: re.Match[str]) -> str:
+    return f"base_model.model.{match['module']}.lora_{match['side']}.weight"
+
+
+def _adapter(
+    config: Mapping[str, Any],
+    source: Path,
+    tensors: Mapping[str, Tensor],
+    base_name: str | None,
+    prompts: Literal["chat", "text"],
+) -> ForeignAdapter:
+    try:
+        adapter = ForeignAdapter(
+            source,
+            tensors,
+            rank=int(config["r"]),
+            alpha=float(config["lora_alpha"]),
+            dropout=float(config.get("lora_dropout") or 0.0),
+            use_rslora=bool(config.get("use_rslora", False)),
+            base_name=base_name,
+            prompts=prompts,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"the adapter's settings cannot be read: {error!r}", where=str(source), hint=_WHOLE) from error
+    if not adapter.modules:
+        raise ModelError("there is no LoRA tensor in it", where=str(source), hint=_WHOLE)
+    return adapter
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)  # type: ignore[no-any-return]
+        value = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the reader of pickles raises whatever the file makes it raise
+        raise _unreadable(file, error) from error
+    if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
+        raise ModelError("this is no dict of tensors", where=str(file), hint=_WHOLE)
+    return value
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(value, dict):
+        raise ModelError("this is no JSON object", where=str(file), hint=_WHOLE)
+    return value
+
+
+_WHOLE = "give a folder as it was saved, whole"
+
+
+def _unreadable(file: Path, error: Exception) -> ModelError:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return ModelError(f"{file.name} cannot be read: {text[0]}", where=str(file), hint=_WHOLE)

@@ -1,0 +1,1 @@
+"""Communication between processes: the ballot, the gradient all-reduce, and a side channel for checkpoints."""

@@ -1,0 +1,1 @@
+"""The named checks of `ci-llm check`, and what a configuration will cost."""

@@ -1,0 +1,166 @@
+"""What the checks of a dry run share: the configuration, the parts that were proven, a folder that goes away again."""
+
+from __future__ import annotations
+
+import io
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.cluster.launch import Launch
+from ci_llm.config import Config
+from ci_llm.data.rows import Rows
+from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.processes import Processes
+from ci_llm.dry_run.architecture import Shape
+from ci_llm.dry_run.cost_model import Trace
+from ci_llm.interrupts import Interrupts
+from ci_llm.logs.run_log import RunLog
+from ci_llm.run.context import Run
+
+TOY_STEPS = 2
+TOY_ROWS_ON_CPU = 16  # a CPU is never short of memory for the real number, only of time
+TOY_EVAL_ROWS = 4
+SAMPLED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a row.
+
+    Attributes:
+        mean, spread: their mean and standard deviation.
+        learned: share of them that is learned.
+        sampled: whether rows were tokenised as the run will do it; else this is an upper bound.
+    """
+
+    mean: float
+    spread: float
+    longest: int
+    learned: float
+    sampled: bool = True
+
+    def crowded(self, rows: int) -> int:
+        """Tokens per row of the fullest among thousands of micro-batches of so many rows."""
+        return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
+
+
+@dataclass
+class Measured:
+    """What the rehearsal measured of the real base; None where a stand-in or nothing took its place.
+
+    Attributes:
+        tokens_per_s: of training, all processes together.
+        checkpoint_bytes: of one checkpoint.
+        row_evaluated_s: seconds per row of an evaluation.
+        token_generated_s: seconds per token of the answers that are written at once, in the evaluation at the end.
+    """
+
+    tokens_per_s: float | None = None
+    checkpoint_bytes: int | None = None
+    row_evaluated_s: float = 0.0
+    token_generated_s: float = 0.0
+
+
+@dataclass
+class CheckContext:
+    """Each check finds here what those before it have proven, and leaves what it has proven itself.
+
+    An attribute without a value exists once the check that makes it has passed; who reads it needs that check.
+    """
+
+    config: Config
+    launch: Launch
+    interrupts: Interrupts
+    scratch: Path = field(init=False)  # disk; on all processes: accelerate
+    processes: Processes = field(init=False)  # port
+    shape: Shape = field(init=False)  # architecture
+    rows: Rows | None = None  # data
+    eval_rows: Rows = field(init=False)  # data
+    examples: TokenizedRows = field(init=False)  # template
+    eval_examples: TokenizedRows = field(init=False)  # template
+    lengths: Lengths = field(init=False)  # estimate knows better once template has passed
+    trace: Trace | None = None  # estimate, where the family can be traced
+    stands_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
+    run: Run = field(init=False)  # model
+    measured: Measured = field(default_factory=Measured)
+    at_end: ExitStack = field(default_factory=ExitStack)
+    born_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
+
+    def __post_init__(self) -> None:
+        longest = self.config.max_seq_length
+        self.lengths = Lengths(longest, 0.0, longest, learned=0.5, sampled=False)
+
+    def __enter__(self) -> CheckContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.at_end.close()
+
+    @property
+    def rows_per_step(self) -> int:
+        """The effective batch of the real run."""
+        c = self.config
+        return c.global_batch_size or c.batch_size * self.processes.count * c.gradient_accumulation_steps
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that the real run puts through the base at once, on each process."""
+        return min(self.config.batch_size, -(-self.rows_per_step // self.processes.count))
+
+    @property
+    def crowded_tokens(self) -> int:
+        """Tokens per row of the fullest micro-batch to be expected."""
+        return self.lengths.crowded(self.micro_batch)
+
+    @property
+    def toy_batch(self) -> int:
+        """Rows at once in the rehearsal."""
+        on_cpu = self.processes.device.type == "cpu"
+        return min(self.micro_batch, TOY_ROWS_ON_CPU) if on_cpu else self.micro_batch
+
+    def toy_config(self) -> Config:
+        """The configuration at toy size: few steps of one micro-batch, in the folder that goes away."""
+        toy: dict[str, object] = {
+            "output_dir": str(self.scratch / "run"),
+            "experiment_name": None,
+            "max_train_steps": TOY_STEPS + 2,
+            "batch_size": self.toy_batch,
+            "global_batch_size": None,
+            "gradient_accumulation_steps": 1,
+            "num_workers": min(1, self.config.num_workers),
+            "generation_eval_samples": min(TOY_EVAL_ROWS, self.config.generation_eval_samples),
+            "max_new_tokens_eval": 8,
+            "eval_steps": None,
+            "logging_steps": 1,
+            "report_to": (),
+            "save_steps": None,
+            "save_interval_seconds": None,
+            "resume_from_checkpoint": "latest",
+        }
+        if self.stands_in:
+            toy |= {"model_name": "embedded", "lora_target_modules": "all-linear", "init_from": None}
+        return self.config.model_copy(update=toy)
+
+    def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:
+        """Checkpoints and logs of the rehearsal; both are closed at the end."""
+        log = RunLog(config.run_folder, is_main=self.processes.is_main, terminal=io.StringIO())
+        manager = CheckpointManager(
+            config.run_folder,
+            save_interval_steps=None,
+            async_save=config.async_save,
+            checkpoint_backend=config.checkpoint_backend,
+            processes=self.processes,
+            interrupts=self.interrupts,
+            say=log.say,
+        )
+        self.at_end.callback(manager.close)
+        self.at_end.callback(log.close)
+        return manager, log

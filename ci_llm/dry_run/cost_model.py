@@ -1,0 +1,202 @@
+"""What one micro-step of a crowd costs, found without weights: the real code runs over tensors that hold no numbers.
+
+Fake tensors know shape, dtype and device and have no storage, so that a base of eight billion parameters is traced
+on a laptop in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ci_llm.config import Config
+from ci_llm.crowd.base import DTYPES, explained
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch
+from ci_llm.run.setup import lora_settings
+
+#: What an allocator holds beyond what lives: 7 to 20 % on a CPU (measured against the resident size).
+ALLOCATED_PER_LIVING = 1.1
+AGENT_COPIES = 7  # weights, gradients, two moments; the last good weights and moments
+ROWS_TRACED = 2  # of a larger batch so many are traced, and half of them; the rest follows by proportion
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-step on one process.
+
+    Attributes:
+        base_parameters: numbers of the frozen base.
+        base_bytes: what they take in the run's `model_dtype`.
+        agent_parameters: trainable numbers of one agent.
+        agents_bytes: weights, gradients and both moments of all agents, and their last good copy.
+        passing_bytes: the most that is allocated besides, at any moment of forward and backward.
+        flops: floating-point operations, a multiplication and an addition being two.
+    """
+
+    base_parameters: int
+    base_bytes: int
+    agent_parameters: int
+    agents_bytes: int
+    passing_bytes: int
+    flops: float
+
+    @property
+    def device_bytes(self) -> int:
+        """Everything that lives on the device at the worst moment."""
+        return self.base_bytes + self.agents_bytes + self.passing_bytes
+
+
+class Untraceable(Exception):
+    """This architecture cannot be followed without numbers, such as one that sends tokens to different experts."""
+
+
+def trace(
+    config: Config, shape: PreTrainedConfig, device: torch.device, *, rows: int, tokens: int, targets: int
+) -> Trace:
+    """Trace one micro-step of `rows` rows, each of `tokens` tokens of which `targets` are learned.
+
+    Raises:
+        ModelError: the base is no causal language model, or `lora_target_modules` does not fit it.
+        Untraceable: what the base does depends on numbers, which fake tensors do not have.
+    """
+    try:
+        return _trace(config, shape, device, rows, tokens, targets)
+    except RuntimeError as error:  # kernels without numbers have no narrower word: Mixtral's grouped product on a CPU
+        raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
+
+
+def _trace(
+    config: Config, shape: PreTrainedConfig, device: torch.device, rows: int, tokens: int, targets: int
+) -> Trace:
+    with FakeTensorMode():
+        crowd = _crowd(config, shape, device)
+        few = min(rows, ROWS_TRACED)
+        peak, flops = _micro_step(config, crowd, _batch(few, tokens, targets, device))
+        if rows > few:
+            smaller, _ = _micro_step(config, crowd, _batch(few // 2, tokens, targets, device))
+            peak += (peak - smaller) * (rows - few) // (few - few // 2)
+        trained = crowd.agents.weights
+        own = {p for name, p in crowd.model.named_parameters() if not p.requires_grad}
+        return Trace(
+            base_parameters=sum(p.numel() for p in own),
+            base_bytes=sum(p.nbytes for p in own),
+            agent_parameters=trained.shape[1],
+            agents_bytes=AGENT_COPIES * trained.nbytes,
+            passing_bytes=round(ALLOCATED_PER_LIVING * peak),
+            flops=flops * rows / few,
+        )
+
+
+def base_dtype(config: Config, shape: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The precision in which the base would be loaded."""
+    if config.model_dtype:
+        return DTYPES[config.model_dtype]
+    return (shape.dtype or torch.float32) if device.type == "cuda" else torch.float32
+
+
+def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Crowd:
+    eager = "eager" if getattr(shape, "attn_logit_softcapping", None) else None
+    dtype = base_dtype(config, shape, device)
+    try:
+        with device:
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=eager)
+    except ValueError as error:
+        raise explained(config.model_name, error) from error
+    model.config.use_cache = False
+    crowd = Crowd(model, lora_settings(config), "traced")
+    if config.use_gradient_checkpointing:
+        crowd.recompute_layers()
+    return crowd.train()
+
+
+def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]:
+    """(bytes at the worst moment, beside base and agents; operations) of forward and backward."""
+    crowd.agents.begin_step(0)
+    owned = [*crowd.parameters(), *crowd.buffers(), crowd.agents.weights, crowd.agents.gradients]
+    with _Ledger(owned) as ledger:
+        try:
+            _forward_backward(config, crowd, batch)
+        except (TypeError, AttributeError):  # its attention cannot take packed rows, see `Crowd.choose_route`
+            crowd.route = "padded"
+            _forward_backward(config, crowd, batch)
+    return ledger.peak, ledger.flops
+
+
+def _forward_backward(config: Config, crowd: Crowd, batch: Batch) -> None:
+    mixed = DTYPES.get(config.mixed_precision)
+    with torch.autocast(batch.input_ids.device.type, dtype=mixed, enabled=mixed is not None):
+        loss = Objective(config.diversity, config.lambda_sw)(crowd(batch), batch, 0)
+    loss.total.backward()
+
+
+def _batch(rows: int, tokens: int, targets: int, device: torch.device) -> Batch:
+    def zeros(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=device)
+
+    return Batch(
+        input_ids=zeros(rows * tokens),
+        position_ids=zeros(rows * tokens),
+        bounds=tuple(range(0, rows * tokens + 1, tokens)),
+        predict_from=zeros(rows * targets),
+        targets=zeros(rows * targets),
+        target_rows=zeros(rows * targets),
+        last_tokens=zeros(rows),
+        sample_ids=tuple(range(rows)),
+    )
+
+
+class _Ledger(TorchDispatchMode):
+    """Adds up the operations, and follows every storage from the one that makes it to its end.
+
+    Attributes:
+        peak: bytes of all storages that lived at once, at the worst moment.
+        flops: of products of matrices and of attention.
+    """
+
+    def __init__(self, not_counted: list[Tensor]) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self.flops = 0.0
+        self._known = {tensor.untyped_storage()._cdata for tensor in not_counted}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.flops += _flops(func._overloadpacket, args, kwargs or {}, result)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf.untyped_storage())
+        return result
+
+    def _meet(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self._live += size
+            self.peak = max(self.peak, self._live)
+            weakref.finalize(storage, self._end, key, size)
+
+    def _end(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._live -= size
+
+
+def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Operations by torch's own counter; it leaves out what works in place, and what oneDNN does."""
+    if (count := flop_registry.get(operation)) is not None:
+        return float(count(*args, **kwargs, out_val=result))
+    if operation.__name__ == "baddbmm_":
+        return float(2 * args[1].numel() * args[2].shape[2])
+    if operation.__name__ == "_linear_pointwise":
+        return float(2 * args[0].numel() * args[1].shape[0])
+    return 0.0

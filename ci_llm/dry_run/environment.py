@@ -1,0 +1,108 @@
+"""Checks of what lies around a run: libraries, disk, precision, port, processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ci_llm.cluster.deadline import find_deadline
+from ci_llm.core.durable import remove_tree, write_bytes
+from ci_llm.distributed.ballot import Ballot
+from ci_llm.distributed.processes import Processes, check_precision, meet_oneself, runs_on_cpu
+from ci_llm.dry_run.checks import size
+from ci_llm.dry_run.context import CheckContext
+from ci_llm.errors import ConfigError, LaunchError
+from ci_llm.logs.trackers import require_installed
+from ci_llm.run.job import check_folder
+
+PROBE_BYTES = 8 << 20
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
+
+
+def environment(scene: CheckContext) -> str:
+    """Libraries, device, trackers, and the time this run has."""
+    require_installed(scene.config.report_to)
+    find_deadline(scene.config.max_runtime, None)
+    device = "no GPU" if runs_on_cpu() else torch.cuda.get_device_name()
+    libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return f"Python {platform.python_version()}, {libraries}; {device}, {torch.get_num_threads()} CPU thread(s)"
+
+
+def disk(scene: CheckContext) -> str:
+    """The folder of the run can be written; a file can be made durable and renamed beside it."""
+    folder = scene.config.run_folder
+    check_folder(folder)
+    if not scene.launch.is_main:
+        return ""
+    place = beside(folder)
+    try:
+        scene.scratch = Path(tempfile.mkdtemp(prefix=".ci_llm_check_", dir=place))
+        scene.at_end.callback(_sweep, scene.scratch)
+        start = time.perf_counter()
+        write_bytes(scene.scratch / "probe", os.urandom(PROBE_BYTES))
+        speed = PROBE_BYTES / (time.perf_counter() - start)
+    except OSError as error:
+        raise ConfigError(
+            f"a file cannot be made durable here: {error.strerror}",
+            where=str(place),
+            hint="give an output_dir on a disk that works and has space",
+        ) from error
+    return f"{folder} can be written, {size(speed)}/s to the device, {size(shutil.disk_usage(place).free)} free"
+
+
+def beside(folder: Path) -> Path:
+    """Where the dry run may leave a folder for a while: beside the run's, on the same disk."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if nearest != folder.absolute():
+        return nearest
+    same_disk = nearest.parent.stat().st_dev == nearest.stat().st_dev
+    return nearest.parent if same_disk and os.access(nearest.parent, os.W_OK) else nearest
+
+
+def _sweep(folder: Path) -> None:
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        print(f"a folder of the dry run stays: {error}", file=sys.stderr)
+
+
+def precision(scene: CheckContext) -> str:
+    """The device has the precision that is asked for."""
+    check_precision(scene.config)
+    base = scene.config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
+    mixed = scene.config.mixed_precision
+    return f"base in {base}" + ("" if mixed == "no" else f", forward pass in {mixed}")
+
+
+def port(scene: CheckContext) -> str:
+    """The processes of this launch meet; a single one forms a world of its own for a moment."""
+    met = meet_oneself() if scene.launch.num_processes == 1 else None
+    scene.processes = Processes(scene.config, launch=scene.launch)
+    scene.at_end.callback(scene.processes.shutdown)
+    if met:
+        return met
+    address = scene.launch.variables
+    return f"{scene.processes.count} processes met at {address['MASTER_ADDR']}:{address['MASTER_PORT']}"
+
+
+def accelerate(scene: CheckContext) -> str:
+    """Processes vote, add, broadcast, see one folder; autocast is what the configuration says."""
+    processes = scene.processes
+    numbers = list(range(processes.count))
+    verdict = processes.agree(Ballot(labelled_tokens=1, sums=[float(processes.index)]))
+    total = processes.reduce_flat_(torch.ones(3, device=processes.device)).tolist()
+    if (verdict.labelled_tokens, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
+        raise LaunchError(f"processes do not add up: {verdict}, {total}", where=str(processes.device))
+    scene.scratch = processes.broadcast_object(scene.scratch if processes.is_main else Path())
+    processes.same_folder(scene.scratch)
+    with processes.autocast():
+        dtype = (torch.ones(2, 2, device=processes.device) @ torch.ones(2, 2, device=processes.device)).dtype
+    return f"{processes.count} process(es) on {processes.device.type}, {str(dtype).removeprefix('torch.')}, one sum"

@@ -1,0 +1,88 @@
+"""The dry run: which checks there are, in which order, and what they need of each other."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from ci_llm.cluster.launch import Launch
+from ci_llm.config import Config
+from ci_llm.dry_run import environment, estimates, inputs, toy_run
+from ci_llm.dry_run.checks import Check, CheckResult, Report, duration, try_all
+from ci_llm.dry_run.context import CheckContext
+from ci_llm.interrupts import Interrupts
+
+CHECKS: tuple[Check[CheckContext], ...] = (
+    Check("environment", (), environment.environment),
+    Check("precision", (), environment.precision),
+    Check("port", ("precision",), environment.port),  # before whatever may fail on one process alone
+    Check("disk", (), environment.disk),
+    Check("accelerate", ("disk", "port"), environment.accelerate),
+    Check("architecture", (), inputs.architecture),
+    Check("data", (), inputs.data),
+    Check("template", ("accelerate", "architecture", "data"), inputs.template),
+    Check("estimate", ("port", "architecture"), inputs.estimate),
+    Check("batch", ("estimate",), inputs.batch),
+    Check("model", ("template", "batch"), toy_run.model),
+    Check("two steps", ("model",), toy_run.two_steps),
+    Check("checkpoint", ("two steps",), toy_run.checkpoint),
+    Check("interruption", ("checkpoint",), toy_run.interruption),
+    Check("diversity", ("model",), toy_run.diversity),
+    Check("generation", ("model",), toy_run.generation),
+    Check("conclusion", ("checkpoint", "generation"), toy_run.conclusion),
+    Check("storage", ("estimate",), estimates.space),
+    Check("time", ("estimate",), estimates.time_needed),
+)
+
+
+def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bool = False) -> int:
+    """Try all checks and show what comes out of them; returns the exit code: 0 only if all have passed."""
+    start = time.monotonic()
+    # Retries of the one, and tracebacks of the other for what cannot be traced, would stand between the checks.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    outcomes: list[CheckResult] = []
+
+    def stopped() -> str | None:
+        if interrupts.stop_reason is not None:
+            return f"stopped: {interrupts.stop_reason}"
+        broken = launch.num_processes > 1 and any(outcome.verdict == "failed" for outcome in outcomes)
+        return "this process leaves the others after a failure" if broken else None
+
+    with CheckContext(config, launch, interrupts) as scene:
+        report = Report(max(len(check.name) for check in CHECKS))
+        for outcome in try_all(CHECKS, scene, stopped=stopped, debug=debug):
+            outcomes.append(outcome)
+            _show(report, outcome, launch)
+        passed = all(outcome.verdict == "passed" for outcome in outcomes)
+        if launch.is_main:
+            for note in [*_notes(scene), *config.notices()]:
+                report.say(note)
+            report.say(_summary(outcomes, time.monotonic() - start))
+    return 0 if passed else 1
+
+
+def _notes(scene: CheckContext) -> list[str]:
+    """What should be known beside the checks."""
+    notes = list(scene.processes.notes) if hasattr(scene, "processes") else []
+    if scene.stands_in:
+        notes.append(f"not proven: the weights of {scene.config.model_name}, which train.py will have to download")
+    return notes
+
+
+def _show(report: Report, outcome: CheckResult, launch: Launch) -> None:
+    """The main process speaks for all; the others only of what has failed for them."""
+    if launch.is_main:
+        report.show(outcome)
+    elif outcome.verdict == "failed":
+        story = "\n".join(outcome.lines)
+        print(f"process {launch.process_index}: {outcome.name} failed: {story}", file=sys.stderr, flush=True)
+
+
+def _summary(outcomes: list[CheckResult], seconds: float) -> str:
+    failed = [outcome.name for outcome in outcomes if outcome.verdict == "failed"]
+    skipped = sum(outcome.verdict == "skipped" for outcome in outcomes)
+    if not failed and not skipped:
+        return f"all {len(outcomes)} checks passed in {duration(seconds)}; nothing of them is left on the disk"
+    return f"failed: {', '.join(failed) or 'none'}; {skipped} of {len(outcomes)} checks skipped"

@@ -1,0 +1,274 @@
+"""Checks by doing: a run at toy size, in the real rooms, from its first step to its final checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.determinism import generator_for
+from ci_llm.crowd.aggregate import aggregate
+from ci_llm.crowd.base import Base, load_base
+from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.prompts import Prompter, form_of, last_answer
+from ci_llm.data.batches import Batch, pack
+from ci_llm.dry_run.checks import count, duration, size
+from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext
+from ci_llm.dry_run.inputs import tokenized
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import CheckpointError, CiLlmError, ModelError
+from ci_llm.interrupts import Interrupts, send
+from ci_llm.run.context import Run
+from ci_llm.run.evaluation import evaluate
+from ci_llm.run.job import conclude, save
+from ci_llm.run.loop import Batches, steps, train
+from ci_llm.run.resume import contents, find_source, restore
+from ci_llm.run.setup import build_crowd, join, set_determinism
+
+TERMINATED = "signal:SIGTERM"
+GENERATED_TOKENS = 8
+NOISE = 0.05
+
+
+def model(scene: CheckContext) -> str:
+    """The base is loaded, the agents are on it, and their way through it gives its own logits."""
+    set_determinism(scene.config)
+    base, remark = _base(scene)
+    parameters = base.num_parameters  # counted before there are agents
+    config = scene.toy_config()
+    manager, log = scene.open_run_folder(config)
+    crowd = build_crowd(config, base, log)
+    crowd.prompter = Prompter(base.tokenizer, form_of(scene.examples.rows))
+    run = scene.run = join(
+        config, scene.processes, scene.interrupts, manager, log, base, crowd, scene.examples, scene.eval_examples
+    )
+    run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
+    agents = f"{run.crowd.num_agents} agents of {count(run.crowd.agents.weights.shape[1])}"
+    return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}{remark}"
+
+
+def _base(scene: CheckContext) -> tuple[Base, str]:
+    """The base of the run; the embedded one where the weights would have to be downloaded, and cannot be."""
+    config, shape, device = scene.config, scene.shape, scene.processes.device
+    if not shape.offline:
+        try:
+            return load_base(config.model_name, config.model_dtype, device), ""
+        except ModelError as error:
+            # What cannot be had is stood in for; what is here and not whole would be met by the run.
+            if not (shape.from_hub and isinstance(error.__cause__, OSError)):
+                raise
+    scene.stands_in = True
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    assert scene.rows is not None
+    length = min(config.max_seq_length, 512)
+    scene.examples = tokenized(scene, scene.rows, tokenizer, SAMPLED_ROWS, length)
+    scene.eval_examples = tokenized(scene, scene.eval_rows, tokenizer, TOY_EVAL_ROWS, length)
+    remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base stands in for them"
+    return load_base("embedded", config.model_dtype, device), remark
+
+
+def two_steps(scene: CheckContext) -> str:
+    """Two optimizer steps: every loss is finite, and every agent moves."""
+    run = scene.run
+    before = run.crowd.agents.weights.clone()
+    run.log.open(1)
+    _uninterrupted(train(run, steps(run), save))
+    moved = (run.crowd.agents.weights != before).any(1).tolist()
+    losses, speed = run.processes.broadcast_object(_logged(run))
+    if not all(moved) or not all(map(math.isfinite, losses)):
+        raise CiLlmError(
+            f"after two steps the losses are {losses}, and the agents moved: {moved}",
+            where="two optimizer steps",
+            hint="lower learning_rate, or take mixed_precision=bf16 or no instead of fp16",
+        )
+    scene.measured.tokens_per_s = None if scene.stands_in else speed
+    return f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; {speed:,.0f} tokens/s"
+
+
+def _logged(run: Run) -> tuple[list[float], float]:
+    """The loss of every step and the tokens per second of the last one, as they stand in metrics.jsonl."""
+    if not run.processes.is_main:
+        return [], 0.0
+    lines = [json.loads(line) for line in (run.config.run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [float(line["train/task_loss"]) for line in lines], float(lines[-1]["tokens_per_s"])
+
+
+def _uninterrupted(stop: str | None) -> None:
+    if stop is not None:
+        raise CiLlmError(f"the dry run was stopped: {stop}")
+
+
+def checkpoint(scene: CheckContext) -> str:
+    """The checkpoint of the last step holds every bit, and brings a run that has lost them back to it."""
+    run = scene.run
+    run.manager.wait_until_finished()
+    result = run.manager.last_result
+    if result is not None and not result.saved:
+        raise CheckpointError(result.note, where=str(run.config.run_folder), hint="give an output_dir on another disk")
+    wanted = _bits(contents(run))
+    run.crowd.agents.weights.fill_(math.nan)
+    for moments in run.optimizer.state.values():
+        for tensor in moments.values():
+            tensor.zero_()
+    with run.processes.main_first():
+        source = find_source(run.manager, "latest")
+    if source is None or source.step != run.state.step:
+        raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(scene.scratch))
+    restore(run, source)
+    _compare(wanted, _bits(contents(run)), str(source.folder))
+    if result is None:  # on every process but the one that writes
+        return ""
+    scene.measured.checkpoint_bytes = None if scene.stands_in else result.nbytes
+    return f"{size(result.nbytes)} written in {duration(result.seconds)}, read back bit for bit"
+
+
+def _bits(state: Any, name: str = "") -> dict[str, bytes]:
+    """Every value below its path, as bytes; but the global generators, which go on by themselves."""
+    if isinstance(state, Mapping):
+        parts = (_bits(value, f"{name}/{key}") for key, value in state.items() if (name, key) != ("", "rng"))
+        return {path: raw for part in parts for path, raw in part.items()}
+    if isinstance(state, Tensor):
+        return {name: state.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()}
+    return {name: state if isinstance(state, bytes) else repr(state).encode()}
+
+
+def _compare(wanted: Mapping[str, bytes], found: Mapping[str, bytes], where: str) -> None:
+    odd = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+    if odd:
+        raise CheckpointError(
+            f"{len(odd)} of {len(wanted)} parts come back changed, the first is {odd[0]}",
+            where=where,
+            hint="do not train on this disk: what it takes is not what it gives",
+        )
+
+
+def interruption(scene: CheckContext) -> str:
+    """A SIGTERM in the middle of a step: the step is finished, saved, and read back."""
+    run = scene.run
+    run.total_steps = TOY_STEPS + 2
+    with Interrupts(announce=lambda _: None) as own:
+        run.interrupts = own
+        stop = train(run, _terminated(scene, steps(run)), save)
+        run.manager.wait_until_finished()
+        took = time.monotonic() - (own.stop_requested_at or time.monotonic())
+    run.interrupts = scene.interrupts
+    if stop != TERMINATED or run.state.step != TOY_STEPS + 1:
+        raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {run.state.step}: {stop}")
+    with run.processes.main_first():
+        source = find_source(run.manager, "latest")
+    if source is None or source.step != run.state.step:
+        raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(scene.scratch))
+    _compare(_bits(contents(run)), _bits(source.checkpoint.state), str(source.folder))
+    return f"SIGTERM in step {run.state.step}: finished, saved and read back {duration(took)} later"
+
+
+def _terminated(scene: CheckContext, batches: Batches) -> Batches:
+    """The first batch, with a signal to the main process when it is handed over."""
+    for step, micro_batches in batches:
+        if scene.processes.is_main:
+            send(os.getpid(), "SIGTERM")
+            scene.run.interrupts.wait(10)
+        yield step, micro_batches
+
+
+def diversity(scene: CheckContext) -> str:
+    """The diversity term is zero for agents that are alike, positive for others, and has a finite gradient."""
+    run = scene.run
+    rows = [run.rows[number] for number in range(min(2, len(run.rows)))]
+    batch = pack(rows, range(len(rows))).to(run.crowd.device)
+    kept = run.crowd.agents.weights.clone()
+    generator = generator_for(run.config.seed, "dry run")
+    noise = torch.randn(kept.shape, generator=generator).to(kept) * NOISE
+    try:
+        alike, _ = _diversity_of(run, noise[:1].expand_as(noise), batch)
+        apart, gradient = _diversity_of(run, noise, batch)
+    finally:
+        run.crowd.agents.weights.copy_(kept)
+    if not (math.isfinite(gradient) and abs(alike) < 1e-3 < 1e3 and (apart > alike or len(kept) == 1)):
+        raise CiLlmError(
+            f"diversity {run.objective.diversity}: {alike:.3g} of equal agents, {apart:.3g} of others,"
+            f" gradient {gradient:.3g}",
+            where=f"diversity: {run.config.diversity}",
+            hint="take diversity=none or joint, or a wider mixed_precision",
+        )
+    weight = "measured only" if run.config.diversity == "none" else f"weight {run.config.lambda_sw:g}"
+    return f"{run.config.diversity} ({weight}): {abs(alike):.1g} of equal agents, {apart:.3g} of different ones"
+
+
+def _diversity_of(run: Run, weights: Tensor, batch: Batch) -> tuple[float, float]:
+    """(the term per target, the norm of the gradient of the whole loss) with these agents."""
+    run.crowd.agents.weights.copy_(weights)
+    run.crowd.agents.begin_step(0)
+    with run.processes.autocast():
+        loss = run.objective(run.crowd(batch), batch, 0)
+    loss.total.backward()
+    return float(loss.diversity) / batch.num_targets, float(run.crowd.agents.gradients.norm())
+
+
+def generation(scene: CheckContext) -> str:
+    """The crowd writes, with its cache, the tokens that full passes of all agents and their aggregate choose."""
+    run = scene.run
+    assert run.crowd.prompter is not None
+    examples = [run.rows[number] for number in range(min(2, len(run.rows)))]
+    prompts = [example.input_ids[: last_answer(example).start].tolist() for example in examples]
+    decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
+    with run.processes.autocast():
+        start = time.monotonic()
+        texts = run.crowd.write(prompts, decoding).together
+        took = time.monotonic() - start
+        gap = max(_regret(run, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
+    if not gap <= _tolerance(run):
+        raise ModelError(
+            f"generation chooses tokens that full passes find {gap:.2g} nats less likely than the best",
+            where=f"model_name: {run.config.model_name}",
+            hint="report this base; training is not concerned, set generation_eval_samples=0 to do without",
+        )
+    shown = run.crowd.prompter.text(texts[0]).replace("\n", "⏎")
+    return f"{GENERATED_TOKENS} tokens x {len(prompts)} in {duration(took)}, as full passes choose them: {shown!r}"
+
+
+@torch.no_grad()
+def _regret(run: Run, prompt: list[int], text: list[int]) -> float:
+    """How much likelier, in nats, the likeliest token was at worst, by the crowd's distribution in one full pass."""
+    ids = torch.tensor(prompt + text)
+    everything = torch.arange(len(ids))
+    batch = Batch(
+        ids, everything, (0, len(ids)), everything[len(prompt) - 1 : -1], ids[len(prompt) :], ids[:0], ids[:0], (0,)
+    )
+    run.crowd.eval()
+    batch = batch.to(run.crowd.device)
+    logits = run.crowd.head.logits(run.crowd.states(batch)[:, batch.predict_from])
+    crowd = aggregate(logits.log_softmax(-1), run.config.aggregator)
+    chosen = crowd.gather(-1, batch.targets[:, None]).squeeze(-1)
+    return float((crowd.amax(-1) - chosen).max())
+
+
+def _tolerance(run: Run) -> float:
+    exact = run.config.mixed_precision == "no" and run.base.model.dtype in (torch.float32, torch.float64)
+    return 1e-3 if exact else 0.2
+
+
+def conclusion(scene: CheckContext) -> str:
+    """The end of a run: agents and crowd are judged, and the final checkpoint and its evaluation are there."""
+    run = scene.run
+    start = time.monotonic()
+    scores = evaluate(run)
+    middle = time.monotonic()
+    _uninterrupted(conclude(run))
+    end = time.monotonic()
+    assert scores is not None
+    if run.processes.is_main:
+        load_checkpoint(run.config.run_folder / "final_checkpoint")
+    rows, questions = len(run.eval_rows), min(len(run.eval_rows), run.config.generation_eval_samples)
+    if not scene.stands_in:
+        scene.measured.row_evaluated_s = (middle - start) / rows
+        scene.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
+    return f"{rows} rows judged, {questions} answers written, nll of the crowd {scores.mean_nll[-1]:.3f}"

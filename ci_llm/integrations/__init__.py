@@ -1,0 +1,1 @@
+"""Exact checkpoints for the loops of other libraries: Accelerate, Trainer, Lightning."""

@@ -1,0 +1,273 @@
+"""A crowd in anyone's Accelerate loop: `save_state` writes agents and not the base, `load_state` goes on bit for bit.
+
+    crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
+    register_hooks(accelerator)
+    ...
+    accelerator.save_state(folder)
+    ...
+    accelerator.load_state(latest_state(folders))
+    rest = accelerator.skip_first_batches(loader, batches_done)
+
+    FOLDER/ci_llm/     a committed checkpoint of ours: K adapters, optimizers, schedulers, loss scale, order of the
+                       data, generators and unfinished gradients of every process
+    FOLDER/*           Accelerate's own files in Accelerate's format, neither atomic nor verified; no model weights
+
+What Accelerate leaves out or undoes, and what is done about it:
+- `model.safetensors` holds the base, which never changes: the hook takes the crowd out of what is written and read.
+- The order of a shuffled loader is not saved: a `StatefulSampler` computes it.
+- The loader that `prepare` returned counts its own passes and tells the sampler; the pass of the copy that
+  `skip_first_batches` makes would not count: the sampler counts it.
+- Every new iterator of a loader draws from the global generator, which shifts all later dropout: the loaders of our
+  sampler get a generator of their own.
+- Gradients inside an accumulation window are not saved: here they are.
+- A generator that cannot be restored is a line in the log: here it is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
+from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
+from ci_llm.core import determinism
+from ci_llm.crowd.base import fingerprint_of
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.pretrained import META
+from ci_llm.data.sampler import StatefulSampler
+from ci_llm.distributed.side_channel import TorchPeers, run_collectively
+from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
+
+FOLDER = "ci_llm"
+# Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
+# last of those. What the other processes write is in our folder as well.
+LAST_FILE = "random_states_0.pkl"
+OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def register_hooks(accelerator: Any, *, say: Callable[[str], None] = _LOGGER.warning) -> None:
+    """Make `save_state` and `load_state` of an `Accelerator` exact for a `Crowd`. Call it on every process, once.
+
+    From then on both are collectives, as Accelerate says of them: every process calls them, and at the same step.
+
+    Args:
+        accelerator: what the crowd, its optimizers, schedulers and loaders were prepared by.
+        say: called with one line for people: what a resumed loop will not have as it was.
+
+    Raises:
+        ConfigError: no crowd was prepared, or more than one; or by something that owns the checkpoint.
+    """
+    hooks = _Hooks(accelerator)
+    for note in hooks.notes():
+        say(note)
+    accelerator.register_save_state_pre_hook(hooks.save)
+    accelerator.register_load_state_pre_hook(hooks.load)
+
+
+def latest_state(folder: Path | str, *, say: Callable[[str], None] = _LOGGER.warning) -> Path | None:
+    """The newest of the folders in `folder` that `save_state` wrote to its end, every byte of `ci_llm/` verified.
+
+    What is unfinished or damaged is passed over, with a line for people. None if there is no other.
+    """
+    found = []
+    for place in Path(folder).glob(f"*/{FOLDER}"):
+        try:
+            _require_whole(place.parent)
+            found.append((verify_folder(place).wall_time, place.parent))
+        except CheckpointError as error:
+            say(f"passed over: {error.what} ({place.parent})")
+    return max(found)[1] if found else None
+
+
+class _Hooks:
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        if (kind := str(getattr(accelerator.distributed_type, "value", ""))) in OWN_CHECKPOINTS:
+            raise ConfigError(
+                f"{kind} writes its checkpoints itself", where="register_hooks", hint="launch without it: under DDP"
+            )
+        crowds = [model for model in map(accelerator.unwrap_model, accelerator._models) if isinstance(model, Crowd)]
+        if len(crowds) != 1:
+            raise ConfigError(
+                f"{len(crowds) or 'no'} crowd was prepared by this accelerator, and there must be one",
+                where="register_hooks",
+                hint="call it after crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)",
+            )
+        [self._crowd] = crowds
+        self._fingerprint = fingerprint_of(self._crowd.model)
+        self._samplers = {
+            number: (loader, sampler)
+            for number, loader in enumerate(accelerator._dataloaders)
+            if isinstance(sampler := _sampler_of(loader), StatefulSampler)
+        }
+        for loader, sampler in self._samplers.values():
+            loader.base_dataloader.generator = torch.Generator()
+            sampler.pass_ended = self._counter_of(loader)
+
+    def notes(self) -> list[str]:
+        """What will not be restored, a line each."""
+        others = [
+            f"loader {number} ({type(sampler).__name__})"
+            for number, loader in enumerate(self._accelerator._dataloaders)
+            if not isinstance(sampler := _sampler_of(loader), (StatefulSampler, SequentialSampler))
+        ]
+        return [f"not restored by load_state: the order of {name}; give it a StatefulSampler" for name in others]
+
+    def _counter_of(self, loader: Any) -> Callable[[int], None]:
+        def count(epoch: int) -> None:
+            if self._accelerator.gradient_state.active_dataloader is not loader:
+                loader.iteration = epoch + 1
+
+        return count
+
+    # Accelerate calls these before it writes and reads its own files.
+
+    def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        """Write our folder, and take the crowd out of the weights that Accelerate is about to write."""
+        weights[:] = [weight for model, weight in zip(models, weights, strict=True) if not self._is_crowd(model)]
+        everyone = _gather(
+            {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
+        )
+        run_collectively(TorchPeers(self._accelerator.device), lambda: self._write(Path(folder), everyone))
+
+    def load(self, models: list[Any], folder: str) -> None:
+        """Restore from our folder, and take the crowd out of the models that Accelerate is about to fill.
+
+        Raises:
+            CheckpointError: the folder is not one that these hooks wrote, or not a whole one.
+            ForeignCheckpoint: it is of another crowd, another base, or another number of processes or objects.
+        """
+        models[:] = [model for model in models if not self._is_crowd(model)]
+        state = self._read(Path(folder))
+        for k in range(self._crowd.num_agents):
+            self._crowd.agents.load_agent(k, state[f"agent{k}/adapter_model"], folder)
+        for name, objects in self._stateful().items():
+            for own, saved in zip(objects, state["accelerate"][name], strict=True):
+                own.load_state_dict(saved)
+        for number, (loader, sampler) in self._samplers.items():
+            sampler.load_state_dict(state["samplers"][number])
+            loader.iteration = sampler.epoch
+        own = state["processes"][self._accelerator.process_index]
+        for name, parameter in self._crowd.named_parameters():
+            gradient: Tensor | None = own["gradients"].get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        self._accelerator.step = own["step"]
+        if (missing := determinism.restore(own["rng"])) is not None:
+            raise ForeignCheckpoint(
+                f"not every generator could be restored: {missing}",
+                where=str(folder),
+                hint="resume with as many GPUs visible to each process as before",
+            )
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        """Our state, fit to be restored on every process; or an error on all of them. A collective."""
+        found: list[dict[str, Any]] = []
+
+        def look() -> list[int]:
+            _require_whole(folder)
+            found.append(load_checkpoint(folder / FOLDER).state)
+            self._require_same(found[0], folder)
+            return []
+
+        run_collectively(TorchPeers(self._accelerator.device), look)
+        return found[0]
+
+    def _is_crowd(self, model: Any) -> bool:
+        return self._accelerator.unwrap_model(model) is self._crowd
+
+    def _write(self, folder: Path, everyone: list[dict[str, Any]]) -> list[int]:
+        if self._accelerator.is_main_process:
+            state = {
+                **self._crowd.adapter_files(),
+                META: self._crowd.meta(self._fingerprint),
+                "accelerate": {
+                    name: [one.state_dict() for one in objects] for name, objects in self._stateful().items()
+                },
+                "samplers": {number: self._order_of(*pair) for number, pair in self._samplers.items()},
+                "processes": everyone,
+            }
+            others = len(self._accelerator._custom_objects)
+            last = f"custom_checkpoint_{others - 1}.pkl" if others else LAST_FILE
+            # What an earlier save_state has left here must not make a new one look finished.
+            (folder / last).unlink(missing_ok=True)
+            write_checkpoint(folder / FOLDER, state, info={"last_file": last})
+        return []
+
+    def _stateful(self) -> dict[str, list[Any]]:
+        """What Accelerate keeps beside models and loaders."""
+        accelerator = self._accelerator
+        scaler = [] if accelerator.scaler is None else [accelerator.scaler]
+        return {"optimizers": accelerator._optimizers, "schedulers": accelerator._schedulers, "scaler": scaler}
+
+    def _order_of(self, loader: Any, sampler: StatefulSampler) -> dict[str, Any]:
+        """The sampler's state. Loaders read ahead: the sampler may be through with an epoch that the loop is in."""
+        active = self._accelerator.gradient_state.active_dataloader
+        within = active is not None and _sampler_of(active) is sampler and not active.end_of_dataloader
+        return {**sampler.state_dict(), "epoch": sampler.epoch if within else sampler.next_epoch}
+
+    def _unfinished_gradients(self) -> dict[str, Tensor]:
+        if self._accelerator.sync_gradients:
+            return {}
+        named = self._crowd.named_parameters()
+        return {name: parameter.grad.cpu() for name, parameter in named if parameter.grad is not None}
+
+    def _require_same(self, state: dict[str, Any], folder: Path) -> None:
+        there, here = state[META], self._crowd.meta(self._fingerprint)
+        lora = ("rank", "alpha", "target_modules", "use_rslora")
+        pairs = {"agents": (there["num_agents"], here["num_agents"])}
+        pairs |= {key: (there["lora"][key], here["lora"][key]) for key in lora}
+        pairs["fingerprint of the base"] = (there["base_fingerprint"], here["base_fingerprint"])
+        pairs["processes"] = (len(state["processes"]), self._accelerator.num_processes)
+        pairs |= {name: (len(state["accelerate"][name]), len(own)) for name, own in self._stateful().items()}
+        rows = {number: sampler.num_rows for number, (_, sampler) in self._samplers.items()}
+        pairs["rows by loader"] = ({number: saved["num_rows"] for number, saved in state["samplers"].items()}, rows)
+        odd = [f"{name} {before}, here {now}" for name, (before, now) in pairs.items() if before != now]
+        if odd:
+            raise ForeignCheckpoint(
+                f"the saved loop is another one: {'; '.join(odd)}",
+                where=str(folder),
+                hint="prepare the same objects in the same order, on as many processes",
+            )
+
+
+def _require_whole(folder: Path) -> None:
+    if not (folder / FOLDER / MANIFEST).is_file():
+        raise CheckpointError(
+            "this folder was not saved with register_hooks",
+            where=str(folder),
+            hint=f"give one that was: it holds {FOLDER}/{MANIFEST}",
+        )
+    last = folder / str(read_manifest(folder / FOLDER).info.get("last_file", LAST_FILE))
+    if not zipfile.is_zipfile(last):  # as torch.save writes them, and what says so stands at the end
+        raise CheckpointError(
+            "save_state was interrupted before Accelerate had written its own files",
+            where=str(folder),
+            hint="load the folder saved before this one: latest_state finds it",
+        )
+
+
+def _sampler_of(loader: Any) -> Any:
+    """The sampler at the bottom of what `prepare` and `skip_first_batches` put around it."""
+    at = loader.batch_sampler or loader.sampler
+    while (inner := getattr(at, "batch_sampler", None)) is not None:
+        at = inner
+    return getattr(at, "sampler", at)
+
+
+def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every process gives, by index. A collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone

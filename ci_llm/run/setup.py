@@ -1,0 +1,205 @@
+"""From a configuration to a run: the one place where the rooms meet.
+
+Everything that can be refused is refused before the first file is written.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import torch
+from torch.utils import deterministic
+from transformers import PreTrainedTokenizerBase, get_scheduler
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.config import Config
+from ci_llm.core.run_status import RunStatus
+from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
+from ci_llm.crowd.importing import start_from
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.prompts import Prompter, form_of
+from ci_llm.data.order import Plan
+from ci_llm.data.rows import Rows
+from ci_llm.data.sources import load_rows
+from ci_llm.data.templates import chat_template
+from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.distributed.processes import Processes
+from ci_llm.interrupts import Interrupts
+from ci_llm.logs.run_log import RunLog
+from ci_llm.run.context import Run
+from ci_llm.run.nonfinite_policy import Health, RecoveryState
+from ci_llm.run.rollback import LastGood
+from ci_llm.run.state import TrainState, Validation
+
+INITIAL_LOSS_SCALE = 2.0**16  # PyTorch's GradScaler starts there as well
+
+
+def build(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager, log: RunLog) -> Run:
+    """Load, check and join everything a run needs, at step 0; says what it found.
+
+    Raises:
+        BadInput: the model, the data or their combination cannot be trained; nothing was created.
+    """
+    set_determinism(config)
+    require_positions(load_architecture(config.model_name), config.max_seq_length)
+    found = load_rows(config, "train"), load_rows(config, "eval")  # what is missing is told before the base is loaded
+    base = load_base(config.model_name, config.model_dtype, processes.device)
+    log.say(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
+    crowd = build_crowd(config, base, log)
+    rows, eval_rows = (_tokenized(config, base, processes, each) for each in found)
+    crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
+    for line in rows.description:
+        log.say(f"data      {line}")
+    return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
+
+
+def join(
+    config: Config,
+    processes: Processes,
+    interrupts: Interrupts,
+    manager: CheckpointManager,
+    log: RunLog,
+    base: Base,
+    crowd: Crowd,
+    rows: TokenizedRows,
+    eval_rows: TokenizedRows,
+) -> Run:
+    """The run at step 0, of parts that are ready."""
+    rows_per_step = config.global_batch_size or (
+        config.batch_size * processes.count * config.gradient_accumulation_steps
+    )
+    plan, total_steps = plan_ahead(config, len(rows), rows_per_step)
+    optimizer = torch.optim.AdamW(
+        [{"params": [row]} for row in crowd.agents.rows],  # one group per agent
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        fused=config.fused_optimizer,
+    )
+    manager.watch(optimizer)
+    return Run(
+        config=config,
+        base=base,
+        tokenizer_files=_tokenizer_files(base.tokenizer),
+        crowd=crowd,
+        objective=Objective(
+            config.diversity,
+            config.lambda_sw,
+            config.swd_num_projections,
+            config.swd_representation,
+            config.seed,
+        ),
+        optimizer=optimizer,
+        rows=rows,
+        eval_rows=eval_rows,
+        processes=processes,
+        interrupts=interrupts,
+        manager=manager,
+        log=log,
+        status=RunStatus(config.run_folder, 0, is_main=False),
+        state=TrainState(
+            effective_batch=rows_per_step,
+            skipped=(0,) * config.num_agents,
+            healing=RecoveryState(agents=(Health(),) * config.num_agents),
+            loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
+            validation=Validation(config.metric_for_best_model),
+        ),
+        plan=plan,
+        total_steps=total_steps,
+        learning_rate=schedule(config, total_steps),
+        last_good=LastGood(crowd.agents.rows, optimizer),
+    )
+
+
+def plan_ahead(config: Config, num_rows: int, effective_batch: int) -> tuple[Plan, int]:
+    """Order and length of a run, from its effective batch: that of step 1, for good."""
+    plan = Plan(num_rows, effective_batch, config.seed)
+    return plan, config.max_train_steps or config.epochs * plan.steps_per_epoch
+
+
+def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
+    """The agents on their base, by the way through it that gives the base's own logits."""
+    crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
+    if reason := crowd.choose_route():
+        log.say(f"model     rows are padded, not packed: {reason}")
+    if config.init_from:
+        log.say(f"agents    {start_from(crowd, Path(config.init_from))}")
+    if config.use_gradient_checkpointing:
+        crowd.recompute_layers()
+    count = crowd.agents.weights.shape[1]
+    log.say(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
+    return crowd
+
+
+def lora_settings(config: Config) -> LoraSettings:
+    """What the configuration says about an agent."""
+    return LoraSettings(
+        num_agents=config.num_agents,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        dropconnect=config.dropconnect_p,
+        target_modules=config.lora_target_modules,
+        use_rslora=config.use_rslora,
+        initialize_adapters_rand=config.initialize_adapters_rand,
+        seed=config.seed,
+    )
+
+
+def _tokenized(config: Config, base: Base, processes: Processes, rows: Rows) -> TokenizedRows:
+    return tokenize(
+        rows,
+        base.tokenizer,
+        max_seq_length=config.max_seq_length,
+        cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+        main_first=processes.main_first(),
+    )
+
+
+def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
+    """Learning rate of 0-based step s, as a pure function: Transformers' schedules, fed by our own counter.
+
+    A scheduler object would have a position to save, and Accelerate steps a prepared one once per process.
+    """
+    warmup = config.num_warmup_steps
+    if warmup is None:
+        warmup = round(config.num_warmup_steps_ratio * total_steps)
+    dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    extra: dict[str, float] = (
+        {"num_decay_steps": max(1, total_steps // 10)} if "stable_decay" in config.lr_scheduler_type else {}
+    )
+    if config.lr_scheduler_type.endswith("with_min_lr"):
+        extra = {"min_lr_rate": 0.1}
+    scheduler = get_scheduler(
+        config.lr_scheduler_type,
+        dummy,
+        num_warmup_steps=warmup,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=extra,
+    )
+    (factor,) = scheduler.lr_lambdas
+    return lambda step: config.learning_rate * float(factor(step))
+
+
+def set_determinism(config: Config) -> None:
+    """Choose deterministic algorithms, as the configuration says; before anything is computed."""
+    if config.deterministic is False:
+        return
+    # Must be in the environment before the first cuBLAS handle is made.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # hides bugs of others, costs time
+
+
+def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """The tokenizer as a checkpoint keeps it, with the chat template that was in force."""
+    tokenizer.chat_template = chat_template(tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+        return {f"tokenizer/{path.relative_to(scratch)}": path.read_bytes() for path in files}

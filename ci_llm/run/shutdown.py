@@ -1,0 +1,146 @@
+"""A run that ends before its work is done: interrupted, when and with which words; or failed, and why.
+
+A process that fails first writes the reason to a file, and enters no collective after that.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from ci_llm.checkpoints.store import DISK_FULL
+from ci_llm.cluster.deadline import REASON, Deadline, Walltime, find_deadline
+from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.slurm import Job, ask, attempts_in_vain, end_now, end_of, killed_at, put_back, read_job
+from ci_llm.config import Config
+from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.run_status import PEER_LOST, Failure, write_failure
+from ci_llm.distributed.processes import PeerLost
+from ci_llm.distributed.side_channel import PeerGone
+from ci_llm.errors import GivenUp
+from ci_llm.run.context import Run
+
+_BRIEFLY_S = 3.0  # who is about to be killed cannot wait long for an answer
+
+
+def walltime_watched(run: Run) -> Walltime:
+    """The end of the job becomes a request to stop, on the main process; the ballot tells the others."""
+    deadline = _deadline(run.config, end_of) if run.processes.is_main else None
+    if deadline is not None:
+        run.log.say(f"walltime  stops in time before {deadline}")
+    elif run.config.stop_before_walltime is True:
+        run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
+    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, end_now))
+
+
+def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
+    job = read_job() if config.stop_before_walltime else None
+    return find_deadline(config.max_runtime, None if job is None else end(job))
+
+
+def kill_at(run: Run, deadline: Deadline | None) -> float:
+    """When a run that was told to stop will be killed, by `time.monotonic()`.
+
+    At the end of its time if that was the reason; else when SLURM says, or after `grace_s`, and by its launcher perhaps
+    before that.
+    """
+    heard_at = run.interrupts.stop_requested_at or time.monotonic()
+    if deadline is not None and run.interrupts.stop_reason == REASON:
+        return time.monotonic() + deadline.at - time.time()
+    job = read_job()
+    end = killed_at(job, partial(ask, timeout_s=_BRIEFLY_S)) if job else None
+    by_slurm = time.monotonic() + end - time.time() if end else heard_at + run.config.grace_s
+    return min(by_slurm, heard_at + run.processes.launch.patience_s)
+
+
+def leave(run: Run, reason: str) -> None:
+    """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue.
+
+    What counts is the step from which the same command goes on: one that was trained and not saved will be done again.
+    """
+    command = command_line(run.processes.launch)
+    saved = run.manager.all_steps() if run.processes.is_main else []
+    step = run.status.step = max([run.began_at, *saved])
+    try:
+        mine = run.status.finish("interrupted", reason, command)
+    except OSError as error:
+        run.log.say(f"status.json cannot be written: {error}")
+        mine = run.processes.is_main and run.manager.store.still_held()
+    where = f"step {step} is saved" if step else "no step is saved"
+    run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
+    if mine:  # a job that another attempt has taken over is that attempt's to put back
+        config = run.config
+        in_vain = attempts_in_vain(config.run_folder, step)
+        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
+        if line:
+            run.log.say(line)
+
+
+def command_line(launch: Launch) -> str:
+    """What a person types to start this run again: the launcher's command where there is one."""
+    command = sys.orig_argv
+    if launch.launcher in ("accelerate", "torchrun"):
+        with suppress(psutil.Error, AttributeError):  # it is gone
+            command = psutil.Process().parent().cmdline() or command  # type: ignore[union-attr]
+    program, *words = command
+    if words and _is_on_path(words[0]):  # a script such as torchrun knows its interpreter
+        program, *words = words
+    return shlex.join([Path(program).name if _is_on_path(program) else program, *words])
+
+
+def _is_on_path(program: str) -> bool:
+    """Whether its bare name starts this very program, and not another one or none; `make train` calls one off it."""
+    found = shutil.which(Path(program).name)
+    return found is not None and Path(found).absolute() == Path(program).absolute()
+
+
+# ---------------------------------------------------------------------------------------------------- failure
+
+
+def record_failure(run: Run, attempt: int, error: BaseException) -> None:
+    """Write why this process fails, then, on the main one, how the run ended.
+
+    A disk that refuses either is told and no more: the error itself is what people have to see.
+    """
+    reason = reason_of(error)
+    step = error.step if isinstance(error, GivenUp) and error.step is not None else run.state.step
+    failure = Failure.of(error, reason, run.processes.index, step)
+    for write in (
+        lambda: write_failure(run.config.run_folder, attempt, run.processes.index, failure),
+        lambda: run.status.finish("failed", reason, command_line(run.processes.launch)),
+    ):
+        try:
+            write()
+        except OSError as refusal:
+            run.log.say(f"the failure could not be written down: {refusal}")
+    run.log.say(f"failed ({reason}) after step {run.state.step}: {error}")
+
+
+def reason_of(error: BaseException) -> str:
+    """A word for scripts, and for the supervisor."""
+    if isinstance(error, (PeerLost, PeerGone)):
+        return PEER_LOST
+    for cause in _causes(error):
+        if isinstance(cause, GivenUp):
+            return cause.reason
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+            return "disk_full"
+        if is_out_of_memory(cause):
+            return "out_of_memory"
+    return f"error:{type(error).__name__}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

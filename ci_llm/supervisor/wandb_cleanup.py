@@ -1,0 +1,121 @@
+"""Runs of Weights & Biases that failed attempts left: collected from their output, deleted at the end.
+
+Only runs that an attempt of this supervision began are deleted. A run that was resumed stays, and so does one that a
+successful attempt went on with. The deletion runs in a process of its own, with a time limit, because the network may
+be slow, prompt, or fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.patterns import WandbRun
+from ci_llm.supervisor.shim import run_task
+
+Errand = Callable[..., tuple[bool, str]]
+
+
+class TrackerRuns:
+    """The runs that this supervision saw.
+
+    Args:
+        environ: WANDB_ENTITY and WANDB_PROJECT name what the output does not.
+        errand: starts the process that talks to W&B.
+    """
+
+    def __init__(self, environ: Mapping[str, str], errand: Errand = run_task) -> None:
+        self._environ, self._errand = environ, errand
+        self._since = time.time()
+        self._failed: dict[str, WandbRun] = {}
+        self._kept: set[str] = set()
+
+    def note(self, evidence: Evidence, *, failed: bool) -> None:
+        """Take the runs of one attempt into account."""
+        if failed and not evidence.wandb_resumed:
+            self._failed |= evidence.wandb_runs
+        else:
+            self._kept |= set(evidence.wandb_runs)
+
+    def delete_failed(self, *, timeout_s: float) -> list[str]:
+        """Delete the runs of failed attempts; returns a line for each. Nothing that goes wrong here is an error."""
+        doomed = [run for run in self._failed.values() if run.id not in self._kept]
+        paths = {run.id: self._path(run) for run in doomed}
+        lines = [
+            f"W&B run {run_id} of a failed attempt stays: no project is known (set WANDB_PROJECT)"
+            for run_id, path in paths.items()
+            if path is None
+        ]
+        known = [path for path in paths.values() if path is not None]
+        return lines + (self._delete(known, timeout_s) if known else [])
+
+    def _path(self, run: WandbRun) -> str | None:
+        entity = run.entity or self._environ.get("WANDB_ENTITY")
+        project = run.project or self._environ.get("WANDB_PROJECT")
+        if project is None:
+            return None
+        return "/".join(part for part in (entity, project, run.id) if part)
+
+    def _delete(self, paths: Sequence[str], timeout_s: float) -> list[str]:
+        done, said = self._errand("wandb_cleanup", [str(self._since), *paths], timeout_s=timeout_s)
+        results = dict(_results(said))
+        why = "W&B could not be reached" if done else (said.strip().splitlines() or ["no answer"])[-1]
+        return [
+            f"deleted the W&B run of a failed attempt: {path}"
+            if results.get(path) == "deleted"
+            else f"the W&B run of a failed attempt stays: {path} ({results.get(path, why)})"
+            for path in paths
+        ]
+
+
+def _results(said: str) -> list[tuple[str, str]]:
+    """The lines of the errand that are results; the client may say more."""
+    found = []
+    for line in said.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            value = json.loads(line)
+            found.append((value["run"], value["result"]))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- wandb deletion
+
+
+_CLOCKS_MAY_DIFFER_S = 300.0
+
+
+def main() -> int:
+    """`wandb_deletion SINCE PATH...`: one JSON line per run; SINCE is the unix time at which the supervision began."""
+    since, paths = float(sys.argv[1]), sys.argv[2:]
+    try:
+        wandb: Any = importlib.import_module("wandb")
+    except ImportError:
+        print("wandb is not installed")
+        return 1
+    api = wandb.Api(timeout=20)
+    for path in paths:
+        try:
+            result = delete(api, path, since)
+        except (wandb.errors.Error, ValueError, OSError) as error:
+            result = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(json.dumps({"run": path, "result": result}), flush=True)
+    return 0
+
+
+def delete(api: Any, path: str, since: float) -> str:
+    """Delete one run, unless it is older than the supervision; returns "deleted" or why not."""
+    run = api.run(path)
+    created = datetime.fromisoformat(run.created_at.replace("Z", "+00:00"))
+    if created.tzinfo is None:
+        created = created.replace(tzinfo=timezone.utc)
+    if created.timestamp() < since - _CLOCKS_MAY_DIFFER_S:
+        return "it is older than this supervision"
+    run.delete()
+    return "deleted"

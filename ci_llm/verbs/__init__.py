@@ -1,1 +1,0 @@
-"""The verbs around a run: what `ci-llm` does beside training."""

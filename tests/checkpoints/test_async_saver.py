@@ -1,0 +1,311 @@
+"""Saving behind the training: what is saved is the state at the call, whatever moves afterwards, and errors surface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from benchmarks import bit_flips
+from ci_llm.checkpoints import arena
+from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.state_files import hand_off
+from ci_llm.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Training:
+    """A small model with a buffer that its forward pass moves, and everything that a loop keeps beside it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.history: list[float] = []
+        self.counts = np.zeros(3, dtype=np.int64)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "history": self.history, "counts": self.counts}
+
+    def forward_and_backward(self) -> None:
+        loss = self.model(torch.randn(4, 8)).square().sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.history.append(loss.item())
+        self.counts += 1
+
+    def step(self) -> None:
+        self.forward_and_backward()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def training() -> Training:
+    made = Training()
+    made.step()
+    return made
+
+
+class Gate:
+    """Holds the copy that is made behind until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, finish = threading.Event(), Copy.finish
+
+        def gated(copy: Copy) -> Any:
+            assert threading.current_thread() is not threading.main_thread()
+            assert self.opened.wait(60)
+            return finish(copy)
+
+        monkeypatch.setattr(Copy, "finish", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+def contents(state: dict[str, Any]) -> Any:
+    """The whole state as plain values, tensors as their bytes."""
+    return plain({key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()})
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy().tobytes(), value.dtype, value.shape
+    if isinstance(value, np.ndarray):
+        return value.tobytes(), value.dtype, value.shape
+    if isinstance(value, dict):
+        return sorted((repr(key), plain(item)) for key, item in value.items())
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_an_optimizer_waits_for_the_copy_and_the_state_is_that_of_the_call(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy begins when the optimizer is in its step, and gives it all the time to move before that."""
+    stepping, moved, finish = threading.Event(), threading.Event(), Copy.finish
+
+    def late(copy: Copy) -> Any:
+        assert stepping.wait(60)
+        moved.wait(0.2)
+        return finish(copy)
+
+    monkeypatch.setattr(Copy, "finish", late)
+    training.optimizer.register_step_pre_hook(lambda *_: stepping.set())
+    training.optimizer.register_step_post_hook(lambda *_: moved.set())
+    with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
+        before = contents(training.state)
+        assert manager.save(1, training.state)
+        training.step()
+        assert moved.is_set()
+        assert contents(training.state) != before
+        assert contents(dict(manager.restore(1))) == before
+
+
+def test_what_is_not_an_optimizers_may_change_at_once(training: Training, tmp_path: Path, gate: Gate) -> None:
+    """Buffers, lists, arrays and numbers: copied at the call, while weights and moments are copied behind."""
+    with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
+        before = contents(training.state)
+        manager.save(1, training.state)
+        training.forward_and_backward()
+        training.optimizer.param_groups[0]["lr"] = 0.5
+        assert not manager._behind._copied.is_set()
+        gate.opened.set()
+        assert contents(dict(manager.restore(1))) == before
+
+
+def test_only_what_an_optimizer_owns_is_left_for_later(training: Training) -> None:
+    entries = hand_off(training.state)
+    copy = Copy(Arena(), entries, owned_memory([training.optimizer]))
+    parameters, moments = 6, 3 * 6  # with AdamW's step
+    assert len(copy._tensors) == parameters + moments
+    everything = [tensor for entry in entries for tensor in entry.tensors]
+    assert len(everything) == parameters + moments + 3 + 1  # of the batch norm, and the array
+
+
+def test_without_optimizers_the_state_is_copied_at_the_call(training: Training, tmp_path: Path, gate: Gate) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        before = contents(training.state)
+        manager.save(1, training.state)
+        training.step()
+        gate.opened.set()
+        assert contents(dict(manager.restore(1))) == before
+
+
+def test_weights_changed_behind_our_back_are_noticed(training: Training, tmp_path: Path, gate: Gate) -> None:
+    with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
+        manager.save(1, training.state)
+        with torch.no_grad():
+            training.model[0].weight.mul_(2)
+        gate.opened.set()
+        training.step()  # an optimizer step is no place to raise
+        with pytest.raises(CheckpointError, match=r"(?s)changed before it was copied.*wait_until_copied"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == []
+        manager.save(2, training.state)
+        manager.wait_until_copied()
+        with torch.no_grad():
+            training.model[0].weight.mul_(2)
+        assert manager.all_steps() == [2]
+
+
+def test_accelerates_optimizer_is_the_one_inside(training: Training, tmp_path: Path, gate: Gate) -> None:
+    optimizer = Accelerator(cpu=True).prepare_optimizer(training.optimizer)
+    with CheckpointManager(tmp_path, optimizers=[optimizer]) as manager:
+        before = contents(training.state)
+        manager.save(1, training.state)
+        opener = threading.Timer(0.05, gate.opened.set)
+        opener.start()
+        training.forward_and_backward()
+        optimizer.step()
+        assert gate.opened.is_set()
+        assert contents(dict(manager.restore(1))) == before
+        opener.join()
+
+
+def test_an_optimizer_made_later_is_watched_and_free_again_at_the_end(training: Training, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.watch(training.optimizer)
+        manager.save(1, training.state)
+        assert len(training.optimizer._optimizer_step_pre_hooks) == 1
+    assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def test_the_arena_is_kept_and_grows(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Arena()
+    first = kept.reserve(hand_off(training.state))
+    training.step()
+    assert kept.reserve(hand_off(training.state)) is first
+    size = kept.nbytes
+    kept.reserve(hand_off({"small": torch.zeros(3)}))
+    assert kept.nbytes == size
+    snapshot = Copy(
+        kept, hand_off({"a": {"w": torch.ones(1000)}, "b": {"v": torch.ones(3, dtype=torch.int8)}})
+    ).finish()
+    assert kept.nbytes > size
+    assert [len(image.parts) for image in snapshot.files.values()] == [2, 2]  # a header and one piece, to write and sum
+    assert arena.ALIGNMENT % 8 == 0
+
+
+def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(
+    training: Training, tmp_path: Path, gate: Gate
+) -> None:
+    said: list[str] = []
+
+    def hear(line: str) -> None:
+        said.append(line)
+        gate.opened.set()
+
+    with CheckpointManager(tmp_path, optimizers=[training.optimizer], say=hear) as manager:
+        manager.save(1, training.state)
+        manager.save(2, training.state)
+        assert manager.store.numbered_steps() == [1]
+        assert said == ["saving step 2 waits for the save before it: saves are due faster than they are written"]
+        assert manager.all_steps() == [1, 2]
+
+
+def test_without_memory_for_a_copy_the_way_out_is_named(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def refuse(size: int, **options: Any) -> Any:
+        if size:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(size, **options)
+
+    with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
+        monkeypatch.setattr(torch, "empty", refuse)
+        with pytest.raises(CheckpointError, match=r"(?s)no memory.*async_save: false"):
+            manager.save(1, training.state)
+        monkeypatch.undo()
+        training.step()
+        assert manager.save(2, training.state)
+        assert manager.all_steps() == [2]
+
+
+def test_a_save_whose_thread_does_not_start_is_not_made_later(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool keeps such a job, and would run it before the next one: with the bytes of that, under the old step."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("ci_llm checkpoint"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                manager.save(1, training.state)
+        training.step()
+        assert manager.save(2, training.state)
+        assert manager.all_steps() == [2]
+        assert contents(dict(manager.restore(2))) == contents(training.state)
+
+
+LEAVES = """
+import sys, threading, torch
+from pathlib import Path
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.core.durable import Filesystem
+
+last_line = threading.Event()
+
+class Slow(Filesystem):
+    def write(self, handle, data):
+        assert threading.current_thread() is threading.main_thread() or last_line.wait(60)
+        return super().write(handle, data)
+
+folder = Path(sys.argv[1])
+weight = torch.nn.Parameter(torch.full((1000,), 7.0))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+manager = CheckpointManager(folder, optimizers=[optimizer], say=print)
+manager.store._disk = Slow()
+manager.store.claim()
+manager.save(1, {"weight": weight})
+assert manager.store.numbered_steps() == []
+if "lose" in sys.argv:
+    (folder / ".attempt-1").rename(folder / ".attempt-9")
+last_line.set()
+"""
+
+
+def leave(*arguments: object) -> str:
+    command = [sys.executable, "-c", LEAVES, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_a_save_in_flight_at_the_exit_is_finished(tmp_path: Path) -> None:
+    assert leave(tmp_path) == ""
+    assert load_checkpoint(tmp_path / "checkpoint_step_1").state["weight"].tolist() == [7.0] * 1000
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_at_the_exit_is_told(tmp_path: Path) -> None:
+    told = leave(tmp_path, "lose")
+    assert told.startswith("the last checkpoint was not saved: ")
+    assert "taken over" in told
+
+
+def test_a_tenth_of_the_flips_in_what_was_written_behind_is_noticed(tmp_path: Path) -> None:
+    assert bit_flips.noticed(bit_flips.write_behind, 30, 0, tmp_path / "run") == 30

@@ -1,0 +1,46 @@
+"""Real crashes: a seeded sample of the sweep over every system call that touches a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SWEEP = Path(__file__).parents[2] / "benchmarks" / "crash_sweep.py"
+POINTS = 700  # a tenth of them
+
+
+def why_not() -> str | None:
+    """Why system calls cannot be injected here."""
+    if shutil.which("strace") is None:
+        return "strace is not installed (apt-get install strace)"
+    probe = ["strace", "-f", "-o", os.devnull, "-e", "inject=getppid:error=EIO", "true"]
+    done = subprocess.run(probe, capture_output=True, text=True)
+    return f"strace is refused here: {done.stderr.strip()}" if done.returncode else None
+
+
+def test_old_or_new_at_every_sampled_point(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    command = [sys.executable, str(SWEEP), "--sample", str(POINTS), "--seed", "0", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    sweep = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        told, _ = sweep.communicate(timeout=900)
+    finally:
+        if sweep.poll() is None:
+            os.killpg(sweep.pid, signal.SIGKILL)
+            sweep.wait()
+    print(told)
+    result = json.loads(told.splitlines()[-1])
+    assert result["violations"] == []
+    assert result["points"] == POINTS
+    assert sweep.returncode == 0

@@ -1,0 +1,871 @@
+"""Committed folders and their one writer: refused, taken over, pruned, damaged, forged, and out of space."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ci_llm.checkpoints import manifest
+from ci_llm.checkpoints.lease import Owner, leftovers
+from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
+from ci_llm.checkpoints.state_files import read_safetensors
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.core.durable import DISK, Filesystem, write_bytes
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
+from tests.support.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
+
+
+def files(step: int, size: int = 40) -> dict[str, FileImage]:
+    text = f"step {step} ".encode() * size
+    return {"agent0/adapter_config.json": FileImage((text[:9],)), "optimizer.safetensors": FileImage((text, b"end"))}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def visible(folder: Path) -> list[str]:
+    return [name for name in names(folder) if not name.startswith(".")]
+
+
+class Run:
+    """A folder and the stores opened on it, closed at the end; what was said is kept."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.said: list[str] = []
+        self.stores: list[CheckpointStore] = []
+
+    def open(self, **options: Any) -> CheckpointStore:
+        options.setdefault("disk", CachedDisk())
+        store = CheckpointStore(self.directory, say=self.said.append, **options)
+        self.stores.append(store)
+        return store
+
+    def silence(self, seconds: float = 1000.0) -> None:
+        """Let every heartbeat be that old."""
+        for work in self.directory.glob(".attempt-*/*/"):
+            os.utime(work, (time.time() - seconds,) * 2)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path / "run")
+    yield run
+    for store in run.stores:
+        store.close()
+
+
+def elsewhere(number: int = 1, **changes: Any) -> Owner:
+    """A writer on another machine."""
+    return Owner(**{"machine": f"node{number}", "pid": 4711, "started": 0.0} | changes)
+
+
+# Committing and pruning
+
+
+def test_a_checkpoint_is_committed_whole_and_says_what_it_is(run: Run) -> None:
+    result = run.open().save(7, files(7), forms={"optimizer": "tensors"}, info={"epoch": 0.5, "rows": (1, 2)})
+    assert (result.saved, result.note) == (True, "")
+    manifest, contents = run.open().read(7)
+    assert (manifest.step, manifest.attempt, manifest.info) == (7, 1, {"epoch": 0.5, "rows": (1, 2)})
+    assert contents["optimizer.safetensors"] == b"step 7 " * 40 + b"end"
+    assert result.nbytes == sum(map(len, contents.values()))
+    written = json.loads((run.directory / "checkpoint_step_7" / MANIFEST).read_bytes())
+    assert (written["step"], written["epoch"], written["format_version"]) == (7, 0.5, FORMAT_VERSION)
+
+
+def test_steps_are_numbers_and_not_words(run: Run) -> None:
+    store = run.open(save_total_limit=2)
+    for step in (9, 200, 1000):
+        store.save(step, files(step))
+    assert store.numbered_steps() == [200, 1000]
+    assert store.latest() == 1000
+    assert store.save(1001, files(1001)).pruned == (200,)
+
+
+def test_a_damaged_folder_of_a_higher_number_does_not_push_out_the_new_one(run: Run) -> None:
+    store = run.open(save_total_limit=1)
+    store.save(1, files(1))
+    store.save(5, files(5))
+    flip(run.directory / "checkpoint_step_5" / "optimizer.safetensors", 5)
+    assert store.save(2, files(2)).saved
+    assert store.latest() == 2
+
+
+def test_a_limit_of_one_keeps_the_new_one(run: Run) -> None:
+    store = run.open(save_total_limit=1)
+    for step in (1, 2, 3):
+        assert store.save(step, files(step)).saved
+        assert store.numbered_steps() == [step]
+    with pytest.raises(CheckpointError, match="at least one"):
+        run.open(save_total_limit=0)
+
+
+def test_saving_a_step_again_changes_nothing_and_says_so(run: Run) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    before = (run.directory / "checkpoint_step_1" / MANIFEST).read_bytes()
+    result = store.save(1, files(99))
+    assert (result.saved, result.note) == (False, "step 1 is saved already")
+    assert (run.directory / "checkpoint_step_1" / MANIFEST).read_bytes() == before
+
+
+def test_a_damaged_folder_does_not_stand_in_the_way_of_its_step(run: Run) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 5)
+    assert store.save(1, files(1)).saved
+    assert store.latest() == 1
+    assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
+
+
+def test_the_final_checkpoint_counts_with_its_step_and_is_made_anew(run: Run) -> None:
+    store = run.open()
+    with pytest.raises(CheckpointError, match="no step is committed"):
+        store.finish()
+    store.save(1, files(1))
+    store.finish({"README.md": b"one"})
+    store.save(2, files(2))
+    assert store.finish({"README.md": b"two"}).step == 2
+    final = run.directory / "final_checkpoint"
+    assert (final / "README.md").read_bytes() == b"two"
+    (final / "README.md").write_bytes(b"mine")  # a copy: editing it must not hurt the step
+    store.verify(2)
+    shutil.rmtree(run.directory / "checkpoint_step_2")
+    assert store.latest() == 1
+    assert store.all_steps() == [1]
+    store.finish()
+    shutil.rmtree(run.directory / "checkpoint_step_1")
+    assert store.latest() == 1
+    assert store.read(1)[0].step == 1
+
+
+def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:
+    store = run.open()
+    for step in (1, 2, 3):
+        store.save(step, files(step))
+    store.finish()
+    moved = store.supersede(1)
+    assert sorted(path.name for path in moved) == ["checkpoint_step_2", "checkpoint_step_3", "final_checkpoint"]
+    assert store.latest() == 1
+    store.save(2, files(22))
+    store.supersede(1)
+    assert names(run.directory / "superseded") == [
+        "checkpoint_step_2",
+        "checkpoint_step_2.2",
+        "checkpoint_step_3",
+        "final_checkpoint",
+    ]
+    verify_folder(run.directory / "superseded" / "checkpoint_step_2.2")
+
+
+def test_deleting(run: Run) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    store.delete(1)
+    assert store.all_steps() == []
+    with pytest.raises(CheckpointError, match="there is no step 1; committed: none"):
+        store.delete(1)
+
+
+def test_reading_changes_nothing(run: Run) -> None:
+    assert run.open().latest() is None
+    assert not run.directory.exists()
+    store = run.open()
+    store.save(1, files(1))
+    store.close()
+    before = names(run.directory)
+    reader = run.open()
+    assert (reader.latest(), reader.all_steps(), reader.verify(1).step) == (1, [1], 1)
+    assert names(run.directory) == before
+
+
+# One writer
+
+
+def test_a_second_live_writer_is_refused_with_the_name_of_the_first(run: Run) -> None:
+    run.open().claim()
+    with pytest.raises(WriterBusy, match=f"this very process .process {os.getpid()} on") as refusal:
+        run.open().save(1, files(1))
+    assert str(run.directory) in str(refusal.value)
+    assert names(run.directory) == [".attempt-1"]
+
+
+def test_a_writer_on_another_machine_lives_as_long_as_its_heart_beats(run: Run) -> None:
+    run.open(holder=elsewhere(1)).claim()
+    with pytest.raises(WriterBusy, match=r"process 4711 on node1 .*heartbeat \d s ago"):
+        run.open(holder=elsewhere(2)).claim()
+    run.silence(seconds=50)
+    with pytest.raises(WriterBusy):
+        run.open(holder=elsewhere(2)).claim()
+    run.silence(seconds=70)
+    assert run.open(holder=elsewhere(2)).claim() == 2
+    assert "attempt 1 (process 4711 on node1) is taken over: no heartbeat for 7" in run.said[0]
+
+
+def test_a_released_folder_is_free_at_once(run: Run) -> None:
+    first = run.open()
+    assert first.claim() == 1
+    first.close()
+    assert run.open().claim() == 2
+    assert run.said == []
+
+
+def test_a_process_that_is_gone_is_taken_over_at_once(run: Run) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = Owner.this_process()
+    holder = Owner(machine=here.machine, pid=gone.pid, started=here.started)
+    run.open(holder=holder).claim()
+    assert run.open().claim() == 2
+    assert f"process {gone.pid} is gone" in run.said[0]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "dead"),
+    [
+        (elsewhere(1, slurm_job="7"), elsewhere(2, slurm_job="7"), True),
+        (elsewhere(1, slurm_job="7"), elsewhere(1, slurm_job="7", slurm_restarts="1"), True),
+        (elsewhere(1, slurm_job="7"), elsewhere(2, slurm_job="8"), False),
+        (elsewhere(1), elsewhere(2), False),
+    ],
+    ids=["same job elsewhere", "same job requeued", "another job", "no job"],
+)
+def test_a_slurm_job_that_was_started_again_has_no_other_writer(then: Owner, now: Owner, dead: bool) -> None:
+    assert (then.why_gone(now, silent_s=1.0, timeout_s=60.0) is not None) == (dead or then.machine == now.machine)
+
+
+def test_a_later_process_of_the_same_number_is_another_one() -> None:
+    here = Owner.this_process()
+    assert here.why_gone(here, 0.0, 60.0) is None
+    recycled = Owner(machine=here.machine, pid=here.pid, started=here.started - 3600)
+    assert recycled.why_gone(here, 0.0, 60.0) == f"process {here.pid} is gone"
+
+
+def test_a_process_that_nobody_buried_is_gone(run: Run) -> None:
+    zombie = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    here = Owner.this_process()
+    started = psutil.Process(zombie.pid).create_time()
+    holder = Owner(machine=here.machine, pid=zombie.pid, started=started)
+    assert holder.why_gone(here, 0.0, 60.0) is None
+    zombie.kill()
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    assert holder.why_gone(here, 0.0, 60.0) is not None
+    zombie.communicate()
+
+
+def test_of_many_that_start_at_once_one_writes(run: Run) -> None:
+    for heat in range(10):
+        barrier = threading.Barrier(6)
+        stores = [run.open(holder=elsewhere(heat * 10 + i)) for i in range(6)]
+        won: list[int] = []
+
+        def race(store: CheckpointStore, barrier: threading.Barrier = barrier, won: list[int] = won) -> None:
+            barrier.wait()
+            with contextlib.suppress(WriterBusy):
+                won.append(store.claim())
+
+        threads = [threading.Thread(target=race, args=(store,)) for store in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert won == [heat + 1]
+        assert names(run.directory) == [f".attempt-{heat + 1}"]
+        for store in stores:
+            store.close()
+
+
+def test_who_slept_through_a_takeover_can_change_nothing(run: Run) -> None:
+    sleeper = run.open(holder=elsewhere(1), save_total_limit=1)
+    sleeper.save(1, files(1))
+    staging = sleeper.staging
+    run.silence()
+    owner = run.open(holder=elsewhere(2))
+    owner.save(2, files(2))
+    owner.finish()
+    before = sorted(run.directory.rglob("*"))
+    attempts: list[Callable[[], object]] = [
+        lambda: sleeper.save(3, files(3)),
+        lambda: sleeper.finish(),
+        lambda: sleeper.supersede(0),
+        lambda: sleeper.delete(2),
+        lambda: sleeper.staging,
+    ]
+    for attempt in attempts:
+        with pytest.raises(WriterBusy, match="attempt 1 was taken over"):
+            attempt()
+    with pytest.raises(FileNotFoundError):
+        write_bytes(run.directory / "status.json", b"I am the owner", staging=staging)
+    assert (sleeper.still_held(), owner.still_held()) == (False, True)
+    sleeper.close()
+    assert sorted(run.directory.rglob("*")) == before
+    assert owner.save(3, files(3)).saved
+
+
+class FallsAsleep(CachedDisk):
+    """Lets another attempt take over just before the n-th rename, as a machine that was suspended there."""
+
+    def __init__(self, renames: int, meanwhile: Callable[[], object]) -> None:
+        self.renames, self.meanwhile = renames, meanwhile
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.renames -= 1
+        if self.renames == 0:
+            self.meanwhile()
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("rename", [2, 3], ids=["before the commit", "before pruning"])
+def test_a_takeover_in_the_middle_of_a_save_stops_it_there(run: Run, rename: int) -> None:
+    first = run.open(holder=elsewhere(1))
+    first.save(1, files(1))
+    first.close()
+
+    def meanwhile() -> None:
+        run.silence()
+        run.open(holder=elsewhere(3)).claim()
+
+    sleeper = run.open(holder=elsewhere(2), save_total_limit=1, disk=FallsAsleep(rename + 1, meanwhile))
+    sleeper.claim()
+    with pytest.raises(WriterBusy):
+        sleeper.save(2, files(2))
+    assert visible(run.directory) == ["checkpoint_step_1", "checkpoint_step_2"][: rename - 1]
+    assert run.open().latest(heal=False) == rename - 1
+
+
+SLEEPER = """
+import sys
+from pathlib import Path
+from ci_llm.errors import WriterBusy
+from ci_llm.checkpoints.manifest import FileImage
+from ci_llm.checkpoints.store import CheckpointStore
+store = CheckpointStore(sys.argv[1])
+store.save(1, {"a.json": FileImage((b"1",))})
+print("saved", flush=True)
+sys.stdin.readline()
+try:
+    store.save(2, {"a.json": FileImage((b"2",))})
+except WriterBusy as refusal:
+    print(refusal.what, flush=True)
+    sys.exit(refusal.exit_code)
+"""
+
+
+def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> None:
+    """The same with a real process, a real SIGSTOP and its real heartbeat."""
+    command = [sys.executable, "-c", SLEEPER, str(run.directory)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as sleeper:  # type: ignore[call-overload]
+        try:
+            assert sleeper.stdout.readline() == "saved\n"
+            with pytest.raises(WriterBusy, match=f"process {sleeper.pid} on"):
+                run.open().claim()
+            os.kill(sleeper.pid, signal.SIGSTOP)
+            run.silence()
+            owner = run.open()
+            owner.save(3, files(3))
+            os.kill(sleeper.pid, signal.SIGCONT)
+            told, _ = sleeper.communicate("go on\n", timeout=60)
+            assert sleeper.returncode == WriterBusy.exit_code
+            assert "attempt 1 was taken over" in told
+        finally:
+            sleeper.kill()
+    assert owner.numbered_steps() == [1, 3]
+    assert owner.latest() == 3
+
+
+def test_the_heart_beats_and_stops_with_the_claim(run: Run) -> None:
+    beats = threading.Semaphore(0)
+
+    class Heartbeat(CachedDisk):
+        def touch(self, path: Path) -> None:
+            super().touch(path)
+            if threading.current_thread().name == "ci_llm heartbeat":
+                beats.release()
+
+    before = set(threading.enumerate())
+    store = run.open(writer_timeout=0.06, disk=Heartbeat())
+    store.claim()
+    assert all(beats.acquire(timeout=20) for _ in range(3))
+    store.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def test_a_heart_that_the_disk_refused_once_beats_again(run: Run) -> None:
+    beats = threading.Semaphore(0)
+    refusals = [errno.EIO, errno.ESTALE]
+
+    class Hiccup(CachedDisk):
+        def touch(self, path: Path) -> None:
+            if threading.current_thread().name == "ci_llm heartbeat":
+                if refusals:
+                    raise OSError(refusals.pop(), "a hiccup")
+                beats.release()
+            super().touch(path)
+
+    run.open(writer_timeout=0.06, disk=Hiccup()).claim()
+    assert beats.acquire(timeout=20)
+
+
+def test_a_claim_that_failed_locks_nobody_out(run: Run) -> None:
+    for lives in range(100):
+        disk = FailingDisk(lives, errno.EIO)
+        store = run.open(disk=disk, holder=elsewhere(1))
+        with contextlib.suppress(CheckpointError):
+            store.claim()
+        if store.attempt is None:
+            store = run.open(holder=elsewhere(2))
+            store.claim()
+        if disk.changes <= lives:
+            break
+        disk.lives = 10**9  # the end of a claim is not what fails here
+        store.close()
+    assert 8 < lives < 99
+
+
+def test_a_claim_that_the_disk_does_not_hold_is_none(run: Run) -> None:
+    class Liar(CachedDisk):
+        def write(self, handle: int, data: Any) -> int:
+            return len(data)
+
+    with pytest.raises(CheckpointError, match="does not hold what was written"):
+        run.open(disk=Liar()).claim()
+    assert names(run.directory) == []
+
+
+def test_a_forked_child_neither_holds_nor_releases(run: Run) -> None:
+    store = run.open()
+    store.claim()
+    if (pid := os.fork()) == 0:
+        store.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert store.still_held()
+
+
+def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(run: Run) -> None:
+    dead = run.open(holder=elsewhere(1))
+    for step in (1, 2):
+        dead.save(step, files(step))
+    (dead.staging / "draft-half").mkdir()
+    (dead.staging / "superseded").mkdir()
+    (run.directory / "checkpoint_step_2").rename(dead.staging / "superseded" / "checkpoint_step_2")
+    (run.directory / ".status.json.0a.partial").write_bytes(b"half")
+    (run.directory / ".status.json.0b.partial").write_bytes(b"at work")
+    os.utime(run.directory / ".status.json.0a.partial", (0, 0))
+    (run.directory / ".claim-lost").mkdir()
+    run.silence()
+    run.open(holder=elsewhere(2)).claim()
+    assert names(run.directory) == [".attempt-2", ".status.json.0b.partial", "checkpoint_step_1", "superseded"]
+    verify_folder(run.directory / "superseded" / "checkpoint_step_2")
+
+
+def test_a_file_that_gets_its_name_during_the_sweep_is_no_leftover(tmp_path: Path) -> None:
+    for name in (".a.partial", ".b.partial"):
+        (tmp_path / name).write_bytes(b"")
+    found = leftovers(tmp_path, time.time() + 1000)
+    assert next(found).name == ".a.partial"
+    (tmp_path / ".b.partial").rename(tmp_path / "b")
+    assert list(found) == []
+
+
+def test_a_disk_that_fails_while_the_folder_is_claimed_is_one_explanation(run: Run) -> None:
+    class Broken(CachedDisk):
+        def touch(self, path: Path) -> None:
+            if ".attempt-" in str(path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().touch(path)
+
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be written: .*Input/output error"):
+        run.open(disk=Broken()).claim()
+
+
+# Damage
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.slow
+def test_every_flipped_bit_and_every_lost_byte_is_noticed_and_heals(run: Run) -> None:
+    """300 draws over every byte of every file, the manifest included."""
+    writer = run.open()
+    writer.save(1, files(1))
+    writer.save(2, files(2), info={"epoch": 0.25, "fingerprints": {"data": "abc"}})
+    folder, kept = run.directory / "checkpoint_step_2", run.directory / "kept"
+    shutil.copytree(folder, kept)
+    draw = random.Random(0)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = [path.stat().st_size for path in paths]
+    assert len(paths) == 3
+    for trial in range(300):
+        [path] = draw.choices(paths, sizes)
+        if trial % 3:
+            flip(path, draw.randrange(path.stat().st_size * 8))
+        else:
+            path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+        with pytest.raises(DamagedCheckpoint, match="checkpoint_step_2 is damaged"):
+            writer.verify(2)
+        assert writer.latest() == 1
+        shutil.rmtree(run.directory / "quarantine")
+        shutil.copytree(kept, folder)
+        assert writer.latest() == 2
+    assert len(run.said) == 300
+
+
+def test_a_damaged_checkpoint_is_named_moved_and_the_one_before_taken(run: Run) -> None:
+    writer = run.open()
+    for step in (1, 2):
+        writer.save(step, files(step))
+    writer.close()
+    flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
+    assert run.open().latest(heal=False) == 1
+    assert run.said[-1].endswith("optimizer.safetensors has another digest; passed over")
+    assert run.open().latest() == 1
+    assert "checkpoint_step_2 is damaged: optimizer.safetensors" in run.said[-1]
+    assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
+
+
+def reading_is_preceded_by(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something before the next manifest is read."""
+    real = manifest.read_exactly
+
+    def read(path: Path, size: int) -> bytes:
+        monkeypatch.setattr(manifest, "read_exactly", real)
+        act()
+        return real(path, size)
+
+    monkeypatch.setattr(manifest, "read_exactly", read)
+
+
+def test_a_disk_that_fails_once_condemns_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    run.open().save(1, files(1))
+    reading_is_preceded_by(fail, monkeypatch)
+    assert run.stores[0].latest() == 1
+    assert (run.said, visible(run.directory)) == ([], ["checkpoint_step_1"])
+
+
+def test_what_a_writer_commits_and_prunes_under_the_eyes_of_a_reader(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = run.open(save_total_limit=1)
+    writer.save(1, files(1))
+    reading_is_preceded_by(lambda: writer.save(2, files(2)), monkeypatch)
+    assert run.open().latest(heal=False) == 2
+
+
+def test_while_another_writes_a_damaged_checkpoint_is_passed_over(run: Run) -> None:
+    writer = run.open(holder=elsewhere(1))
+    for step in (1, 2):
+        writer.save(step, files(step))
+    flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
+    assert run.open(holder=elsewhere(2)).latest() == 1
+    assert "passed over where it is: process 4711 on node1" in run.said[-1]
+    assert writer.numbered_steps() == [1, 2]
+
+
+def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    store.finish()
+    flip(run.directory / "final_checkpoint" / MANIFEST, 100)
+    assert store.latest() == 1
+    assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
+    store.finish()
+    flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 100)
+    assert run.open().read(1)[1].keys() == {"agent0/adapter_config.json", "optimizer.safetensors"}
+    assert store.latest() == 1
+    assert visible(run.directory) == ["final_checkpoint", "quarantine"]
+
+
+def test_the_format_of_this_version_and_the_one_before_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    written = FORMAT_VERSION
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", written + 1)
+    assert store.latest() == 1
+    store.save(2, files(2))
+    assert store.latest() == 2
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", written + 2)
+    with pytest.raises(CheckpointError, match="reads version 2 and 3") as refusal:
+        store.verify(1)
+    assert "older ci-llm" in str(refusal.value)
+
+
+def test_a_newer_format_is_an_error_and_no_damage(run: Run) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    forge(run.directory / "checkpoint_step_1", lambda body: body.update(format_version=FORMAT_VERSION + 1))
+    with pytest.raises(CheckpointError, match="format version 2") as refusal:
+        store.latest()
+    assert not isinstance(refusal.value, DamagedCheckpoint)
+    assert "newer ci-llm" in str(refusal.value)
+    assert refusal.value.where == str(run.directory / "checkpoint_step_1")
+    assert visible(run.directory) == ["checkpoint_step_1"]
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM])
+def test_what_may_not_be_read_is_not_condemned(run: Run, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run.open()
+    store.save(1, files(1))
+
+    def refuse(*_: object) -> bytes:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(manifest, "read_exactly", refuse)  # and not by chmod: root may read everything
+    with pytest.raises(CheckpointError, match="cannot be read") as refusal:
+        store.latest()
+    assert not isinstance(refusal.value, DamagedCheckpoint)
+    assert visible(run.directory) == ["checkpoint_step_1"]
+
+
+# Forgery
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a manifest as somebody would who knows the format, digest and all."""
+    body = json.loads((folder / MANIFEST).read_bytes())
+    del body["digest"]
+    change(body)
+    text = json.dumps(body, indent=1) + "\n"
+    body["digest"] = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
+
+
+def entry(data: bytes) -> dict[str, Any]:
+    return {"size": len(data), "digest": digest([data]), "tensors": {}}
+
+
+@pytest.fixture
+def target(run: Run) -> Path:
+    run.open().save(1, files(1))
+    return run.directory / "checkpoint_step_1"
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(DamagedCheckpoint) as refusal:
+        verify_folder(folder)
+    return refusal.value.what
+
+
+def test_a_planted_file_is_refused(target: Path) -> None:
+    (target / "agent0" / "evil.json").write_bytes(b"{}")
+    assert "files that the manifest does not know: agent0/evil.json" in refused(target)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pkl", "agent0/model.bin", "x.PT", "rng.pickle", "y.npz"])
+def test_a_pickle_is_refused_even_if_the_manifest_knows_it(target: Path, name: str) -> None:
+    (target / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+    forge(target, lambda body: body["files"].update({name: entry((target / name).read_bytes())}))
+    assert "holds no pickle" in refused(target)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.json", "/etc/passwd", "a/../../secret.json", "a//b", ".", "a\\b", "", "a\0b"]
+)
+def test_a_name_that_climbs_out_is_refused(target: Path, name: str) -> None:
+    (target.parent / "secret.json").write_bytes(b"{}")
+    forge(target, lambda body: body["files"].update({name: entry(b"{}")}))
+    assert "must not hold a file named" in refused(target)
+    with pytest.raises(ValueError, match="must not hold"):
+        check_name(name)
+
+
+def test_nothing_is_written_outside(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must not hold a file named"):
+        run.open().save(1, {"../../outside.json": FileImage((b"x",))})
+    assert names(tmp_path) == ["run"]
+    assert visible(run.directory) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("file", "optimizer.safetensors is a link"),
+        ("folder", "agent0 is a link"),
+        ("checkpoint", "there is no such folder"),
+        ("manifest", os.strerror(errno.ELOOP)),
+    ],
+)
+def test_links_are_refused(target: Path, what: str, told: str) -> None:
+    aside = target.parent / "aside"
+    victim = {
+        "file": target / "optimizer.safetensors",
+        "folder": target / "agent0",
+        "checkpoint": target,
+        "manifest": target / MANIFEST,
+    }[what]
+    victim.rename(aside)
+    victim.symlink_to(aside)
+    assert told in refused(target)
+
+
+def test_a_special_file_is_refused_and_not_opened(target: Path) -> None:
+    os.mkfifo(target / "pipe.json")
+    assert "pipe.json is a link or a special file" in refused(target)
+
+
+@pytest.mark.parametrize("length", [1 << 40, 101_000_000, 2**64 - 1])
+def test_a_huge_header_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="header of"):
+        read_safetensors(length.to_bytes(8, "little") + b"{" + b" " * 100)
+
+
+def test_a_huge_manifest_is_not_read(target: Path) -> None:
+    os.truncate(target / MANIFEST, 1 << 30)
+    assert f"the manifest has {1 << 30} bytes" in refused(target)
+
+
+def test_a_file_that_grew_is_not_read(target: Path) -> None:
+    os.truncate(target / "optimizer.safetensors", 1 << 40)
+    assert "another size than the manifest says: optimizer.safetensors" in refused(target)
+
+
+# Space and failing disks
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_whatever_change_fails_the_older_ones_stay_and_the_next_save_works(tmp_path: Path, code: int) -> None:
+    before = {}
+    for lives in range(200):
+        run = Run(tmp_path / f"{lives}")
+        run.open().save(1, files(1))
+        run.stores[0].close()
+        disk = FailingDisk(10**9, code)
+        store = run.open(disk=disk, save_total_limit=1)
+        store.claim()
+        disk.lives = disk.changes + lives
+        result = store.save(2, files(2))
+        before[lives] = result
+        assert run.open().latest(heal=False) == (2 if result.saved else 1), result
+        if not result.saved:
+            assert "checkpoint_step_2 is dropped" in result.note
+            assert os.strerror(code) in result.note
+        disk.lives = 10**9
+        assert store.save(3, files(3)).saved
+        assert names(run.directory / ".attempt-2" / store.staging.name) == [] or "pruned" in result.note or run.said
+        store.close()
+        if disk.changes <= lives or (result.saved and not result.note and not run.said):
+            break
+    assert lives > 15
+
+
+def test_short_writes_save_all_the_same(run: Run) -> None:
+    assert run.open(disk=StutteringDisk()).save(1, files(1)).saved
+    assert run.open().latest(heal=False) == 1
+
+
+def test_a_disk_that_lies_is_caught_by_reading_back(run: Run) -> None:
+    class Liar(CachedDisk):
+        def write(self, handle: int, data: Any) -> int:
+            if b"step 2" in bytes(data):
+                return len(data)
+            return super().write(handle, data)
+
+    store = run.open(disk=Liar())
+    store.save(1, files(1))
+    result = store.save(2, files(2))
+    assert not result.saved
+    assert "another size" in result.note
+    assert store.latest() == 1
+
+
+def test_without_space_nothing_is_even_begun(run: Run) -> None:
+    disk = FullDisk()
+    store = run.open(disk=disk)
+    result = store.save(1, files(1))
+    assert not result.saved
+    assert "are needed, 0 are free" in result.note
+    disk.full = False
+    assert store.save(1, files(1)).saved
+
+
+def test_pause_waits_for_space_and_then_saves(run: Run) -> None:
+    disk, naps = FullDisk(), []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        disk.full = len(naps) < 3
+
+    store = run.open(disk=disk, on_disk_full="pause", sleep=sleep)
+    assert store.save(1, files(1)).saved
+    assert len(naps) == len(run.said) == 3
+    assert "the disk is full" in run.said[0]
+
+
+def test_what_to_do_on_a_full_disk_is_one_of_two(run: Run) -> None:
+    with pytest.raises(CheckpointError, match="'wait' is neither drop nor pause"):
+        run.open(on_disk_full="wait")
+
+
+def test_pause_ends_when_the_run_is_to_stop(run: Run) -> None:
+    naps: list[float] = []
+    paused: list[float] = []
+
+    def stop(paused_s: float) -> bool:
+        paused.append(paused_s)
+        return len(naps) >= 2
+
+    store = run.open(disk=FullDisk(), on_disk_full="pause", sleep=naps.append, stop_waiting=stop)
+    assert not store.save(1, files(1)).saved
+    assert len(naps) == 2
+    assert paused == sorted(paused)
+    assert 0 <= paused[0] < paused[-1]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real filesystem of two megabytes."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a small tmpfs is refused here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+class Optimist(Filesystem):
+    """Says that there is always space, so that the kernel has to say no."""
+
+    def free_bytes(self, path: Path) -> int:
+        return 1 << 60
+
+
+@pytest.mark.parametrize("disk", [DISK, Optimist()], ids=["asked before", "met while writing"])
+def test_a_full_disk_drops_the_new_checkpoint_and_no_old_one(small_disk: Path, disk: Filesystem) -> None:
+    said: list[str] = []
+    store = CheckpointStore(small_disk / "run", say=said.append, disk=disk)
+    results = [store.save(step, files(step, size=60_000)) for step in range(1, 7)]
+    kept = [result.step for result in results if result.saved]
+    assert 1 <= len(kept) < 6
+    assert all("checkpoint_step" in result.note for result in results if not result.saved)
+    assert [store.verify(step).step for step in kept] == kept
+    assert store.latest() == kept[-1]
+    store.delete(kept[0])
+    assert store.save(7, files(7, size=60_000)).saved
+    store.close()

@@ -1,0 +1,124 @@
+"""The doors of every command: who is told what, on which terminal, in which environment, and with which exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli import entry, main
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60
+
+
+def run(*words: str | Path, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in this checkout."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.fixture
+def nobody_reads() -> Iterator[int]:
+    """A pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
+    done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (main.READER_GONE, "")
+
+
+def test_what_a_run_tells_may_be_lost_but_not_the_run(nobody_reads: int) -> None:
+    code = (
+        "from ci_llm.cli import main; main.guarded(lambda: main._tell('loading') or print('stray') or 0, debug=False)"
+    )
+    assert run("-c", code, stdout=nobody_reads).stderr == ""
+
+
+def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
+    broken = "r, w = os.pipe(); os.close(r); main.guarded(lambda: os.write(w, b'x'), debug=False)"
+    code = f"import os; from ci_llm.cli import main; {broken}"
+    done = run("-c", code)
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr
+
+
+def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(
+        "import os, sys; from ci_llm.cli import main\n"
+        "def command():\n"
+        "    print('out'); print('err', file=sys.stderr); assert not sys.stdout.isatty()\n"
+        "    return os.open(os.devnull, os.O_RDONLY)\n"
+        "sys.exit(main.guarded(command, debug=False))\n"
+    )
+    closed = f"{sys.executable} {tmp_path / 'command.py'} <&- >&- 2>&-"
+    done = subprocess.run(closed, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
+    assert done.returncode > 2
+
+
+def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
+    code = "from ci_llm.cli import main; main.guarded(lambda: print('\u27e6') or 0, debug=False)"
+    assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "error: num_agent is no key\n  where: command line\n  hint:  did you mean num_agents?\n"),
+        ({"RANK": "1"}, "error: num_agent is no key\n  where: "),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, "error: num_agent is no key\n  where: "),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, "process 3: error: num_agent is no key\n"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "process 1: error: num_agent is no key\n"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "process 1: error: num_agent is no key\n"),
+        ({"SLURM_PROCID": "1"}, "error: num_agent is no key\n  where: "),
+    ],
+    ids=str,
+)
+def test_one_process_explains_and_no_other_ends_without_a_word(
+    environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["train", "num_agent=3"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(told)
+    assert told.endswith("where: ") or said == told
+
+
+@pytest.mark.parametrize("script", ["train.py", "safe_train.py", "dry_run_sanity_check.py"])
+def test_outside_of_the_environment_the_cure_is_one_line(script: str) -> None:
+    bare = [sys.executable, "-S", ROOT / script]  # -S: no package that was installed is found
+    done = subprocess.run(bare, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "is not installed for" in done.stderr
+    assert f"make install, then .venv/bin/python {script}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(_: list[str]) -> int:
+        import package_of_somebody_else  # type: ignore[import-not-found]
+
+        return int(package_of_somebody_else.answer)
+
+    monkeypatch.setattr(main, "main", job)
+    with pytest.raises(ModuleNotFoundError, match="package_of_somebody_else"):
+        entry.enter("main", [])

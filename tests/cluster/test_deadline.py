@@ -1,0 +1,185 @@
+"""The end of the time: who names it, what a run needs to leave before it, and a clock that speaks like a signal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ci_llm.cluster.deadline import MARGIN_S, MEASUREMENTS, Deadline, Pace, Walltime, find_deadline, spare_s, upper
+from ci_llm.errors import ConfigError
+from ci_llm.interrupts import Interrupts
+
+DEADLINE_S = 60.0
+durations = st.lists(st.floats(min_value=0, max_value=1e6), max_size=120)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Saved:
+    seconds: float
+
+
+# Who names the end
+
+
+def test_the_earliest_end_counts_and_says_whose_it_is() -> None:
+    environ = {"CI_LLM_DEADLINE": "700"}
+    assert find_deadline(None, None, environ={}) is None
+    assert find_deadline(None, None, environ=environ) == Deadline(700.0, "CI_LLM_DEADLINE")
+    assert find_deadline(None, 650.0, environ=environ) == Deadline(650.0, "the end of the job")
+    assert find_deadline(60.0, 650.0, environ=environ, started=500.0) == Deadline(560.0, "max_runtime")
+
+
+def test_max_runtime_counts_from_the_start_of_the_process() -> None:
+    found = find_deadline(3600.0, None, environ={})
+    assert found is not None
+    assert found.at - 3600 == psutil.Process().create_time()
+
+
+def test_a_deadline_may_be_a_local_time_or_one_with_a_zone() -> None:
+    local = datetime(2031, 5, 6, 7, 8, 9)
+    for text, expected in {
+        "2031-05-06T07:08:09": local.timestamp(),
+        "2031-05-06 07:08:09": local.timestamp(),
+        "1970-01-01T00:01:00+00:00": 60.0,
+        "12.5": 12.5,
+    }.items():
+        found = find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
+        assert found is not None
+        assert found.at == expected
+
+
+@pytest.mark.parametrize("text", ["soon", "1e9e", "-5", "nan", "24:00:00", "1795000000000"])
+def test_a_deadline_that_is_no_time_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no time"):
+        find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
+
+
+# What is needed
+
+
+def test_the_upper_quantile_forgives_a_few_outliers_of_many_and_none_of_few() -> None:
+    assert upper([]) == 0.0
+    assert upper([3.0, 9.0, 1.0]) == 9.0
+    assert upper([1.0] * 95 + [50.0] * 5) == 1.0
+    assert upper([1.0] * 94 + [50.0] * 6) == 50.0
+
+
+def test_what_a_step_and_a_save_need_is_kept_back() -> None:
+    assert spare_s(100.0, [], []) == 100.0 - MARGIN_S
+    assert spare_s(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
+
+
+@given(left=st.floats(-1e6, 1e6), steps=durations, saves=durations, more=st.floats(0, 1e6))
+def test_slower_steps_never_leave_more_time(left: float, steps: list[float], saves: list[float], more: float) -> None:
+    before = spare_s(left, steps, saves)
+    assert spare_s(left, [one + more for one in steps], saves) <= before
+    assert spare_s(left, steps, [one + more for one in saves]) <= before
+    assert spare_s(left - more, steps, saves) <= before
+
+
+def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    save = Saved(4.0)
+    for step in range(MEASUREMENTS + 20):
+        pace.begin_step()
+        assert pace.began == clock.now
+        clock.now += step
+        pace.end_step(save)
+        clock.now += 1000.0  # what lies between two steps, an evaluation for instance, belongs to neither
+    assert pace.steps_s == tuple(range(20, MEASUREMENTS + 20))
+    assert pace.saves_s == (4.0,)
+    pace.end_step(Saved(4.0))
+    assert (pace.saves_s, len(pace.steps_s), pace.began) == ((4.0, 4.0), MEASUREMENTS, None)
+
+
+# The clock speaks
+
+
+@pytest.fixture
+def interrupts() -> Interrupts:
+    return Interrupts(announce=lambda _line: None)
+
+
+def test_the_run_is_asked_to_stop_when_a_step_and_a_save_still_fit(interrupts: Interrupts) -> None:
+    clock, pace = Clock(), Pace()
+    pace.steps_s, pace.saves_s = (3.0,), (2.0,)
+    looked = threading.Event()
+
+    def look_again() -> Deadline | None:
+        looked.set()
+        return None
+
+    at = 100.0
+    clock.now = at - MARGIN_S - 5.0 - 0.2
+    with Walltime(Deadline(at, "a test"), pace, interrupts, look_again=look_again, clock=clock):
+        assert interrupts.stop_reason is None
+        clock.now += 0.3
+        assert interrupts.wait(DEADLINE_S)
+    assert (interrupts.stop_reason, looked.is_set()) == ("walltime", True)
+
+
+def test_steps_that_become_slower_bring_the_moment_forward(interrupts: Interrupts) -> None:
+    clock, pace = Clock(), Pace()
+    with Walltime(Deadline(MARGIN_S + 0.5, "a test"), pace, interrupts, clock=clock):
+        pace.steps_s = (1.0,)
+        assert interrupts.wait(DEADLINE_S)
+
+
+def test_a_job_that_is_prolonged_goes_on(interrupts: Interrupts) -> None:
+    ends = [Deadline(1e6, "prolonged")]
+    said_twice = threading.Event()
+
+    def look_again() -> Deadline:
+        if ends:
+            return ends.pop()
+        said_twice.set()
+        return Deadline(1e6, "prolonged")
+
+    clock = Clock()
+    walltime = Walltime(Deadline(1.0, "a test"), Pace(), interrupts, look_again=look_again, clock=clock)
+    with walltime:
+        while ends:
+            threading.Event().wait(0.001)
+        assert interrupts.stop_reason is None
+    assert walltime.deadline == Deadline(1e6, "prolonged")
+    clock.now = 1e6
+    with Walltime(walltime.deadline, Pace(), interrupts, look_again=look_again, clock=clock):
+        assert interrupts.wait(DEADLINE_S)
+    assert said_twice.is_set()
+
+
+def test_an_end_that_never_comes_is_waited_for_in_portions(interrupts: Interrupts) -> None:
+    never = find_deadline(None, None, environ={"CI_LLM_DEADLINE": "9999-12-30"})
+    walltime, waits = Walltime(never, Pace(), interrupts), list[float]()
+    walltime._over = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or True)  # type: ignore[assignment]
+    walltime._watch()
+    assert 0 < waits[0] < threading.TIMEOUT_MAX
+
+
+def test_without_an_end_nothing_is_watched_and_leaving_never_waits_for_one(interrupts: Interrupts) -> None:
+    def watchers() -> int:
+        return [thread.name for thread in threading.enumerate()].count("ci_llm walltime")
+
+    with Walltime(None, Pace(), interrupts):
+        assert watchers() == 0
+    with Walltime(Deadline(time.time() + 1e6, "a test"), Pace(), interrupts):
+        assert watchers() == 1
+    assert watchers() == 0
+    assert interrupts.stop_reason is None

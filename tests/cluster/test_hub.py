@@ -1,0 +1,106 @@
+"""The hub: asked once whether it is there; without it a name of the hub is one clear error, soon and quietly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_on_hub, why_unreachable
+from tests.support.children import DEADLINE_S, ROOT
+from tests.support.forkserver import free_port
+
+
+class Grumpy(BaseHTTPRequestHandler):
+    """Answers every question with an error: it is there all the same."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(503)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = HTTPServer(("127.0.0.1", 0), Grumpy)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.delenv(OFFLINE, raising=False)
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> str:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.setenv(OFFLINE, "")
+    monkeypatch.delenv(OFFLINE)
+    return endpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "may_be"),
+    [
+        ("openai/gsm8k", True),
+        ("gpt2", True),
+        ("embedded", False),
+        ("/nowhere/model", False),
+        ("data/*.jsonl", False),
+        ("rows.ndjson", False),
+        ("rows.txt", False),
+        ("a/b/c", False),
+        (str(ROOT), False),
+    ],
+)
+def test_which_names_may_be_on_the_hub(name: str, may_be: bool) -> None:
+    assert may_be_on_hub(name) is may_be
+
+
+def test_what_is_here_is_not_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not may_be_on_hub("my/model")
+
+
+def test_a_hub_that_answers_is_there_whatever_it_says(hub: None) -> None:
+    assert why_unreachable() is None
+    assert go_offline_if_unreachable("openai/gsm8k") is None
+    assert OFFLINE not in os.environ
+
+
+def test_one_that_does_not_is_not_asked_again(no_hub: str) -> None:
+    reason = go_offline_if_unreachable("embedded", "openai/gsm8k")
+    assert reason is not None
+    assert no_hub in reason
+    assert os.environ[OFFLINE] == "1"
+    assert go_offline_if_unreachable("embedded", "openai/gsm8k") is None
+
+
+def test_nobody_is_asked_where_nothing_is_wanted_of_it(no_hub: str) -> None:
+    assert go_offline_if_unreachable("embedded", "/data/mine.jsonl") is None
+    assert OFFLINE not in os.environ
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["model_name=nobody/nothing", "dataset_name=nobody/nothing"])
+def test_a_name_of_the_hub_without_network_is_one_error(word: str, no_hub: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), word, "output_dir=run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2, done.stderr
+    assert "hub       out of reach" in done.stdout
+    assert "nobody/nothing" in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "Retry" not in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,221 @@
+"""How a process was started, read from the words of each launcher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from ci_llm.cluster.launch import Launch, decline, read_launch, remarks
+from ci_llm.errors import LaunchError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1234",
+}
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "node[03-04,9]",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+}
+ACCELERATE = ["/venv/bin/python", "/venv/bin/accelerate", "launch"]
+
+
+def read(environ: Mapping[str, str], parent: list[str] | None = None) -> Launch:
+    return read_launch(environ, parent or [])
+
+
+def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def test_plain_python_is_alone() -> None:
+    launch = read({})
+    assert launch == Launch("python", 1, 0, 0, 1, None, {})
+    assert launch.is_main
+    assert not launch.dies_unheard
+
+
+def test_torchrun_speaks_for_itself() -> None:
+    launch = read(TORCHRUN)
+    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, patience_s=30)
+    assert not launch.is_main
+
+
+def test_a_task_of_srun_is_given_torch_s_words() -> None:
+    launch = read(STEP)
+    assert (launch.launcher, launch.process_index, launch.num_local_processes) == ("srun", 4, 1)
+    assert launch.variables == {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "node03",
+        "MASTER_PORT": read({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}).variables["MASTER_PORT"],
+    }
+    assert 1024 < int(launch.variables["MASTER_PORT"]) < 32768
+    assert launch.variables["MASTER_PORT"] != read({**STEP, "SLURM_STEP_ID": "3"}).variables["MASTER_PORT"]
+
+
+def test_an_address_that_is_set_is_kept() -> None:
+    assert (
+        read({**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}).variables.items()
+        >= {
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "99",
+        }.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("login2", "login2"), ("a,b", "a"), ("gpu-[007-009]", "gpu-007"), ("n[1,5]", "n1")]
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert read({**STEP, "SLURM_STEP_NODELIST": nodes}).variables["MASTER_ADDR"] == first
+
+
+def test_tasks_on_one_machine_meet_on_it() -> None:
+    """Node names need not resolve there."""
+    one_node = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
+    assert read(one_node).variables["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_batch_script_is_not_a_task() -> None:
+    """SLURM sets the job's variables there as well, for what is one process."""
+    batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert read(batch).num_processes == 1
+
+
+def test_torchrun_inside_a_task_of_srun_wins() -> None:
+    assert read({**STEP, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_how_long_a_launcher_waits_before_it_kills() -> None:
+    assert read(TORCHRUN).patience_s == 30
+    assert read({**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == 600
+    assert read({**STEP, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == math.inf
+    assert read({}).patience_s == math.inf
+    assert read({"CI_LLM_SUPERVISED": "0.5"}).patience_s == 0.5
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "120"}).patience_s == 30
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "10"}).patience_s == 10
+
+
+def test_mpirun() -> None:
+    names = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, "2112", strict=True)}
+    launch = read(environ)
+    assert (launch.launcher, launch.num_processes, launch.process_index) == ("mpirun", 2, 1)
+    assert launch.variables["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (without(TORCHRUN, "RANK"), "RANK is not set"),
+        ({**TORCHRUN, "RANK": "4"}, "process 4 of 4"),
+        ({**TORCHRUN, "WORLD_SIZE": "four"}, "WORLD_SIZE is 'four'"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "process 3 of 0"),
+        (without(STEP, "SLURM_STEP_NODELIST"), "no address"),
+    ],
+)
+def test_variables_that_cannot_be_true(environ: Mapping[str, str], said: str) -> None:
+    with pytest.raises(LaunchError, match=said) as caught:
+        read(environ)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "asked_for"),
+    [
+        (["--num_processes=4", "train.py"], {"MASTER_ADDR": "127.0.0.1"}, 4),
+        (["--num-processes", "16", "train.py"], {"MASTER_ADDR": "127.0.0.1"}, 16),
+        (["train.py"], {"MASTER_ADDR": "127.0.0.1"}, 0),
+        (["--num_processes=1", "train.py"], {}, None),
+    ],
+)
+def test_a_lone_accelerate_and_what_it_was_asked_for(
+    words: list[str], environ: dict[str, str], asked_for: int | None
+) -> None:
+    launch = read(environ, ACCELERATE + words)
+    assert (launch.launcher, launch.asked_for, launch.dies_unheard) == ("accelerate", asked_for, True)
+
+
+@pytest.mark.parametrize(
+    "parent", [["python", "-m", "accelerate.commands.launch"], ["/bin/accelerate-launch"], ACCELERATE]
+)
+def test_the_names_of_accelerate(parent: list[str]) -> None:
+    assert read({}, parent).dies_unheard
+
+
+@pytest.mark.parametrize("parent", [["bash", "launch"], ["make", "train"], ["python", "safe_train.py"]])
+def test_other_parents_are_none(parent: list[str]) -> None:
+    assert not read({"MASTER_ADDR": "here"}, parent).dies_unheard
+
+
+def test_the_parent_is_looked_up() -> None:
+    assert read_launch({}).launcher == "python"
+
+
+# Remarks
+
+
+def remarked(launch: Launch, num_gpus: int = 0, **environ: str) -> list[str]:
+    return remarks(launch, environ, num_gpus=num_gpus, mixed_precision="no")
+
+
+def test_a_launch_as_meant_needs_no_remark() -> None:
+    assert remarked(read({})) == []
+    assert remarked(read(TORCHRUN), num_gpus=2, OMP_NUM_THREADS="1") == []
+
+
+def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.cluster.launch._num_cores", lambda: 1)
+    assert remarked(read(TORCHRUN))[0].startswith("2 processes share 1 CPU core(s): ")
+    assert remarked(read(TORCHRUN), num_gpus=2) == []
+    monkeypatch.setattr("ci_llm.cluster.launch._num_cores", lambda: 2)
+    assert remarked(read(TORCHRUN)) == []
+
+
+def test_fewer_processes_than_asked_for() -> None:
+    launch = read({"MASTER_ADDR": "here"}, [*ACCELERATE, "--num_processes=4"])
+    assert "--multi_gpu --num_processes=4" in remarked(launch)[0]
+    assert "1 GPU(s), and each takes one process" in remarked(launch, num_gpus=1)[0]
+    unknown = read({"MASTER_ADDR": "here"}, ACCELERATE)
+    assert "asked for several processes" in remarked(unknown)[0]
+
+
+def test_gpus_without_a_process() -> None:
+    (line,) = remarked(read({}), num_gpus=4)
+    assert "accelerate launch --num_processes=4" in line
+
+
+def test_a_precision_that_only_the_launcher_knows() -> None:
+    (line,) = remarked(read({}), ACCELERATE_MIXED_PRECISION="bf16")
+    assert "mixed_precision=bf16" in line
+
+
+def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "fair_num_threads", property(lambda self: 8))
+    launch = read({}, ACCELERATE)
+    assert remarked(launch, OMP_NUM_THREADS="1") == [
+        "one CPU thread per process, as launchers set it: `export OMP_NUM_THREADS=8` uses all cores"
+    ]
+    assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch, 1, OMP_NUM_THREADS="1") == []
+
+
+def test_what_accelerate_would_do_and_this_program_declines() -> None:
+    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "false"}
+    (line,) = decline(environ)
+    assert "ACCELERATE_USE_DEEPSPEED is not used" in line
+    assert environ["ACCELERATE_USE_DEEPSPEED"] == "false"
+    assert decline(environ) == []

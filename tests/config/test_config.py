@@ -1,0 +1,522 @@
+"""The configuration: every form is understood; every mistake is answered with key, place and hint."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ci_llm.config import Config, describe_keys, groups, keys_as_markdown, load_config
+from ci_llm.config.aliases import ALIASES, WORDS
+from ci_llm.config.schema import NO_EFFECT
+from ci_llm.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PRESETS = [ROOT / "configs.yaml", *sorted((ROOT / "configs").glob("*.yaml"))]
+
+# The contract: these keys exist under exactly these names; a value where one is fixed.
+FIXED_DEFAULTS: dict[str, Any] = {
+    "save_steps": 100,
+    "save_interval_seconds": 300,
+    "save_total_limit": 3,
+    "logging_steps": 10,
+    "eval_steps": 100,
+    "max_train_steps": None,
+    "global_batch_size": None,
+    "gradient_accumulation_steps": 1,
+    "num_workers": 4,
+    "weight_decay": 0.01,
+    "mixed_precision": "no",
+    "seed": 42,
+    "num_agents": 4,
+    "max_grad_norm": 1.0,
+    "experiment_name": None,
+    "resume_from_checkpoint": "latest",
+    "deterministic": "auto",
+    "allow_inexact_resume": False,
+    "requeue": "auto",
+    "interrupted_exit_code": 0,
+    "eval_samples": 400,
+    "generation_eval_samples": 100,
+    "output_dir": "ci_llm_output",
+}
+KEYS_OF_THE_ORIGINAL = [
+    "model_name",
+    "num_agents",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "initialize_adapters_rand",
+    "dropconnect_p",
+    "lambda_sw",
+    "swd_num_projections",
+    "epochs",
+    "batch_size",
+    "lr",
+    "weight_decay",
+    "lr_scheduler_type",
+    "num_warmup_steps_ratio",
+    "gradient_accumulation_steps",
+    "max_train_steps",
+    "dataset_name",
+    "dataset_subset",
+    "max_seq_length",
+    "debug_subset_size",
+    "output_dir",
+    "save_steps",
+    "logging_steps",
+    "resume_from_checkpoint",
+    "num_workers",
+    "mixed_precision",
+    "use_gradient_checkpointing",
+    "use_deepspeed",
+    "deepspeed_config_file",
+    "parallel_mode",
+    "profile_steps",
+    "log_memory_usage",
+    "seed",
+    "max_new_tokens_eval",
+    "dirichlet_alpha_aggregator",
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "my.yaml"
+
+
+def complaint(path: Path | None, *arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, arguments)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def changed(config: Config) -> dict[str, Any]:
+    return {key: new for key, _, new in ((c.key, c.old, c.new) for c in Config().diff(config))}
+
+
+# ---------------------------------------------------------------------------------------------- the contract
+
+
+def test_the_contract_of_names_and_defaults() -> None:
+    defaults = Config().model_dump()
+    assert {key: defaults[key] for key in FIXED_DEFAULTS} == FIXED_DEFAULTS
+    for key in KEYS_OF_THE_ORIGINAL:
+        assert ALIASES.get(key, key) in defaults, key
+
+
+def test_tables_name_existing_keys() -> None:
+    assert set(ALIASES.values()) | set(WORDS) | set(NO_EFFECT) <= set(Config.model_fields)
+    assert not set(ALIASES) & set(Config.model_fields)
+
+
+def test_every_key_is_in_one_group_and_described() -> None:
+    assert [key for keys in groups().values() for key in keys] == list(Config.model_fields)
+    text = describe_keys()
+    for key, field in Config.model_fields.items():
+        assert field.description
+        assert f"  {key}=" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_presets_are_valid_and_say_what_they_are_for(path: Path) -> None:
+    load_config(path)
+    assert path.name == "configs.yaml" or "Meant for:" in path.read_text(encoding="utf-8")
+
+
+def test_import_is_light() -> None:
+    code = "import ci_llm.config, sys; print([*{'torch', 'transformers', 'numpy'} & set(sys.modules)])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_config_is_frozen_and_strict() -> None:
+    with pytest.raises(ValidationError):
+        Config().seed = 1  # type: ignore[misc]
+    for bad in ({"num_agents": True}, {"learning_rate": float("nan")}, {"sed": 1}, {"batch_size": "4"}):
+        with pytest.raises(ValidationError):
+            Config(**bad)
+
+
+# ----------------------------------------------------------------------------------------------------- forms
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        (["num_agents=2"], {"num_agents": 2}),
+        (["--num_agents=2"], {"num_agents": 2}),
+        (["--num-agents", "2"], {"num_agents": 2}),
+        (["--K", "2", "lr=1e-3"], {"num_agents": 2, "learning_rate": 1e-3}),
+        (["--compile"], {"compile": True}),
+        (["--compile", "seed=3"], {"compile": True, "seed": 3}),
+        (["--compile", "false"], {}),
+        (["--debug", "--seed", "3"], {"seed": 3}),
+        (["--deterministic"], {"deterministic": True}),
+        (["--deterministic", "auto"], {}),
+        (["seed=1", "--seed", "2", "seed=3"], {"seed": 3}),
+        (["mixed_precision=bf16", "mixed_precision=no"], {}),
+        (["max_runtime=11:55:00"], {"max_runtime": 42900.0}),
+        (["max_runtime=1-00:00:30"], {"max_runtime": 86430.0}),
+        (["max_runtime=1h30m"], {"max_runtime": 5400.0}),
+        (["max_runtime=90"], {"max_runtime": 90.0}),
+        (["experiment_name=null"], {}),
+        (["experiment_name=0123"], {"experiment_name": "0123"}),
+        (["experiment_name=no"], {"experiment_name": "no"}),
+        (["save_steps=none"], {"save_steps": None}),
+        (["learning_rate=1"], {"learning_rate": 1.0}),
+        (["lora_target_modules=q_proj,v_proj"], {"lora_target_modules": ("q_proj", "v_proj")}),
+        (["lora_target_modules=[q_proj, 'v_proj']"], {"lora_target_modules": ("q_proj", "v_proj")}),
+        (["lora_target_modules=q_proj"], {"lora_target_modules": ("q_proj",)}),
+        (["report_to=none"], {"report_to": ()}),
+        (["report_to=wandb,tensorboard"], {"report_to": ("wandb", "tensorboard")}),
+        (
+            ["stop_signals=SIGUSR1,SIGTERM", "save_signals=none"],
+            {"stop_signals": ("SIGUSR1", "SIGTERM"), "save_signals": ()},
+        ),
+        (["--auto_resume"], {}),
+        (
+            ["--resume-from-checkpoint", "runs/checkpoint_step_20"],
+            {"resume_from_checkpoint": "runs/checkpoint_step_20"},
+        ),
+        (["--resume_from_checkpoint=false"], {"resume_from_checkpoint": None}),
+        (["--use-torch-distributed-ckpt"], {"checkpoint_backend": "distributed"}),
+        (["--use_torch_distributed_ckpt", "--seed=1"], {"checkpoint_backend": "distributed", "seed": 1}),
+        (["--timeaware-checkpointing"], {"stop_before_walltime": True}),
+        (["--training-steps", "9", "--sequence-length", "64"], {"max_train_steps": 9, "max_seq_length": 64}),
+        (["--model-dtype", "bfloat16"], {"model_dtype": "bf16"}),
+        (["checkpoint_interval=60", "samples=7"], {"save_interval_seconds": 60.0, "max_train_samples": 7}),
+        (["save_dir=a b", "exp_name=c"], {"output_dir": "a b", "experiment_name": "c"}),
+        (["diversity=none"], {}),
+        (["model_name=a=b"], {"model_name": "a=b"}),
+    ],
+    ids=" ".join,
+)
+def test_forms_of_the_command_line(arguments: list[str], values: dict[str, Any]) -> None:
+    assert changed(load_config(None, arguments)) == values
+
+
+def test_values_in_a_file_mean_what_their_key_makes_of_them(file: Path) -> None:
+    file.write_text(
+        "mixed_precision: no\nlr: 1e-4\nmax_runtime: 11:55:00\nexperiment_name: 2024-01-01\nsave_steps:\n"
+        "deterministic: yes\nreport_to: [wandb]\nmodel-name: 'null'\nlora_dropout: .1\n"
+        "max_train_steps: 1_000\n",
+        encoding="utf-8",
+    )
+    assert changed(load_config(file)) == {
+        "learning_rate": 1e-4,
+        "max_runtime": 42900.0,
+        "experiment_name": "2024-01-01",
+        "save_steps": None,
+        "deterministic": True,
+        "report_to": ("wandb",),
+        "model_name": "null",
+        "lora_dropout": 0.1,
+        "max_train_steps": 1000,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(ALIASES))
+def test_an_alias_is_its_key(name: str) -> None:
+    assert f"{name} is no key" not in complaint(None, f"{name}={{}}", "nonsense")
+
+
+def test_command_line_over_file_over_defaults(file: Path) -> None:
+    file.write_text("seed: 1\nK: 2\n", encoding="utf-8")
+    config = load_config(file, ["num_agents=3"])
+    assert (config.seed, config.num_agents, config.batch_size) == (1, 3, Config().batch_size)
+
+
+def test_config_on_the_command_line_names_the_file(file: Path, tmp_path: Path) -> None:
+    file.write_text("seed: 7\n", encoding="utf-8")
+    for words in (["--config", str(file)], [f"--config={file}"], [f"config={file}"]):
+        assert load_config(tmp_path / "not_there.yaml", words).seed == 7
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "~\n"])
+def test_an_empty_file_is_all_defaults(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    assert load_config(file) == Config()
+
+
+def test_the_folder_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for words, folder in (
+        (["output_dir=runs"], "runs"),
+        (["output_dir=runs", "experiment_name=one"], "runs/one"),
+        (["output_dir=~/runs"], "/home/me/runs"),
+    ):
+        assert load_config(None, words).run_folder == Path(folder)
+
+
+@pytest.mark.parametrize("key", ["model_name", "init_from", "resume_from_checkpoint", "dataset_name"])
+def test_home_is_home_where_no_shell_has_read_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert getattr(load_config(None, [f"{key}=~/it"]), key) == "/home/me/it"
+    assert getattr(load_config(None, [f"{key}=owner/it"]), key) == "owner/it"
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("learning_rte: 1e-3", ["learning_rte is no key", "did you mean learning_rate?"]),
+        ("batchsize: 3", ["batchsize is no key", "batch_size"]),
+        ("learn: 1", ["learn is no key"]),
+        ("debug: true", ["did you mean --debug on the command line?"]),
+        ("zzz: 1", ["zzz is no key", "--help"]),
+        ("Seed: 1", ["Seed is no key", "did you mean seed?"]),
+        ("training: {lr: 1}", ["training is no key"]),
+        ("no_compile: true", ["compile=false"]),
+        ("training.lr: 1", ["did you mean lr, which is learning_rate?"]),
+        ("? [a, b]\n: 1", ["is no key"]),
+        ("<<: {seed: 1}", ["<< is no key"]),
+        ("seed: {a: 1}", ["seed is a nested mapping", "one value per key"]),
+        ("seed: [1, 2]", ["seed is ['1', '2']", "a whole number"]),
+        ("seed: !!python/name:os.system x", ["seed is the YAML tag", "os.system"]),
+        ("seed: 0123", ["seed is '0123'", "write 123"]),
+        ("seed: -1", ["seed is '-1'", "of at least 0"]),
+        ("seed: 1e2", ["seed is '1e2'", "write 100"]),
+        ("seed: true", ["seed is 'true'", "a whole number"]),
+        ("seed: 11:55:00", ["seed is '11:55:00'", "a whole number"]),
+        ("batch_size: four", ["batch_size is 'four'", "a whole number of at least 1", "the default is 4"]),
+        ("batch_size: 4.0", ["write 4"]),
+        ("batch_size: '4'", ["write 4 without quotes"]),
+        ("batch_size:", ["batch_size is empty", "a whole number"]),
+        ("batch_size: 1_", ["batch_size is '1_'", "a whole number"]),
+        ("batch_size: 1__0", ["batch_size is '1__0'", "a whole number"]),
+        ("learning_rate: 1_", ["learning_rate is '1_'", "a number"]),
+        ("batch_size: 0x10", ["batch_size is '0x10'"]),
+        ("num_agents: 0", ["num_agents is '0'", "of at least 1"]),
+        ("K: 0", ["num_agents (written K) is '0'"]),
+        ("learning_rate: .nan", ["learning_rate is '.nan'", "a number above 0"]),
+        ("learning_rate: nan", ["learning_rate is 'nan'"]),
+        ("learning_rate: 1e999", ["learning_rate is '1e999'"]),
+        ("learning_rate: 0", ["learning_rate is '0'", "above 0"]),
+        ("lora_dropout: 1.0", ["lora_dropout is '1.0'", "below 1"]),
+        ("num_warmup_steps_ratio: 1.1", ["and at most 1"]),
+        ("mixed_precision: BF16", ["write bf16"]),
+        ("mixed_precision: fp8", ["no | bf16 | fp16"]),
+        ("lr_scheduler_type: cosin", ["did you mean cosine?"]),
+        ("lr_scheduler_type: reduce_lr_on_plateau", ["follows the loss", "cosine"]),
+        ("compile: 1", ["compile is '1'", "true | false"]),
+        ("compile: 'true'", ["write true without quotes"]),
+        ("max_runtime: 11:55", ["max_runtime is '11:55'", "HH:MM:SS"]),
+        ("max_runtime: 0", ["seconds above 0"]),
+        ("max_runtime: 1e12", ["seconds above 0 and at most 1000000000 (or 1h30m, or HH:MM:SS), or null"]),
+        ("save_steps: 0", ["of at least 1, or null"]),
+        ("checkpoint_backend: dcp", ["vanilla", "distributed"]),
+        ("lora_target_modules: []", ["a list of names"]),
+        ("lora_target_modules: [[q]]", ["lora_target_modules is [a nested list]"]),
+        ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | wandb"]),
+        ("report_to: wand", ["did you mean wandb?"]),
+        ("model_name: null", ["model_name is 'null'", "text"]),
+        ("model_name: ''", ["model_name is empty"]),
+        ('model_name: "a\\u0007b"', ["model_name is 'a\\x07b'"]),
+        ("experiment_name: a/b", ["is a path", "output_dir"]),
+        ("experiment_name: ..", ["is a path"]),
+        ("interrupted_exit_code: 256", ["and at most 255"]),
+        ("diversity: joint\nlambda_sw: 1", ["joint needs lambda_sw below 1"]),
+        ("model_dtype: fp64\nmixed_precision: bf16", ["would undo model_dtype fp64"]),
+        ("early_stopping_patience: 2\neval_steps: null", ["set eval_steps"]),
+        ("stop_signals: [SIGTERM, SIGUSR1]", ["SIGUSR1 cannot mean both", "out of save_signals"]),
+        ("save_signals: [SIGKILL]", ["a list of SIGTERM | SIGINT"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_lines(file: Path, line: str, words: list[str]) -> None:
+    file.write_text(f"# a comment\n{line}\n", encoding="utf-8")
+    said = complaint(file)
+    for word in [*words, f"{file}:2", "hint"]:
+        assert word in said, said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-sise", "3"], ["batch-sise is no key", "did you mean batch_size?"]),
+        (["foo"], ["'foo' is neither a key nor a value", "key=value"]),
+        (["configs/x.yaml"], ["write --config configs/x.yaml"]),
+        (["-h"], ["'-h' is neither"]),
+        (["--config"], ["--config without a file"]),
+        (["--seed"], ["seed is without a value", "a whole number"]),
+        (["--output_dir", "--seed=1"], ["output_dir is without a value"]),
+        (["--output_dir", "seed=1"], ["output_dir is without a value"]),
+        (["max_train_steps="], ["max_train_steps is without a value"]),
+        (["K=2", "num_agents=2"], ["num_agents (as K and num_agents) is given twice", "keep one"]),
+        (["lr=1", "--learning-rate=2"], ["learning_rate (as lr and learning-rate) is given twice"]),
+        (["learning_rate=0123"], ["learning_rate is '0123'", "write 123"]),
+        (["no_compile=true"], ["compile=false"]),
+        (["output_dir=\udcff"], ["output_dir is"]),
+        (["lambda_sw=1", "diversity=joint"], ["joint needs lambda_sw below 1"]),
+    ],
+    ids=lambda value: ascii(" ".join(value)),
+)
+def test_bad_command_lines(arguments: list[str], words: list[str]) -> None:
+    said = complaint(None, *arguments)
+    for word in [*words, "command line", "hint"]:
+        assert word in said, said
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"a: [", 1),
+        (b"seed: 1\n\tlr: 2\n", 2),
+        (b"seed: 1\nlr 2\nK: 3\n", 3),
+        (b"seed: 1\n  lr: 2\n", 2),
+        (b"lr=1\n", 1),
+        (b"- a\n- b\n", 1),
+        (b"seed: 1\n---\nseed: 2\n", 2),
+        (b"seed: 1\nlr: *x\n", 2),
+        (b"seed: 1\nlr: \x07\n", 2),
+        (b"seed: '\n", 2),
+    ],
+)
+def test_broken_yaml_names_the_line(file: Path, content: bytes, line: int) -> None:
+    file.write_bytes(content)
+    assert f"{file}:{line}\n" in complaint(file)
+
+
+@pytest.mark.slow
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in complaint(tmp_path / "none.yaml")
+    assert "directory" in complaint(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"model_name: \xe9\n")
+    assert "UTF-8" in complaint(tmp_path / "latin.yaml")
+    (tmp_path / "deep.yaml").write_text("[" * 5000, encoding="utf-8")
+    assert "too deeply" in complaint(tmp_path / "deep.yaml")
+    assert "null byte" in complaint(None, "--config", "a\0b")
+
+
+def test_doubles_in_a_file_name_both_lines(file: Path) -> None:
+    file.write_text("seed: 1\nlr: 1e-3\nseed: 1\nlearning_rate: 1e-3\n", encoding="utf-8")
+    said = complaint(file)
+    assert f"{file}:1 and {file}:3: seed is given twice" in said
+    assert f"{file}:2 and {file}:4: learning_rate (as lr and learning_rate) is given twice" in said
+
+
+def test_all_problems_at_once(file: Path) -> None:
+    file.write_text("bach_size: 1\nseed: x\nK: 0\ndiversity: joint\nlambda_sw: 2\n", encoding="utf-8")
+    said = complaint(file, "epochs=-1", "stray")
+    assert said.startswith("6 problems in the configuration")
+    for word in (":1: bach_size", ":2: seed", ":3: num_agents", ":4 and ", "command line: epochs", "'stray'"):
+        assert word in said
+
+
+def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> None:
+    file.write_text("diversity: joint\nlambda_sw: -1\n", encoding="utf-8")
+    said = complaint(file)
+    assert "lambda_sw is '-1'" in said
+    assert "joint needs" not in said
+
+
+# ------------------------------------------------------------------------------- notices, dumps, differences
+
+
+def test_notices() -> None:
+    assert Config().notices() == []
+    said = load_config(None, ["parallel_mode=true", "use_deepspeed=true", "dirichlet_alpha_aggregator=2"]).notices()
+    assert [line.split(" has no effect: ")[0] for line in said] == [
+        "dirichlet_alpha_aggregator",
+        "parallel_mode",
+        "use_deepspeed",
+    ]
+    said = load_config(None, ["diversity=swd_raw", "swd_representation=first_token"]).notices()
+    assert len(said) == 2
+    assert load_config(None, ["global_batch_size=2", "gradient_accumulation_steps=2"]).notices() != []
+    assert load_config(None, ["max_train_steps=5", "num_warmup_steps=5"]).notices() != []
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_a_dump_reads_back(path: Path, file: Path) -> None:
+    config = load_config(path)
+    file.write_text(config.dump(), encoding="utf-8")
+    assert load_config(file) == config
+
+
+@pytest.mark.slow
+@given(
+    name=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1).filter(
+        lambda s: "/" not in s
+    ),
+    rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    modules=st.lists(st.text("abc_.\"' :#", min_size=1), min_size=1).map(tuple),
+)
+def test_any_dump_reads_back_and_is_plain_yaml(
+    tmp_path_factory: pytest.TempPathFactory, name: str, rate: float, modules: tuple[str, ...]
+) -> None:
+    config = Config(model_name=name, learning_rate=rate, lora_target_modules=modules, diversity="none")
+    path = tmp_path_factory.mktemp("dump") / "config.yaml"
+    path.write_text(config.dump(), encoding="utf-8")
+    assert load_config(path) == config
+    values = yaml.safe_load(config.dump())
+    assert {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()} == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "keeps_bits"),
+    [
+        ("output_dir=x", "free", True),
+        ("save_steps=7", "free", True),
+        ("logging_steps=7", "free", True),
+        ("num_workers=0", "free", True),
+        ("resume_from_checkpoint=null", "free", True),
+        ("max_train_steps=7", "schedule", False),
+        ("epochs=7", "schedule", False),
+        ("batch_size=7", "free", False),
+        ("use_gradient_checkpointing=true", "free", False),
+        ("seed=7", "sample-exact", False),
+        ("num_agents=7", "sample-exact", False),
+        ("learning_rate=7", "sample-exact", False),
+        ("max_seq_length=7", "sample-exact", False),
+        ("dataset_name=x", "free", True),
+        ("global_batch_size=7", "sample-exact", False),
+        ("mixed_precision=bf16", "sample-exact", False),
+    ],
+)
+def test_what_a_change_means_for_resuming(word: str, kind: str, keeps_bits: bool) -> None:
+    (change,) = Config().diff(load_config(None, [word]))
+    assert (change.key, change.kind, change.keeps_bits) == (word.partition("=")[0], kind, keeps_bits)
+    assert change.old != change.new
+
+
+def test_scheduler_names_are_those_of_transformers() -> None:
+    from transformers import SchedulerType
+
+    field = Config.model_fields["lr_scheduler_type"]
+    assert set(field.annotation.__args__) == {name.value for name in SchedulerType}  # type: ignore[union-attr]
+
+
+def test_mutated_configurations_are_valid_or_refused_in_words() -> None:
+    outcome = runpy.run_path(str(ROOT / "benchmarks" / "config_fuzz.py"))["fuzz"](cases=300, seed=1)
+    assert outcome.valid + outcome.refused == 300
+    assert min(outcome.valid, outcome.refused) > 20
+
+
+def test_every_key_is_read_by_someone_or_says_that_it_is_not() -> None:
+    readers = [path for path in (ROOT / "ci_llm").rglob("*.py") if "config" not in path.parent.name]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in [*readers, ROOT / "ci_llm/config/load.py"])
+    read = {key for key in Config.model_fields if re.search(rf"\b(config|self)\.{key}\b", code)}
+    assert set(Config.model_fields) - read == set(NO_EFFECT)
+
+
+def test_the_docs_list_every_key_as_it_is() -> None:
+    """`python -c "from ci_llm.config import keys_as_markdown as k; print(k())"` makes the tables of docs/keys.md."""
+    text = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    assert text.endswith(f"\n\n{keys_as_markdown()}\n")

@@ -1,0 +1,133 @@
+"""Files that survive and JSON that keeps its types."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from ci_llm.core.durable import (
+    make_folders,
+    read_chunks,
+    read_exactly,
+    read_json,
+    remove_tree,
+    write_bytes,
+    write_json,
+    write_new,
+)
+from ci_llm.core.typed_json import decode, dump_json, encode, load_json, parse_json
+from tests.support.disks import Crash, FailingDisk, MortalDisk, MuteDisk, StutteringDisk
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=9)
+keys = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_typed_json_brings_back_what_it_was_given(value: object) -> None:
+    text = dump_json(value)
+    assert repr(load_json(text)) == repr(value)
+    parse_json(text)
+
+
+def test_plain_json_stays_plain() -> None:
+    value = {"a": [1, 2.5, None, True], "b": {"c": "ü"}}
+    assert json.loads(dump_json(value)) == value
+
+
+def test_no_file_ever_holds_nan_or_infinity() -> None:
+    text = dump_json([float("inf"), float("-inf"), float("nan")])
+    assert b"NaN" not in text
+    assert b"Infinity" not in text
+    back = load_json(text)
+    assert isinstance(back, list)
+    assert back[:2] == [float("inf"), float("-inf")]
+    assert back[2] != back[2]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"$code": "x"}', '{"$tuple": 3}', '{"$dict": [[1]]}', '{"$dict": [[[1], 2]]}', "[NaN]", "{", "[" * 99999]
+)
+def test_what_it_would_not_have_written_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (the message is the parser's)
+        load_json(text)
+
+
+def test_a_value_without_plain_form_is_refused_with_its_address() -> None:
+    with pytest.raises(TypeError, match=r"a\.b\[1\]: a set has no plain form"):
+        encode({"a": {"b": [0, {1}]}})
+    assert decode(encode((1, {2: "x"}))) == (1, {2: "x"})
+
+
+def test_a_crash_before_any_change_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    write_json(path, {"old": True})
+    for lives in range(20):
+        disk = MortalDisk(lives)
+        try:
+            write_json(path, {"new": True}, disk=disk)
+        except Crash:
+            assert read_json(path) in ({"old": True}, {"new": True})
+            write_json(path, {"old": True})
+        else:
+            assert lives == disk.changes == 6  # create, write, sync, close, rename, sync of the folder
+            break
+    assert read_json(path) == {"new": True}
+
+
+@pytest.mark.parametrize("lives", range(5))
+def test_a_disk_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, lives: int) -> None:
+    write_json(tmp_path / "status.json", {"old": True})
+    with pytest.raises(OSError, match="No space left"):
+        write_json(tmp_path / "status.json", {"new": True}, disk=FailingDisk(lives, errno.ENOSPC))
+    assert read_json(tmp_path / "status.json") == {"old": True}
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_short_writes_are_continued_and_no_write_is_an_error(tmp_path: Path) -> None:
+    assert write_new(tmp_path / "a", [b"hello ", b"", b"durable world"], disk=StutteringDisk()) == 19
+    assert (tmp_path / "a").read_bytes() == b"hello durable world"
+    with pytest.raises(OSError, match="no byte"):
+        write_new(tmp_path / "b", [b"x"], disk=MuteDisk())
+
+
+def test_a_writer_whose_staging_folder_was_renamed_away_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    write_bytes(tmp_path / "status.json", b"old", staging=tmp_path / "mine")
+    (tmp_path / "mine").rename(tmp_path / "taken")
+    with pytest.raises(FileNotFoundError):
+        write_bytes(tmp_path / "status.json", b"new", staging=tmp_path / "mine")
+    assert (tmp_path / "status.json").read_bytes() == b"old"
+
+
+def test_reading_follows_no_link_and_no_growing_file(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(OSError, match="symbolic"):
+        list(read_chunks(tmp_path / "link"))
+    assert read_exactly(tmp_path / "real", 5) == b"12345"
+    with pytest.raises(ValueError, match="4 bytes"):
+        read_exactly(tmp_path / "real", 4)
+
+
+def test_removing_a_tree_leaves_what_its_links_point_to(tmp_path: Path) -> None:
+    make_folders(tmp_path / "a" / "b")
+    make_folders(tmp_path / "a" / "b")
+    (tmp_path / "treasure").mkdir()
+    (tmp_path / "treasure" / "gold").write_bytes(b"1")
+    (tmp_path / "a" / "b" / "link").symlink_to(tmp_path / "treasure")
+    remove_tree(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert (tmp_path / "treasure" / "gold").read_bytes() == b"1"

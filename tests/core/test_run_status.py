@@ -1,0 +1,270 @@
+"""The status of a run: written whole and kept young by the main process, judged by its readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ci_llm.core.run_status import (
+    PEER_LOST,
+    VANISHED_AFTER_S,
+    Failure,
+    RunStatus,
+    Status,
+    earliest_failure,
+    is_alive,
+    pid_space,
+    read_failures,
+    read_status,
+    write_failure,
+)
+from ci_llm.errors import BadInput
+from tests.support.children import DEADLINE_S, Child
+
+NOW = 1_800_000_000.0
+RUNNING = Status("running", None, 7, 2, os.getpid(), "here", pid_space(), NOW - 500, NOW)
+
+
+def leave(folder: Path, status: Status) -> Path:
+    (folder / "status.json").write_text(json.dumps(asdict(status)))
+    return folder
+
+
+def failure(reason: str, when: float, process_index: int = 0) -> Failure:
+    return Failure(reason, "it broke", process_index, when)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    return value
+
+
+# Writing
+
+
+def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    run = RunStatus(tmp_path, attempt=3)
+    run.start(step=10)
+    status = read_status(tmp_path)
+    assert (status.status, status.step, status.attempt, status.pid) == ("running", 10, 3, os.getpid())
+    run.step = 12
+    assert run.finish("interrupted", "signal:SIGTERM", "python train.py")
+    assert (
+        content(tmp_path).items()
+        >= {
+            "status": "interrupted",
+            "reason": "signal:SIGTERM",
+            "step": 12,
+            "attempt": 3,
+            "next_command": "python train.py",
+        }.items()
+    )
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_heartbeat_tells_the_step_without_being_asked(tmp_path: Path) -> None:
+    beaten = threading.Event()
+    run = RunStatus(tmp_path, 1, interval_s=0.001, still_held=lambda: run.step < 5 or not beaten.set())
+    run.start()
+    run.step = 5
+    assert beaten.wait(DEADLINE_S)
+    first = read_status(tmp_path).heartbeat
+    run.finish("completed")
+    assert content(tmp_path)["step"] == 5
+    assert read_status(tmp_path).heartbeat >= first
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    run = RunStatus(tmp_path, 1, is_main=False)
+    run.start()
+    assert not run.finish("completed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_attempt_that_lost_its_folder_writes_nothing_more(tmp_path: Path) -> None:
+    mine = [True, True, False, True]
+    run = RunStatus(tmp_path, 1, interval_s=1e9, still_held=lambda: mine.pop(0))
+    run.start()
+    later = RunStatus(tmp_path, 2, interval_s=1e9)
+    later.start()
+    mine.pop(0)
+    assert not run.finish("failed", "error:late")
+    assert not run.finish("failed", "error:later")  # once lost, never asked again
+    assert (content(tmp_path)["attempt"], mine) == (2, [True])
+    later.finish("completed")
+
+
+def test_a_disk_that_refuses_a_heartbeat_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    warnings: list[str] = []
+    asked, twice = [0], threading.Event()
+
+    def still_held() -> bool:
+        asked[0] += 1
+        if asked[0] == 4:
+            twice.set()
+        return True
+
+    run = RunStatus(folder, 1, interval_s=0.001, still_held=still_held, warn=warnings.append)
+    run.start()
+    folder.rename(tmp_path / "elsewhere")
+    assert twice.wait(DEADLINE_S)
+    with pytest.raises(OSError, match="No such file"):
+        run.finish("completed")
+    assert len(warnings) == 1
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code"), [("completed", 0), ("interrupted", 75), ("running", 3), ("failed", 1)]
+)
+def test_exit_codes(tmp_path: Path, status: Any, exit_code: int) -> None:
+    leave(tmp_path, replace(RUNNING, status=status))
+    assert read_status(tmp_path, now=NOW).exit_code == exit_code
+
+
+@pytest.mark.parametrize(
+    ("age_s", "status"), [(0.0, "running"), (VANISHED_AFTER_S, "running"), (VANISHED_AFTER_S + 1, "vanished")]
+)
+def test_an_old_heartbeat_means_vanished(tmp_path: Path, age_s: float, status: str) -> None:
+    leave(tmp_path, RUNNING)
+    assert read_status(tmp_path, now=NOW + age_s).status == status
+
+
+def test_a_dead_process_of_this_machine_means_vanished_at_once(tmp_path: Path) -> None:
+    with Child.python("") as child:
+        child.wait()
+        leave(tmp_path, replace(RUNNING, pid=child.pid))
+        judged = read_status(tmp_path, now=NOW)
+        assert (judged.status, judged.exit_code) == ("vanished", 1)
+        leave(tmp_path, replace(RUNNING, pid=child.pid, pid_space="another machine"))
+        assert read_status(tmp_path, now=NOW).status == "running"
+
+
+def test_a_zombie_is_dead() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(child)
+    os.waitpid(child, 0)
+    assert is_alive(os.getpid())
+
+
+def test_a_run_killed_outright_has_vanished(tmp_path: Path) -> None:
+    source = """
+import sys
+from ci_llm.core.run_status import RunStatus
+RunStatus(sys.argv[1], 1).start()
+print("running")
+sys.stdin.read()
+"""
+    with Child.python(source, str(tmp_path)) as child:
+        child.read_until("running")
+        assert read_status(tmp_path).status == "running"
+        child.signal(signal.SIGKILL)
+        child.wait()
+        assert read_status(tmp_path).status == "vanished"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_text("{"),
+        lambda path: path.write_text("[]"),
+        lambda path: path.write_text('{"status": "running"}'),
+    ],
+)
+def test_no_status_is_one_clear_refusal(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    spoil(leave(tmp_path, RUNNING) / "status.json")
+    with pytest.raises(BadInput) as caught:
+        read_status(tmp_path)
+    assert caught.value.where == str(tmp_path / "status.json")
+
+
+def test_a_newer_version_may_say_more(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({**asdict(RUNNING), "mood": "good"}))
+    assert read_status(tmp_path, now=NOW) == RUNNING
+
+
+# Failures
+
+
+def test_a_failure_survives_the_disk_and_the_first_of_a_process_stays(tmp_path: Path) -> None:
+    try:
+        raise ValueError("no such thing")
+    except ValueError as error:
+        first = Failure.of(error, "error:ValueError", process_index=1, step=4)
+    write_failure(tmp_path, 2, 1, first)
+    write_failure(tmp_path, 2, 1, failure(PEER_LOST, time.time(), 1))
+    assert read_failures(tmp_path, 2) == [first]
+    assert read_failures(tmp_path, 1) == []
+    assert first.traceback is not None
+    assert "no such thing" in first.traceback
+
+
+def test_the_earliest_failure_is_the_reason_whatever_the_main_process_wrote(tmp_path: Path) -> None:
+    """Process 1 runs out of memory; its launcher terminates process 0 for it."""
+    write_failure(tmp_path, 2, 1, failure("out_of_memory", NOW - 2, 1))
+    write_failure(tmp_path, 2, 0, failure("error:RuntimeError", NOW - 1, 0))
+    for status, reason in (("failed", "error:RuntimeError"), ("interrupted", "signal:SIGTERM")):
+        leave(tmp_path, replace(RUNNING, status=status, reason=reason))  # type: ignore[arg-type]
+        judged = read_status(tmp_path, now=NOW)
+        assert (judged.status, judged.reason) == ("failed", "out_of_memory")
+    leave(tmp_path, RUNNING)
+    assert read_status(tmp_path, now=NOW).status == "running"
+    assert read_status(tmp_path, now=NOW + 100).reason == "out_of_memory"
+
+
+@pytest.mark.parametrize("late", [failure("error:OSError", NOW + 1), failure(PEER_LOST, NOW - 1)])
+def test_a_clean_interruption_stays_one(tmp_path: Path, late: Failure) -> None:
+    """What goes wrong after it, and that a peer left, is not its cause."""
+    write_failure(tmp_path, 2, 0, late)
+    leave(tmp_path, replace(RUNNING, status="interrupted", reason="signal:SIGTERM"))
+    assert read_status(tmp_path, now=NOW).exit_code == 75
+
+
+def test_a_failure_that_cannot_be_read_is_a_failure(tmp_path: Path) -> None:
+    path = write_failure(tmp_path, 2, 3, failure("out_of_memory", NOW))
+    path.write_text("{}")
+    [found] = read_failures(tmp_path, 2)
+    assert (found.reason, found.process_index, found.time) == ("unreadable", 3, path.stat().st_mtime)
+    assert str(path) in found.message
+    leave(tmp_path, RUNNING)
+    assert read_status(tmp_path, now=NOW + 100).reason == "unreadable"
+
+
+def test_another_attempt_s_failures_are_history(tmp_path: Path) -> None:
+    write_failure(tmp_path, 1, 0, failure("out_of_memory", NOW - 900))
+    leave(tmp_path, replace(RUNNING, status="interrupted", reason="signal:SIGTERM"))
+    assert read_status(tmp_path, now=NOW).status == "interrupted"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["out_of_memory", "error:X", PEER_LOST]), st.floats(0, 10))))
+def test_the_earliest_failure_is_never_a_mere_consequence(told: list[tuple[str, float]]) -> None:
+    cause = earliest_failure(failure(reason, when) for reason, when in told)
+    own = [when for reason, when in told if reason != PEER_LOST]
+    if not told:
+        assert cause is None
+    elif own:
+        assert cause is not None
+        assert (cause.reason != PEER_LOST, cause.time) == (True, min(own))
+    else:
+        assert cause is not None
+        assert cause.time == min(when for _, when in told)

@@ -1,0 +1,392 @@
+"""K agents in one fused pass equal K PEFT models trained alone: losses, gradients, optimizer steps, files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ci_llm.crowd import targets
+from ci_llm.crowd.lora import LoraSettings, _FusedLinear, _LowRank
+from ci_llm.crowd.model import Crowd
+from ci_llm.data.batches import Batch
+from ci_llm.errors import ForeignCheckpoint, ModelError
+from tests.support.tiny import base, batch
+
+K = 3
+# Gemma 2, Bloom and Mamba compute in fp32 in places, whatever the dtype is; routing adds its own rounding in fp32.
+COARSE = {"gemma2": 1e-6, "bloom": 1e-6, "mixtral": 1e-5, "gpt_oss": 1e-5, "phimoe": 1e-5, "mamba": 1e-6}
+
+
+def crowd_of(model: Any, **settings: Any) -> Crowd:
+    crowd = Crowd(model, LoraSettings(**{"num_agents": K, "rank": 4, "alpha": 8, **settings}), base_name="toy")
+    crowd.choose_route()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * 0.1)
+    return crowd
+
+
+def peft_twin(model: Any, crowd: Crowd, agent: int) -> Any:
+    """The same agent as a PEFT model on a copy of the base."""
+    targets = sorted({name.rpartition(".")[2] for name in crowd.agents.layers})
+    settings = crowd.settings
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        use_rslora=settings.use_rslora,
+    )
+    twin = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
+    names = {n.replace(".weight", ".default.weight"): t for n, t in crowd.agents.agent_tensors(agent).items()}
+    assert not twin.load_state_dict(names, strict=False).unexpected_keys
+    return twin.train()
+
+
+def peft_loss(twin: Any, packed: Batch) -> Tensor:
+    """Mean cross-entropy over all targets, row by row, without packing or padding."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, (start, end) in enumerate(zip(packed.bounds, packed.bounds[1:], strict=False)):
+        log_probs = twin(input_ids=packed.input_ids[start:end][None]).logits[0].log_softmax(-1)
+        mine = packed.target_rows == row
+        total = total - log_probs[packed.predict_from[mine] - start, packed.targets[mine]].sum()
+    return total / packed.num_targets
+
+
+def gradient_error(crowd: Crowd, twin: Any, agent: int) -> float:
+    """|ours - theirs| / |theirs| over all of one agent's gradient."""
+    grads = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    off = norm = 0.0
+    for name, module in crowd.agents.layers.items():
+        for kind in ("lora_A", "lora_B"):
+            wanted = grads[f"base_model.model.{name}.{kind}.default.weight"]
+            found = getattr(module, kind)[f"agent{agent}"].grad
+            off, norm = off + float((found - wanted).square().sum()), norm + float(wanted.square().sum())
+    return (off / norm) ** 0.5
+
+
+PACKED = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+    "phi",
+    "gpt2",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "cohere",
+]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(
+    ("family", "dtype", "route"),
+    [(f, torch.float64, "packed") for f in PACKED]
+    + [
+        ("bloom", torch.float64, "padded"),
+        ("mixtral", torch.float32, "packed"),
+        ("gpt_oss", torch.float32, "padded"),
+        ("mamba", torch.float64, "padded"),
+        ("phimoe", torch.float32, "packed"),
+    ]
+    + [(f, torch.float32, "packed") for f in ("llama", "qwen2", "gpt_neox")],
+)
+def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: str) -> None:
+    model = base(family, dtype)
+    crowd = crowd_of(copy.deepcopy(model))
+    assert crowd.route == route
+    compare_with_peft(crowd, model, batch(), COARSE.get(family, 1e-6 if dtype == torch.float32 else 1e-12))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+def test_the_padded_way_equals_peft(family: str) -> None:
+    model = base(family)
+    crowd = crowd_of(copy.deepcopy(model))
+    crowd.route = "padded"
+    compare_with_peft(crowd, model, batch(), 1e-12)
+
+
+def compare_with_peft(crowd: Crowd, model: Any, packed: Batch, tolerance: float) -> None:
+    crowd.train()
+    crowd.agents.begin_step(0)
+    output = crowd(packed)
+    output.loss.backward()
+    for agent in range(K):
+        twin = peft_twin(model, crowd, agent)
+        loss = peft_loss(twin, packed)
+        loss.backward()
+        assert -output.log_probs[agent].mean().item() == pytest.approx(loss.item(), rel=tolerance, abs=tolerance)
+        assert gradient_error(crowd, twin, agent) < tolerance
+
+
+def test_three_optimizer_steps_equal_peft() -> None:
+    model = base()
+    crowd = crowd_of(copy.deepcopy(model), use_rslora=True)
+    twins = [peft_twin(model, crowd, k) for k in range(K)]
+    options = {"lr": 1e-2, "weight_decay": 0.01}
+    ours = torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True, **options)
+    theirs = [torch.optim.AdamW([p for p in t.parameters() if p.requires_grad], **options) for t in twins]
+    for step in range(3):
+        packed = batch((8 + step, 15, 21 - step))
+        crowd.agents.begin_step(step)
+        crowd(packed).loss.backward()
+        ours.step()
+        for twin, optimizer in zip(twins, theirs, strict=True):
+            optimizer.zero_grad()
+            peft_loss(twin, packed).backward()
+            optimizer.step()
+    for agent, twin in enumerate(twins):
+        wanted = dict(twin.named_parameters())
+        for name, tensor in crowd.agents.agent_tensors(agent).items():
+            torch.testing.assert_close(
+                tensor, wanted[name.replace(".weight", ".default.weight")].data, rtol=0, atol=1e-12
+            )
+
+
+def test_peft_opens_what_is_exported_with_the_same_logits(tmp_path: Path) -> None:
+    model = base(dtype=torch.float32)
+    crowd = crowd_of(copy.deepcopy(model), target_modules=("q_proj", "down_proj")).eval()
+    packed = batch((12,))
+    with torch.no_grad():
+        ours = crowd.head.logits(crowd.states(packed))
+    files = crowd.adapter_files()
+    for agent in range(K):
+        folder = tmp_path / f"agent{agent}"
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(files[f"agent{agent}/adapter_config"]))
+        tensors = {n: t.contiguous() for n, t in files[f"agent{agent}/adapter_model"].items()}
+        save_file(tensors, folder / "adapter_model.safetensors")
+        opened = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+        with torch.no_grad():
+            theirs = opened(input_ids=packed.input_ids[None]).logits[0]
+        torch.testing.assert_close(ours[agent], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_import_refuses_what_does_not_fit() -> None:
+    crowd = crowd_of(base())
+    tensors = {n: t.clone() for n, t in crowd.agents.agent_tensors(1).items()}
+    crowd.agents.load_agent(0, tensors, "here")
+    assert torch.equal(crowd.agents.weights[0], crowd.agents.weights[1])
+    tensors.popitem()
+    with pytest.raises(ForeignCheckpoint, match="1 tensors differ"):
+        crowd.agents.load_agent(0, tensors, "here")
+
+
+def test_agents_live_in_one_storage_also_after_moving() -> None:
+    crowd = crowd_of(base()).to(torch.float32)
+    crowd.agents.begin_step(0)
+    crowd(batch()).loss.backward()
+    storage = crowd.agents.weights.untyped_storage().data_ptr()
+    trainable = [p for p in crowd.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trainable) == crowd.agents.weights.numel()
+    assert {p.untyped_storage().data_ptr() for p in trainable} == {storage}
+    assert {p.grad.untyped_storage().data_ptr() for p in trainable} == {
+        crowd.agents.gradients.untyped_storage().data_ptr()
+    }
+    assert crowd.agents.gradients.abs().sum(1).min() > 0
+
+
+def test_an_agent_without_gradient_keeps_its_bits() -> None:
+    crowd = crowd_of(base())
+    optimizer = torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], lr=0.1, fused=True)
+    crowd.agents.begin_step(0)
+    crowd(batch()).loss.backward()
+    crowd.agents.gradients[1, 5] = float("nan")
+    before = crowd.agents.weights.clone()
+    norms = crowd.agents.clip(1e-3)
+    assert norms.isfinite().tolist() == [k != 1 for k in range(len(norms))]
+    crowd.agents.leave_out([1])
+    clipped = crowd.agents.gradients.norm(dim=1)
+    assert clipped[0].item() == pytest.approx(1e-3, rel=1e-2)
+    optimizer.step()
+    assert torch.equal(crowd.agents.weights[1], before[1])
+    assert not torch.equal(crowd.agents.weights[0], before[0])
+
+
+def test_an_agent_starts_the_same_whatever_k_is() -> None:
+    few = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").agents.weights
+    many = Crowd(base(), LoraSettings(num_agents=5, rank=4), "toy").agents.weights
+    assert torch.equal(few, many[:2])
+    assert not torch.equal(many[0], many[1])
+    same = Crowd(base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy").agents.weights
+    assert torch.equal(same[0], same[1])
+
+
+def test_dropconnect_masks_belong_to_step_and_agent_and_reach_the_gradient() -> None:
+    def gradient(step: int) -> Tensor:
+        crowd = crowd_of(base(), dropconnect=0.5).train()
+        crowd.agents.begin_step(step)
+        crowd(batch()).loss.backward()
+        return crowd.agents.gradients.clone()
+
+    first = gradient(3)
+    dropped = first == 0
+    assert 0.4 < dropped.double().mean() < 0.6
+    assert torch.equal(first, gradient(3))
+    assert not torch.equal(dropped, gradient(4) == 0)
+    assert not torch.equal(dropped[0], dropped[1])
+
+
+def test_dropout_is_independent_per_agent_and_off_in_evaluation() -> None:
+    crowd = crowd_of(base(), dropout=0.5)
+    crowd.agents.weights[:] = crowd.agents.weights[:1].clone()
+    crowd.train()
+    noisy = crowd(batch()).log_probs
+    assert not torch.equal(noisy[0], noisy[1])
+    crowd.eval()
+    quiet = crowd(batch()).log_probs
+    torch.testing.assert_close(quiet[0], quiet[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_own_functions_pass_gradcheck(masked: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    a, b = random(2, 3, 5), random(2, 4, 3)
+    masks = ((random(2, 3, 5) > 0).double() * 2, (random(2, 4, 3) > 0).double() * 2) if masked else None
+    parameters = [t.requires_grad_() for t in (*a.unbind(0), *b.unbind(0))]
+    weight, bias = random(4, 5), random(4)
+    x, dropped = random(2, 6, 5).requires_grad_(), random(2, 6, 5).requires_grad_()
+
+    def fused(x: Tensor, *p: Tensor) -> Tensor:
+        return _FusedLinear.apply(x, None, weight, bias, stacked_of(p), masks, 0.7, *p)
+
+    def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
+        return _FusedLinear.apply(x, z, weight, None, stacked_of(p), masks, 0.7, *p)
+
+    def low_rank(x: Tensor, *p: Tensor) -> Tensor:
+        return _LowRank.apply(x, stacked_of(p), masks, 0.7, *p)
+
+    def stacked_of(p: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        return torch.stack(p[:2]).detach(), torch.stack(p[2:]).detach()
+
+    assert torch.autograd.gradcheck(fused, (x, *parameters))
+    assert torch.autograd.gradcheck(fused_dropped, (x, dropped, *parameters))
+    assert torch.autograd.gradcheck(low_rank, (x, *parameters))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bf16_autocast_keeps_gradients_in_fp32_and_near_the_truth(family: str) -> None:
+    crowd = crowd_of(base(family, torch.float32)).train()
+    crowd.agents.begin_step(0)
+    crowd(batch()).loss.backward()
+    exact = crowd.agents.gradients.clone()
+    crowd.agents.begin_step(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = crowd(batch()).loss
+    loss.backward()
+    assert crowd.agents.gradients.dtype == torch.float32
+    similarity = torch.nn.functional.cosine_similarity(exact, crowd.agents.gradients, dim=1)
+    assert similarity.min() > 0.99
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    def gradient(checkpointing: bool) -> Tensor:
+        crowd = crowd_of(base(), dropconnect=0.3, dropout=0.2).train()
+        if checkpointing:
+            crowd.recompute_layers()
+        torch.manual_seed(5)
+        crowd.agents.begin_step(1)
+        crowd(batch()).loss.backward()
+        return crowd.agents.gradients
+
+    assert torch.equal(gradient(False), gradient(True))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [(("nowhere",), "matches nothing"), (("self_attn",), "cannot carry"), ("lm_head", "cannot carry")],
+)
+def test_target_modules_that_do_not_fit(targets: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        Crowd(base(), LoraSettings(target_modules=targets), "toy")
+    assert "q_proj" in str(caught.value)
+
+
+def test_target_modules_as_in_peft() -> None:
+    everything = Crowd(base(), LoraSettings(), "toy").agents.layers
+    assert len(everything) == 14
+    assert not any("lm_head" in name for name in everything)
+    assert len(Crowd(base(), LoraSettings(target_modules=("q_proj", "v_proj")), "toy").agents.layers) == 4
+    assert len(Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.layers) == 3
+
+
+def test_a_base_that_sees_the_future_is_refused() -> None:
+    with pytest.raises(ModelError, match="no causal language model"):
+        Crowd(base("bert", torch.float32), LoraSettings(), "toy").choose_route()
+
+
+def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
+    model = base("mamba")
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, alpha=8), "toy")
+    assert sorted(crowd.agents.layers) == [f"backbone.layers.{n}.mixer.in_proj" for n in range(2)]
+    opened = peft.LoraConfig(**crowd.adapter_files()["agent0/adapter_config"])  # whose all-linear would be more
+    peft.get_peft_model(model, opened)
+    with pytest.raises(ModelError, match="dt_proj, which cannot carry an adapter"):
+        Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
+
+
+def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "linear_layers", lambda _: {})
+    with pytest.raises(ModelError, match="no layer that could carry an adapter"):
+        Crowd(base(), LoraSettings(), "toy")
+
+
+def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the code of a family does not show it."""
+    monkeypatch.setattr(targets, "_passed_by", lambda *_: False)
+    crowd = Crowd(base("mamba"), LoraSettings(), "toy")
+    with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
+        crowd.choose_route()
+
+
+def test_what_a_layer_is_made_of_may_be_asked() -> None:
+    layer = next(iter(Crowd(base(), LoraSettings(), "toy").agents.layers.values()))
+    assert (layer.weight.dtype, layer.weight.shape) == (torch.float64, layer.base_layer.weight.shape)
+    for read in (lambda: layer.weight.T, lambda: torch.ones(1, 32) @ layer.weight, lambda: layer.weight[0]):
+        with pytest.raises(ModelError, match="itself, past the agents"):
+            read()
+
+
+def test_a_base_that_stumbles_over_our_rows_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(base(), LoraSettings(), "toy")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("rope of a kind of its own")
+
+    monkeypatch.setattr(crowd, "_packed", fail)
+    assert crowd.choose_route() == "KeyError: 'rope of a kind of its own'"
+    monkeypatch.setattr(crowd.model, "forward", fail)
+    with pytest.raises(ModelError, match="cannot read a short batch with agents on it") as caught:
+        crowd.choose_route()
+    assert caught.value.where == "model_name: toy"
+
+
+def test_memory_that_runs_out_in_the_trial_is_no_fault_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(base(), LoraSettings(), "toy")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(crowd, "_packed", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        crowd.choose_route()
+
+
+def test_more_agents_than_any_memory_holds() -> None:
+    with pytest.raises(ModelError, match="1,000,000,000,000 agents do not fit into memory") as caught:
+        Crowd(base(), LoraSettings(num_agents=10**12), "toy")
+    assert "num_agents" in str(caught.value)

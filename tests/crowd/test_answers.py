@@ -1,0 +1,218 @@
+"""Final answers found in texts, votes counted, and an examination by generation scored row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ci_llm.crowd.answers import (
+    AnswerScores,
+    AnswerStyle,
+    Examination,
+    examine,
+    final_answer,
+    majority,
+    merged,
+    style_of,
+)
+from ci_llm.crowd.base import load_base
+from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.prompts import Prompter
+from ci_llm.data.rows import Chat, Completion, Message
+from ci_llm.data.templates import Encoder, Example
+from ci_llm.embedded import stories
+
+K = 3
+HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
+
+
+@pytest.mark.parametrize(
+    ("text", "style", "answer"),
+    [
+        # As GSM8K writes it.
+        ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "marked", "72"),
+        ("#### 1,234", "marked", "1234"),
+        ("#### $1,234.50.", "marked", "1234.5"),
+        ("####18", "marked", "18"),
+        ("####  -3 \nmore", "marked", "-3"),
+        ("#### 18.00", "marked", "18"),
+        ("#### 0.50%", "marked", "0.5"),
+        ("#### 18 dollars", "marked", "18"),
+        ("5*3=15\n#### 15\nQuestion: ... #### 7", "marked", "15"),
+        ("#### 3/4", "marked", "3/4"),
+        ("#### 1.5/2", "marked", "1.5/2"),
+        ("#### 10-3", "marked", "10-3"),
+        ("#### 5:30 PM", "marked", "5:30 PM"),
+        ("#### the  blue\tone", "marked", "the blue one"),
+        # The mark is forgotten.
+        ("She has 3 apples and 14 pears, so 17.", "marked", "17"),
+        ("10-3", "marked", "3"),
+        ("it fell to -7 degrees", "marked", "-7"),
+        ("-$5", "marked", "-5"),
+        ("I do not know", "marked", ""),
+        ("####", "marked", ""),
+        ("", "marked", ""),
+        # Numbers.
+        ("The answer is 42.", "number", "42"),
+        ("between 1,000,000 and .5", "number", "0.5"),
+        ("1,2", "number", "2"),
+        ("1,2345", "number", "2345"),
+        ("007", "number", "7"),
+        ("-0.0", "number", "0"),
+        ("12345678901234567890.1230", "number", "12345678901234567890.123"),
+        ("none", "number", ""),
+        # Text: a number in it is not the answer.
+        (" Denver\n Broncos ", "text", "Denver Broncos"),
+        ("in 1990", "text", "in 1990"),
+        ("", "text", ""),
+    ],
+)
+def test_final_answer(text: str, style: AnswerStyle, answer: str) -> None:
+    assert final_answer(text, style) == answer
+
+
+@pytest.mark.parametrize(
+    ("references", "style"),
+    [
+        (["a\n#### 1", "#### 2"], "marked"),
+        (["a\n#### 1", "2"], "number"),
+        (["The answer is 1,234.", "$5", "50 %", "10-3!"], "number"),
+        (["The answer is 1.", "Paris"], "text"),
+        (["in 1990 in Paris"], "text"),
+    ],
+)
+def test_style_is_read_off_all_references(references: list[str], style: AnswerStyle) -> None:
+    assert style_of(references) == style
+
+
+@pytest.mark.parametrize(
+    ("answers", "crowd", "winner"),
+    [
+        (["1", "2", "2"], "1", "2"),  # a majority needs no crowd
+        (["1", "2", "3"], "3", "3"),  # a tie is the crowd's to break
+        (["1", "2", "2", "1"], "1", "1"),
+        (["1", "2", "2", "1"], "9", "1"),  # if it says neither: the first agent among the tied
+        (["3", "2", "2", "1", "1"], "3", "2"),
+        (["", "", "4"], "5", "4"),  # no answer is no vote
+        (["", ""], "5", ""),  # the vote is the agents': a crowd alone elects nobody
+    ],
+)
+def test_majority(answers: list[str], crowd: str, winner: str) -> None:
+    assert majority(answers, crowd) == winner
+
+
+def test_record_pairs_the_gains_over_rows() -> None:
+    right = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 0]]).bool()
+    record = AnswerScores(right).record()
+    assert record["n"] == 4
+    exact = record["exact_match"]
+    assert (exact["agents"], exact["crowd"], exact["vote"]) == ([0.25, 0.5], 0.75, 0.5)
+    assert exact["crowd_minus_mean"]["value"] == pytest.approx(0.375)
+    difference = torch.tensor([0.0, 0.5, 1.0, 0.0]).std()
+    assert exact["crowd_minus_mean"]["interval95"] == pytest.approx(1.96 * float(difference) / 2)
+    assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25)
+    assert exact["crowd_minus_vote"]["value"] == pytest.approx(0.25)
+
+
+def test_evaluation_says_what_was_measured_how() -> None:
+    forced = {"task": "t", "n": 9, "aggregator": "logit", "exact_match": {"crowd": 0.1}, "nll": {"crowd": 2.0}}
+    assert merged(forced, None) == {**forced, "measured_by": "teacher_forcing"}
+    record = merged(forced, AnswerScores(torch.ones(4, 5, dtype=torch.bool)))
+    assert (record["n"], record["exact_match"]["vote"], record["measured_by"]) == (5, 1.0, "generation")
+    assert record["teacher_forced"] == {"n": 9, "exact_match": {"crowd": 0.1}}
+    assert (record["task"], record["aggregator"], record["nll"]) == ("t", "logit", {"crowd": 2.0})
+
+
+# An examination
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    """The embedded base with agents that disturb it a little, each in its own way."""
+    loaded = load_base("embedded")
+    crowd = Crowd(loaded.model, LoraSettings(num_agents=K), loaded.name, loaded.tokenizer.pad_token_id)
+    crowd.prompter = Prompter(loaded.tokenizer)
+    with torch.no_grad():
+        crowd.agents.weights.normal_(0, 0.06, generator=torch.Generator().manual_seed(3))
+    return crowd.eval()
+
+
+@pytest.fixture(scope="module")
+def prompter(crowd: Crowd) -> Prompter:
+    assert crowd.prompter is not None
+    return crowd.prompter
+
+
+def examples(prompter: Prompter, count: int) -> Iterator[Example]:
+    encoder, random = Encoder(prompter.tokenizer), Random(5)
+    kind = stories.Kind((1,), "+-", stories.KNOWN_VERBS, distraction=0, largest_start=20)
+    for _ in range(count):
+        question, answer = stories.story(random, kind)
+        yield encoder.encode(Chat((Message("user", question), Message("assistant", answer))))
+
+
+@pytest.mark.slow
+def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -> None:
+    rows = list(examples(prompter, 12))
+    test = Examination.of(rows, prompter, crowd, 99, max_seq_length=256)
+    assert (len(test), test.style) == (12, "marked")
+    assert test.ends == prompter.ends
+    assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
+    decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
+    batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
+    scores = examine(crowd, prompter, test, batches, **HOW)
+    assert scores is not None
+    assert scores.right.shape == (K + 2, 12)
+    for number, prompt in enumerate(test.prompts):
+        written = crowd.write([prompt], decoding, alone=True)
+        texts = [prompter.text(ids) for ids in (*(line[0] for line in written.alone), written.together[0])]
+        *agents, together = (final_answer(text, test.style) for text in texts)
+        lines = [*agents, together, majority(agents, together)]
+        assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
+    assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
+    halves = [examine(crowd, prompter, test, [half], **HOW) for half in (range(6), range(6, 12))]
+    joined = AnswerScores.joined(half for half in halves if half is not None)
+    assert torch.equal(joined.right, scores.right)
+
+
+def test_an_examination_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
+    test = Examination.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
+    asked = iter([False, False, True, True])
+    assert examine(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(asked)) is None
+
+
+def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter) -> None:
+    test = Examination.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
+    scores = examine(crowd, prompter, test, [], **HOW)
+    assert scores is not None
+    assert scores.right.shape == (K + 2, 0)
+
+
+def test_only_whole_answers_to_questions_are_asked(crowd: Crowd, prompter: Prompter) -> None:
+    encoder = Encoder(prompter.tokenizer)
+    whole, other = examples(prompter, 2)
+    cut = Example(whole.input_ids[:-2], whole.supervised[:-2])
+    talk = Chat(tuple(Message(role, text) for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)))
+    plain = encoder.encode(Completion(None, "Ann has 5 pens."))
+    rows = [cut, plain, other, encoder.encode(talk)]
+    test = Examination.of(rows, prompter, crowd, 9, max_seq_length=len(cut.input_ids))
+    expected = [row for row in (other, encoder.encode(talk)) if len(row.input_ids) < len(cut.input_ids)]
+    assert len(test) == len(expected) >= 1
+    assert test.answers[-1] == "d"
+    assert prompter.text(test.prompts[-1]) == "a\nbc\n"
+    assert len(Examination.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
+
+
+def test_questions_are_spread_over_the_rows(crowd: Crowd, prompter: Prompter) -> None:
+    rows = list(examples(prompter, 10))
+    found = Examination.of(rows, prompter, crowd, 4, max_seq_length=256).prompts
+    assert found == [rows[i].input_ids[: len(ids)].tolist() for i, ids in zip((0, 2, 5, 7), found, strict=True)]
+    assert len(Examination.of(rows, prompter, crowd, 99, max_seq_length=256)) == 10
+    assert len(Examination.of(rows, prompter, crowd, 0, max_seq_length=256)) == 0

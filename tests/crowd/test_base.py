@@ -1,0 +1,93 @@
+"""A base is loaded whole or not at all, and is known by its bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ci_llm.config import Config
+from ci_llm.crowd.base import fingerprint_of, load_base
+from ci_llm.dry_run import toy_run
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import ModelError
+from tests.support.tiny import base
+
+LAYER = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded base, to be mistreated."""
+    return Path(shutil.copytree(BASE_FOLDER, tmp_path / "base"))
+
+
+def _torn(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+
+
+def _without_a_layer(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[LAYER]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _of_another_shape(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[LAYER] = tensors[LAYER][:, :8].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _no_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+
+
+def _odd_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_torn, "cannot be loaded: Error while deserializing header"),
+        (_no_pickle, "cannot be loaded: Weights only load failed"),
+        (_odd_config, "cannot be loaded: Validation error for field 'hidden_size'"),
+        (_without_a_layer, f"1 weights of the base are missing or of another shape, the first is {LAYER}"),
+        (_of_another_shape, f"1 weights of the base are missing or of another shape, the first is {LAYER}"),
+    ],
+)
+def test_a_base_that_is_not_whole_is_refused(harm: Callable[[Path], None], message: str, folder: Path) -> None:
+    harm(folder)
+    with pytest.raises(ModelError) as caught:
+        load_base(str(folder))
+    assert message in caught.value.what
+    assert caught.value.where == f"model_name: {folder}"
+
+
+def test_a_dry_run_does_not_stand_in_for_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The embedded base does so for one that would have to be downloaded, not for one that came and is torn."""
+    _torn(folder)
+    monkeypatch.setattr(toy_run, "load_base", lambda *_: load_base(str(folder)))
+    shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu")
+    scene: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
+    with pytest.raises(ModelError, match="deserializing header"):
+        toy_run._base(scene)
+
+
+def test_a_fingerprint_sees_every_bit_and_bears_every_shape() -> None:
+    model = base(dtype=torch.float32)
+    model.register_parameter("temperature", torch.nn.Parameter(torch.tensor(1.0)))
+    before = fingerprint_of(model)
+    with torch.no_grad():
+        model.temperature.view(torch.int32).bitwise_xor_(1)
+    assert fingerprint_of(model) != before

@@ -1,0 +1,438 @@
+"""The crowd writes what K full passes and an aggregation per token would; prompts, ends, sampling, saved crowds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, PegasusForCausalLM
+
+from ci_llm import Crowd
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.cli import main
+from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.base import load_base
+from ci_llm.crowd.generation import Decoding, _OneVoice
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.prompts import Prompter, form_of, last_answer, prompts_of
+from ci_llm.data.rows import Completion, Rows, find_form
+from ci_llm.data.templates import Encoder
+from ci_llm.embedded import BASE_FOLDER, rows
+from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
+from tests.crowd.test_adapters import K, crowd_of, peft_twin
+from tests.data import test_templates as templates
+from tests.support.tiny import FAMILIES, base, example
+
+PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
+GREEDY = Decoding(max_new_tokens=12)
+#: In fp64 the masks of two make NaN of a pad's state (their softmax is fp32), and the experts of two cannot run.
+ONLY_FP32 = ("gemma2", "bloom", "mixtral", "gpt_oss", "phimoe")
+CONFIG = Path(__file__).parents[2] / "configs.yaml"
+
+
+@torch.no_grad()
+def next_log_probs(crowd: Crowd, agent: int, ids: list[int]) -> torch.Tensor:
+    """One full pass of one agent over one row, without cache, padding or neighbours."""
+    with crowd.solo(agent) as model:
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
+
+
+def written_slowly(crowd: Crowd, agents: list[int], prompt: list[int], how: Aggregator) -> list[int]:
+    ids = list(prompt)
+    for _ in range(GREEDY.max_new_tokens):
+        opinions = torch.stack([next_log_probs(crowd, k, ids) for k in agents])
+        ids.append(int(aggregate(opinions, how).argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Crowd:
+    return crowd_of(base("llama")).eval()
+
+
+# Equalities
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bert"])
+def test_crowd_and_agents_write_what_full_passes_would(family: str) -> None:
+    """Prompts of different length, padded in one batch, beside each of them alone."""
+    crowd = crowd_of(base(family, torch.float32 if family in ONLY_FP32 else torch.float64)).eval()
+    with torch.no_grad():
+        crowd.agents.weights.mul_(4)  # or some of these toys only repeat the last token, whoever writes
+    written = crowd.write(PROMPTS, GREEDY, alone=True)
+    everyone = list(range(K))
+    assert written.together == [written_slowly(crowd, everyone, p, "probability") for p in PROMPTS]
+    for k in everyone:
+        assert written.alone[k] == [written_slowly(crowd, [k], p, "probability") for p in PROMPTS]
+    texts = {tuple(text) for line in (written.together, *written.alone) for text in line}
+    assert len(texts) == len(PROMPTS) * (K + 1), "two texts are the same, so the test would not see a mix-up"
+
+
+def test_a_base_that_does_not_bear_padding_reads_one_prompt_at_a_time() -> None:
+    """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued otherwise."""
+    shape = PegasusConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48
+    )
+    torch.manual_seed(0)
+    crowd = crowd_of(PegasusForCausalLM(shape)).eval()
+    written = crowd.write(PROMPTS, GREEDY, alone=True)
+    assert written.together == [written_slowly(crowd, list(range(K)), p, "probability") for p in PROMPTS]
+    assert written.alone == [[written_slowly(crowd, [k], p, "probability") for p in PROMPTS] for k in range(K)]
+    drawn = crowd.write(PROMPTS, Decoding(max_new_tokens=12, do_sample=True), first_prompt=5).together
+    alone = [
+        crowd.write([p], Decoding(max_new_tokens=12, do_sample=True), first_prompt=5 + number).together[0]
+        for number, p in enumerate(PROMPTS)
+    ]
+    assert drawn == alone
+
+
+def test_a_base_that_cannot_write_is_one_message(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.model, "_prepare_cache_for_generation", lambda *_, **__: {}["cache"])
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot write \(KeyError: 'cache'\)"):
+        llama.write(PROMPTS[:1], GREEDY)
+
+
+@pytest.mark.slow
+def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:
+    found = llama.write(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).together
+    assert found == [written_slowly(llama, list(range(K)), prompt, "logit") for prompt in PROMPTS]
+    assert found != llama.write(PROMPTS, GREEDY).together
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_one_agent_alone_writes_what_plain_peft_writes(family: str) -> None:
+    model = base(family)
+    untouched = base(family)
+    crowd = crowd_of(model)
+    alone = crowd.write(PROMPTS, GREEDY, alone=True).alone
+    for k in range(K):
+        twin = peft_twin(untouched, crowd, k).eval()
+        for number, prompt in enumerate(PROMPTS):
+            plain = GenerationConfig(max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+            twin.base_model.model.generation_config = plain
+            ids = twin.generate(input_ids=torch.tensor([prompt]), do_sample=False)[0, len(prompt) :]
+            assert alone[k][number] == ids.tolist()
+
+
+def test_nothing_of_the_crowd_is_changed_by_writing(llama: Crowd) -> None:
+    llama.route = "packed"
+    llama.train()
+    kept = llama.model.generation_config
+    llama.write(PROMPTS, GREEDY)
+    assert (llama.route, llama.training, llama.model.generation_config) == ("packed", True, kept)
+    llama.eval()
+
+
+def test_generation_settings_of_the_base_have_no_say(llama: Crowd) -> None:
+    wanted = llama.write(PROMPTS, GREEDY).together
+    own = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=5.0, eos_token_id=wanted[0][0])
+    llama.model.generation_config = own
+    assert llama.write(PROMPTS, GREEDY).together == wanted
+    assert llama.model.generation_config is own
+
+
+# Ends
+
+
+def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
+    free = llama.write(PROMPTS, GREEDY, alone=True)
+    end = free.together[0][3]
+    found = llama.write(PROMPTS, Decoding(max_new_tokens=12, ends=frozenset({end, 5000})), alone=True)
+    for ours, theirs in zip((found.together, *found.alone), (free.together, *free.alone), strict=True):
+        for text, whole in zip(ours, theirs, strict=True):
+            assert text == (whole[: whole.index(end)] if end in whole else whole)
+    assert len(found.together[0]) <= 3
+
+
+def test_a_request_to_stop_ends_everything_at_the_next_token(llama: Crowd) -> None:
+    answers = iter([False, False, True])
+    written = llama.write(PROMPTS, GREEDY, alone=True, stop=lambda: next(answers))
+    wanted = llama.write(PROMPTS, Decoding(max_new_tokens=3), alone=True)
+    assert written == wanted
+
+
+def test_an_agent_without_numbers_does_not_silence_the_others() -> None:
+    crowd = crowd_of(base("llama")).eval()
+    wanted = [written_slowly(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
+    with torch.no_grad():
+        crowd.agents.weights[1] = float("nan")
+    assert crowd.write(PROMPTS, GREEDY).together == wanted
+    with torch.no_grad():
+        crowd.agents.weights.fill_(float("nan"))
+    with pytest.raises(ModelError, match="every agent answers NaN"):
+        crowd.write(PROMPTS, GREEDY)
+
+
+def test_the_base_has_no_more_positions(llama: Crowd) -> None:
+    limit = 128
+    written = llama.write([[5] * (limit - 2), [6, 7]], GREEDY)
+    assert [len(text) for text in written.together] == [2, 2]
+    with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
+        llama.write([[6, 7], [5] * limit], GREEDY)
+    with pytest.raises(DataError, match="empty") as caught:
+        llama.write([[6, 7], []], GREEDY, first_prompt=16)
+    assert caught.value.where == "prompt 17 (counted from 0)"
+
+
+# Sampling
+
+
+def sampled(crowd: Crowd, prompts: list[list[int]] = PROMPTS, **choices: Any) -> list[list[int]]:
+    return crowd.write(prompts, Decoding(**{"max_new_tokens": 12, "do_sample": True, "seed": 1, **choices})).together
+
+
+def test_samples_are_reproducible_and_differ_by_seed(llama: Crowd) -> None:
+    state = torch.get_rng_state()
+    assert sampled(llama) == sampled(llama)
+    assert torch.equal(torch.get_rng_state(), state), "a global generator was used"
+    assert sampled(llama) != sampled(llama, seed=2)
+    twice = sampled(llama, [PROMPTS[0], PROMPTS[0]])
+    assert twice[0] != twice[1]
+    assert twice[0] == sampled(llama)[0], "what stands beside a prompt changes its sample"
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_the_narrowest_sample_is_the_greedy_text(llama: Crowd, narrow: dict[str, Any]) -> None:
+    assert sampled(llama, **narrow) == llama.write(PROMPTS, GREEDY).together
+
+
+@pytest.mark.parametrize(
+    ("choices", "kept"),
+    [({}, 5), ({"temperature": 2.0}, 5), ({"top_k": 2}, 2), ({"top_p": 0.75}, 3), ({"aggregator": "logit"}, 5)],
+)
+def test_tokens_are_drawn_from_the_aggregated_distribution(choices: dict[str, Any], kept: int) -> None:
+    draws, decoding = 4000, Decoding(do_sample=True, **choices)
+    opinions = torch.tensor([[0.1, 0.5, 0.2, 0.15, 0.05], [0.3, 0.5, 0.1, 0.05, 0.05]]).log()
+    crowd = aggregate(opinions, decoding.aggregator) / decoding.temperature
+    wanted = crowd.softmax(-1)
+    wanted[wanted.argsort(descending=True)[kept:]] = 0
+    wanted /= wanted.sum()
+    scores = opinions.repeat_interleave(draws, dim=0)
+    chosen = _OneVoice(2, 0, decoding, 0)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
+    assert torch.equal(chosen[:draws], chosen[draws:])
+    assert ((chosen == 0).sum(-1) == 1).all()
+    found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws
+    assert found[wanted == 0].sum() == 0
+    assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / draws).sqrt() + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
+        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"max_new_tokens": 0, "aggregator": "median"}, "max_new_tokens must be .*; aggregator must be"),
+    ],
+)
+def test_values_out_of_range_are_refused_together(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Decoding(**choices)
+
+
+# Prompts
+
+TEMPLATES = {
+    "built in": None,
+    "chatml": templates.CHATML,
+    "marked": templates.CHATML_MARKED,
+    "thoughts": templates.THOUGHTS_AT_THE_END,
+    "instructions": templates.INSTRUCTIONS,
+    "words": templates.WORDS,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_prompt_is_what_stood_before_the_answer_in_training(template: str | None) -> None:
+    tokenizer = templates.byte_tokenizer(template)
+    prompter = Prompter(tokenizer)
+    trained = Encoder(tokenizer).encode(templates.LONG)
+    turns = [{"role": m.role, "content": m.content} for m in templates.LONG.messages[:-1]]
+    assert prompter.ids(turns) == trained.input_ids[: last_answer(trained).start].tolist()
+    single = Encoder(tokenizer).encode(templates.talk("q1", "a1"))
+    assert prompter.ids("q1") == single.input_ids[: last_answer(single).start].tolist()
+    ends = {tokenizer.convert_ids_to_tokens(end) for end in prompter.ends}
+    assert ends == ({"</s>", "<|im_end|>"} if "im_end" in (template or "") else {"</s>"})
+
+
+def test_a_prompt_that_opens_the_thoughts() -> None:
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    tokenizer = templates.byte_tokenizer(templates.CHATML.replace(templates.PROMPT, prompt))
+    ids = Prompter(tokenizer).ids("q")
+    assert tokenizer.decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+def test_plain_text_is_gone_on_with() -> None:
+    tokenizer = templates.byte_tokenizer(templates.CHATML)
+    prompter = Prompter(tokenizer, "text")
+    trained = Encoder(tokenizer).encode(Completion("Once ", "upon"))
+    assert prompter.ids("Once ") == trained.input_ids[: last_answer(trained).start].tolist()
+    assert tokenizer.decode(prompter.ids([{"role": "user", "content": "q"}])).startswith("<|im_start|>user")
+    assert prompter.text([*prompter.ids("<s>é!"), tokenizer.eos_token_id]) == "é!"
+
+
+def test_the_form_of_prompts_is_read_off_the_rows() -> None:
+    chats, texts = (
+        [{"question": "q", "answer": "a"}],
+        [{"prompt": "p", "completion": ""}, {"prompt": "p", "completion": "c"}],
+    )
+    for raw, form in ((chats, "chat"), (texts, "text")):
+        found = find_form(list(raw[0]))
+        assert found is not None
+        assert form_of(Rows(raw, found, "here")) == form
+
+
+def test_one_prompt_or_many() -> None:
+    turn = {"role": "user", "content": "q"}
+    assert prompts_of("q") == ["q"]
+    assert prompts_of(["q", "r"]) == ["q", "r"]
+    assert prompts_of([turn]) == [[turn]]
+    assert prompts_of([[turn], "r"]) == [[turn], "r"]
+    assert prompts_of([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([{"role": "user"}], "neither text nor a chat"),
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "nothing to answer"),
+        ([{"role": "nobody", "content": "q"}], "chat template cannot be used"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompt: Any, message: str) -> None:
+    strict = (
+        "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}" + templates.TURN
+    )
+    tokenizer = templates.byte_tokenizer(strict + "{% endfor %}" + templates.PROMPT)
+    with pytest.raises(DataError, match=message):
+        Prompter(tokenizer).ids(prompt)
+
+
+# A saved crowd
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a real run leaves."""
+    folder = tmp_path_factory.mktemp("generate") / "run"
+    threads = torch.get_num_threads()
+    words = ["num_agents=2", "lora_rank=2", "max_train_steps=3", "batch_size=4", "eval_samples=4", "eval_steps=100"]
+    words += ["max_train_samples=12", "learning_rate=2e-2", "report_to=none", "save_steps=100", f"output_dir={folder}"]
+    assert main.main(["train", "--config", str(CONFIG), *words]) == 0
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    return folder / "final_checkpoint"
+
+
+@pytest.fixture
+def copied(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copied"))
+
+
+QUESTIONS = [row["question"] for row in rows("test")[:3]]
+
+
+@pytest.mark.slow
+def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
+    crowd = Crowd.from_pretrained(checkpoint, device="cpu")
+    answers = crowd.generate(QUESTIONS, max_new_tokens=24)
+    assert len(answers) == 3
+    assert answers == [crowd.generate(question, max_new_tokens=24)[0] for question in QUESTIONS]
+    assert answers == crowd.generate([[{"role": "user", "content": q}] for q in QUESTIONS], max_new_tokens=24)
+    assert crowd.prompter is not None
+    slow = written_slowly(crowd, [0, 1], crowd.prompter.ids(QUESTIONS[0]), "probability")
+    assert crowd.prompter.text(slow).startswith(crowd.generate(QUESTIONS[0], max_new_tokens=12)[0])
+    assert crowd.generate([]) == []
+    for batch_size in (0, -1):
+        with pytest.raises(BadInput, match="batch_size must be at least 1"):
+            crowd.generate(QUESTIONS, batch_size=batch_size)
+
+
+@pytest.mark.slow
+def test_samples_do_not_depend_on_the_batch(checkpoint: Path) -> None:
+    crowd = Crowd.from_pretrained(checkpoint, device="cpu")
+    one_by_one = crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3, batch_size=1)
+    assert one_by_one == crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3)
+    free = Counter(crowd.generate(QUESTIONS[0], max_new_tokens=16, do_sample=True)[0] for _ in range(4))
+    assert len(free) > 1, "without a seed every call draws anew"
+
+
+@pytest.mark.slow
+def test_a_saved_agent_alone_equals_plain_peft(checkpoint: Path) -> None:
+    crowd = Crowd.from_pretrained(checkpoint, device="cpu")
+    assert crowd.prompter is not None
+    prompts = [crowd.prompter.ids(question) for question in QUESTIONS]
+    alone = crowd.write(prompts, Decoding(max_new_tokens=16, ends=crowd.prompter.ends), alone=True).alone
+    for k in range(2):
+        plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+        agent = peft.PeftModel.from_pretrained(plain, checkpoint / f"agent{k}").eval()
+        for ids, found in zip(prompts, alone[k], strict=True):
+            text = agent.generate(input_ids=torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
+            assert crowd.prompter.text(text.tolist()) == crowd.prompter.text(found)
+
+
+def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path) -> None:
+    (copied / "README.md").write_text("my own words")
+    Crowd.from_pretrained(copied, device="cpu")
+    damaged = copied / "agent1" / "adapter_model.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match=r"agent1/adapter_model.safetensors has another digest"):
+        Crowd.from_pretrained(copied)
+    damaged.unlink()
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        Crowd.from_pretrained(copied)
+
+
+def test_a_folder_without_a_crowd(tmp_path: Path) -> None:
+    with pytest.raises(DamagedCheckpoint, match="no such folder"):
+        Crowd.from_pretrained(tmp_path / "nowhere")
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(0, {"weights": {"w": torch.zeros(2)}})
+    with pytest.raises(ForeignCheckpoint, match="holds no crowd"):
+        Crowd.from_pretrained(tmp_path / "checkpoint_step_0")
+
+
+def test_another_base_is_refused_with_both_fingerprints(checkpoint: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+    with torch.no_grad():
+        other.model.norm.weight[0] += 0.01
+    shutil.copytree(BASE_FOLDER, tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    recorded = json.loads((checkpoint / "ci_llm_meta_config.json").read_text())["base_fingerprint"]
+    with pytest.raises(ForeignCheckpoint) as caught:
+        Crowd.from_pretrained(checkpoint, device="cpu", base_model=str(tmp_path / "other"))
+    assert recorded in str(caught.value)
+    assert load_base(str(tmp_path / "other")).fingerprint in str(caught.value)
+    assert Crowd.from_pretrained(checkpoint, device="cpu", base_model=str(BASE_FOLDER)).num_agents == 2
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_a_crowd_saved_by_another_loop(tmp_path: Path, form: Any) -> None:
+    """The embedded base was elsewhere, in another precision; no tokenizer was saved; prompts are plain text."""
+    loaded = load_base("embedded", "bf16")
+    elsewhere = str(Path("/somewhere/else", *BASE_FOLDER.parts[-3:]))
+    crowd = Crowd(loaded.model, LoraSettings(num_agents=2, target_modules=("q_proj", "v_proj")), elsewhere)
+    with pytest.raises(ModelError, match="no words"):
+        crowd.generate("hello")
+    crowd.prompter = Prompter(loaded.tokenizer, form)
+    with torch.no_grad():
+        crowd.agents.weights.normal_(0, 0.05, generator=torch.Generator().manual_seed(0))
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(7, {**crowd.adapter_files(), "ci_llm_meta_config": crowd.meta(loaded.fingerprint)})
+    opened = Crowd.from_pretrained(tmp_path / "checkpoint_step_7", device="cpu")
+    assert opened.model.dtype == torch.bfloat16
+    assert opened.prompter is not None
+    assert opened.prompter.form == form
+    assert torch.equal(opened.agents.weights, crowd.agents.weights)
+    assert opened.generate(QUESTIONS, max_new_tokens=8) == crowd.generate(QUESTIONS, max_new_tokens=8)

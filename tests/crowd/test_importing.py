@@ -1,0 +1,104 @@
+"""Agents that start from PEFT adapters, and what does not fit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from ci_llm.crowd.importing import start_from
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
+from tests.support.tiny import base
+
+TARGETS = ("q_proj", "v_proj")
+
+
+def save_adapter(model: Any, folder: Path, seed: int = 0, **changes: Any) -> Any:
+    """A PEFT adapter with random weights, saved by PEFT."""
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS), "init_lora_weights": False}
+    config = peft.LoraConfig(**{**settings, **changes})
+    wrapped = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def crowd(agents: int = 2, **settings: Any) -> Crowd:
+    chosen = {"rank": 4, "alpha": 8, "target_modules": TARGETS, **settings}
+    return Crowd(base(), LoraSettings(num_agents=agents, **chosen), "toy")
+
+
+def test_one_adapter_for_every_agent_gives_its_logits(tmp_path: Path) -> None:
+    adapter = save_adapter(base(), tmp_path)
+    made = crowd()
+    assert "every agent" in start_from(made, tmp_path)
+    ids = torch.arange(3, 12)[None]
+    wanted = adapter.eval()(input_ids=ids).logits
+    for k in range(2):
+        with made.eval().solo(k) as model:
+            torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+
+
+def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
+    for k in range(2):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=k)
+    made = crowd()
+    assert "each agent" in start_from(made, tmp_path)
+    assert not torch.equal(made.agents.weights[0], made.agents.weights[1])
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (lambda: crowd(agents=3), ModelError, "2 adapters are here, and num_agents is 3"),
+        (lambda: crowd(alpha=16), ModelError, "lora_alpha is 8 there and 16 here"),
+        (lambda: crowd(rank=2), ForeignCheckpoint, "differ in name or shape"),
+        (lambda: crowd(target_modules=("q_proj",)), ForeignCheckpoint, "differ in name or shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(made: Any, error: type[CiLlmError], message: str, tmp_path: Path) -> None:
+    for k in range(2):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=k)
+    with pytest.raises(error, match=message):
+        start_from(made(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha_pattern": {"q_proj": 32}}, r"alpha_pattern: \{'q_proj': 32\}"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa, which changes the base"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights: olora, which changes the base"),
+    ],
+)
+def test_what_would_be_another_model_here_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
+    """Its tensors have the names and shapes of a plain adapter: only its settings tell."""
+    save_adapter(base(dtype=torch.float32), tmp_path, **changes)
+    with pytest.raises(ModelError, match=message):
+        start_from(crowd(), tmp_path)
+
+
+def test_settings_of_an_older_peft_are_enough(tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    assert "every agent" in start_from(crowd(), tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
+        start_from(crowd(), tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no adapter here"):
+        start_from(crowd(), tmp_path)

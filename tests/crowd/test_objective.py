@@ -1,0 +1,169 @@
+"""The head, the diversity terms and the objective against references, closed forms and gradcheck."""
+
+from __future__ import annotations
+
+import math
+
+import ot
+import pytest
+import torch
+from torch import Tensor
+
+from ci_llm.crowd.aggregate import aggregate, mean_of_probabilities
+from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
+from ci_llm.crowd.head import Head, target_log_probs
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd, CrowdOutput
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch
+from tests.support.tiny import base, batch
+
+EVERYONE = torch.ones(3, dtype=torch.bool)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def head(**family: float) -> Head:
+    return Head(random(11, 6), random(11, seed=1), **family)
+
+
+@pytest.mark.parametrize("family", [{}, {"scale": 0.25}, {"softcap": 2.0}, {"scale": 3.0, "softcap": 1.5}])
+def test_target_log_probs_equal_plain_cross_entropy(family: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.crowd.head.LOGITS_PER_CHUNK", 11 * 16)  # 16 rows a chunk, so several of them
+    states, targets, own = random(3, 15, 6).requires_grad_(), torch.arange(15) % 11, head(**family)
+    found = target_log_probs(states, targets, own)
+    wanted = own.logits(states).log_softmax(-1).gather(-1, targets.expand(3, -1)[..., None]).squeeze(-1)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    weights = random(3, 15, seed=2)
+    (ours,) = torch.autograd.grad((found * weights).sum(), states)
+    (theirs,) = torch.autograd.grad((wanted * weights).sum(), states)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_target_log_probs_pass_gradcheck() -> None:
+    own, targets = head(softcap=2.0, scale=0.5), torch.tensor([0, 3, 10, 3])
+    states = random(2, 4, 6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: target_log_probs(s, targets, own), (states,))
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_sliced_wasserstein_equals_pot(rows: int) -> None:
+    points, directions = random(3, rows, 6), unit_directions(6, 40, torch.Generator().manual_seed(3))
+    pairs = [
+        ot.sliced_wasserstein_distance(points[i].numpy(), points[j].numpy(), projections=directions.numpy()) ** 2
+        for i, j in ((0, 1), (0, 2), (1, 2))
+    ]
+    found = sliced_wasserstein(points, directions, EVERYONE)
+    assert found.item() == pytest.approx(sum(pairs) / 3, rel=1e-12)
+
+
+def test_sliced_wasserstein_in_one_dimension_has_a_closed_form() -> None:
+    """Equal point sets moved by c are |c|² apart; ranks are coupled, so the order of the rows does not matter."""
+    points = random(1, 7, 1)
+    shifted = torch.cat([points, points.flip(1) + 3.0])
+    found = sliced_wasserstein(shifted, torch.ones(1, 1, dtype=torch.float64), EVERYONE[:2])
+    assert found.item() == pytest.approx(9.0, rel=1e-12)
+
+
+def test_directions_are_drawn_from_the_unit_sphere() -> None:
+    """Point sets that are |c| apart are |c|²/D apart in the mean over all directions, wherever c points."""
+    directions = unit_directions(6, 20_000, torch.Generator().manual_seed(3))
+    torch.testing.assert_close(directions.norm(dim=0), torch.ones(20_000, dtype=torch.float64))
+    points = random(1, 5, 6)
+    for axis in range(6):
+        moved = torch.cat([points, points + 3.0 * torch.eye(6, dtype=torch.float64)[axis]])
+        assert sliced_wasserstein(moved, directions, EVERYONE[:2]).item() == pytest.approx(9.0 / 6, rel=0.05)
+
+
+def test_diversity_terms_pass_gradcheck() -> None:
+    directions = unit_directions(4, 5, torch.Generator().manual_seed(3))
+    points = random(3, 6, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: sliced_wasserstein(p, directions, EVERYONE), (points,))
+    log_probs = random(3, 9).requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: jensen_gap(p.log_softmax(0), EVERYONE), (log_probs,))
+
+
+@pytest.mark.parametrize("term", ["joint", "swd"])
+def test_a_sick_agent_is_masked_out_before_the_operation(term: str) -> None:
+    healthy = torch.tensor([True, False, True])
+    directions = unit_directions(4, 5, torch.Generator().manual_seed(3))
+
+    def value(x: Tensor, mask: Tensor) -> Tensor:
+        return jensen_gap(x[..., 0], mask) if term == "joint" else sliced_wasserstein(x, directions, mask)
+
+    clean = random(3, 6, 4) - 5
+    sick = clean.clone()
+    sick[1] = float("nan")
+    sick.requires_grad_()
+    alone = value(clean[[0, 2]], EVERYONE[:2])
+    found = value(sick, healthy)
+    assert found.item() == pytest.approx(alone.item(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(found, sick)
+    assert gradient[[0, 2]].isfinite().all()
+    assert value(sick.detach(), torch.tensor([False, False, True])).item() == pytest.approx(0.0, abs=1e-12)
+
+
+def output_of(crowd: Crowd, packed: Batch) -> CrowdOutput:
+    with torch.no_grad():
+        return crowd(packed)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    made = Crowd(base(), LoraSettings(num_agents=3, rank=4), "toy")
+    with torch.no_grad():
+        made.agents.weights.copy_(random(*made.agents.weights.shape) * 0.1)
+    return made
+
+
+def test_joint_is_a_sum_over_tokens_and_interpolates_to_the_crowds_loss(crowd: Crowd) -> None:
+    packed = batch((9, 17, 23))
+    output = output_of(crowd, packed)
+    gap = jensen_gap(output.log_probs, EVERYONE)
+    halves = jensen_gap(output.log_probs[:, :10], EVERYONE) + jensen_gap(output.log_probs[:, 10:], EVERYONE)
+    assert gap.item() == pytest.approx(halves.item(), rel=1e-12)
+    assert gap.item() > 0
+    full = Objective("joint", weight=1.0)(output, packed, step=0).total
+    crowd_loss = -mean_of_probabilities(output.log_probs).sum()
+    assert full.item() == pytest.approx(3 * crowd_loss.item(), rel=1e-12)
+
+
+def test_none_rewards_nothing_and_measures_the_gap(crowd: Crowd) -> None:
+    packed = batch((9, 17))
+    output = output_of(crowd, packed)
+    loss = Objective("none", weight=5.0)(output, packed, step=0)
+    assert loss.total.item() == pytest.approx(-output.log_probs.sum().item(), rel=1e-12)
+    assert loss.diversity.item() == pytest.approx(jensen_gap(output.log_probs, EVERYONE).item(), rel=1e-12)
+
+
+def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
+    packed = batch((9, 17, 12))
+    output = output_of(crowd, packed)
+    objective = Objective("swd", weight=1.0)
+    loss = objective(output, packed, step=2)
+    value = loss.diversity.item() / packed.num_targets
+    assert 0 < value <= 4
+    assert loss.total.item() == pytest.approx(loss.task.sum().item() - 3 * loss.diversity.item(), rel=1e-12)
+    assert objective(output, packed, step=3).diversity.item() != loss.diversity.item()
+    single = batch((9,))
+    assert objective(output_of(crowd, single), single, step=2).diversity.item() == 0
+
+
+def test_row_states_never_take_a_neighbour(crowd: Crowd) -> None:
+    packed = batch((5, 8))
+    states = output_of(crowd, packed).states
+    assert torch.equal(row_states(states, packed, "last_token"), states[:, [4, 12]])
+    assert torch.equal(row_states(states, packed, "first_token"), states[:, [0, 5]])
+    mean = torch.stack([states[:, :5].mean(1), states[:, 5:].mean(1)], dim=1)
+    torch.testing.assert_close(row_states(states, packed, "mean"), mean)
+
+
+def test_aggregators() -> None:
+    probabilities = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.6, 0.3]], dtype=torch.float64).clamp(min=1e-12)
+    mixed = aggregate(probabilities.log(), "probability").exp()
+    assert mixed.tolist() == pytest.approx([0.3, 0.55, 0.15], abs=1e-9)
+    product = aggregate(probabilities.log(), "logit").exp()
+    wanted = torch.tensor([math.sqrt(0.05), math.sqrt(0.3), math.sqrt(0.3e-12)], dtype=torch.float64)
+    assert product.tolist() == pytest.approx((wanted / wanted.sum()).tolist(), rel=1e-9)

@@ -1,0 +1,395 @@
+"""Data people have: every form and file format gives the same rows, and every bad input one clear message."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+from datasets import Dataset, DatasetDict
+
+from ci_llm.config import Config
+from ci_llm.data.rows import Chat, Completion, Message, find_form
+from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
+from ci_llm.errors import DataError
+
+ROWS = [
+    {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=<<3+4=7>>7\n#### 7"},
+    {"question": "Ben bakes 12 rolls, and eats 2. How many?", "answer": "12-2=<<12-2=10>>10\n#### 10"},
+    {"question": "Café “Zum Löwen” sells 5 cakes at 3 € each.", "answer": "5*3=15\n#### 15"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_network_and_an_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+def chat(*turns: str, trained_from: int = 0) -> Chat:
+    """Turns by turns: user, assistant, user, ..."""
+    roles = ["user", "assistant"] * len(turns)
+    return Chat(tuple(map(Message, roles, turns)), trained_from)
+
+
+EXPECTED = [chat(row["question"], row["answer"]) for row in ROWS]
+TURNS = USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+
+FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
+    "messages": ({"messages": [USER, ASSISTANT]}, chat("hi", "yes")),
+    "messages in parts": (
+        {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]},
+        chat("hi", "yes"),
+    ),
+    "messages first": ({"messages": [USER, ASSISTANT], "text": "x"}, chat("hi", "yes")),
+    "messages without an answer": ({"messages": [USER]}, None),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        chat("hi", "yes"),
+    ),
+    "prompt + completion": ({"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
+    "prompt + completion as messages": (
+        {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+        chat("hi", "yes", "hi", "yes", trained_from=3),
+    ),
+    "question + answer": ({"question": "hi", "answer": "yes", "id": 3}, chat("hi", "yes")),
+    "question + number": ({"question": "2+2?", "answer": 4}, chat("2+2?", "4")),
+    "question + nothing": ({"question": "hi", "answer": None}, None),
+    "nothing + answer": ({"question": " ", "answer": "yes"}, None),
+    "instruction + output": ({"instruction": "say", "output": "yes"}, chat("say", "yes")),
+    "instruction + input + output": (
+        {"instruction": "say", "input": "yes", "output": "yes"},
+        chat("say\n\nyes", "yes"),
+    ),
+    "instruction + no input + output": (
+        {"instruction": "say", "input": "", "output": "yes"},
+        chat("say", "yes"),
+    ),
+    "SQuAD": (
+        {"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}, "id": "1"},
+        chat("c\n\nq", "a"),
+    ),
+    "SQuAD without an answer": (
+        {"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
+        None,
+    ),
+    "text": ({"text": "once upon"}, Completion(None, "once upon")),
+    "blank text": ({"text": " \n"}, None),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_row_is_recognised(name: str) -> None:
+    raw, expected = FORMS[name]
+    rows = recognised(Dataset.from_list([raw, raw]), "here")
+    assert list(rows) == [expected, expected]
+    assert rows[1] == expected
+
+
+def test_what_is_asked_and_answered() -> None:
+    talk = chat("a", "b", "c", "d")
+    assert (talk.question, talk.answer) == ("c", "d")
+    assert (Completion("p", "c").question, Completion("p", "c").answer) == ("p", "c")
+    assert (Completion(None, "c").question, Completion(None, "c").answer) == (None, None)
+
+
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "no role": ({"messages": [{"content": "hi"}]}, "a message has no role; its keys are content"),
+    "not messages": ({"messages": ["hi"]}, "expected a message with role and content, found 'hi'"),
+    "not a list": ({"messages": "hi"}, "expected a list of messages, found str"),
+    "tools": (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
+        "calls tools",
+    ),
+    "picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "expected text, found list",
+    ),
+    "not text": ({"text": {"a": 1}}, "expected text, found dict"),
+    "answers": ({"context": "c", "question": "q", "answers": {"text": "a"}}, "answers.text to be a list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_malformed_row_is_named(name: str) -> None:
+    raw, reason = BAD_ROWS[name]
+    rows = recognised(Dataset.from_list([raw]), "here")
+    with pytest.raises(DataError, match="A row of the data set cannot be read as") as caught:
+        list(rows)
+    assert reason in caught.value.what
+    assert caught.value.where == "here, row 0 (counted from 0)"
+
+
+def test_columns_are_looked_for_in_order() -> None:
+    columns = ["text", "output", "instruction", "answer", "question", "completion", "prompt", "messages"]
+    found = []
+    while form := find_form(columns):
+        found.append(form.name)
+        columns = [column for column in columns if column not in form.columns]
+    assert found == ["messages", "prompt + completion", "question + answer", "instruction + output", "text"]
+
+
+def _folder(data: Dataset, path: Path) -> str:
+    DatasetDict({"train": data, "test": data}).save_to_disk(path / "saved")
+    return str(path / "saved")
+
+
+def _single(data: Dataset, path: Path) -> str:
+    data.save_to_disk(path / "single")
+    return str(path / "single")
+
+
+def _arrow(data: Dataset, path: Path) -> str:
+    return f"{_single(data, path)}/data-00000-of-00001.arrow"
+
+
+def _jsonl(data: Dataset, path: Path) -> str:
+    data.to_json(path / "rows.jsonl", force_ascii=False)
+    return str(path / "rows.jsonl")
+
+
+def _json(data: Dataset, path: Path) -> str:
+    (path / "rows.json").write_text(json.dumps(list(data)))
+    return str(path / "rows.json")
+
+
+def _gz(data: Dataset, path: Path) -> str:
+    (path / "rows.jsonl.gz").write_bytes(gzip.compress(Path(_jsonl(data, path)).read_bytes()))
+    return str(path / "rows.jsonl.gz")
+
+
+def _csv(data: Dataset, path: Path) -> str:
+    data.to_csv(path / "rows.csv")
+    return str(path / "rows.csv")
+
+
+def _parquet(data: Dataset, path: Path) -> str:
+    data.to_parquet(path / "rows.parquet")
+    return str(path / "rows.parquet")
+
+
+def _glob(data: Dataset, path: Path) -> str:
+    data.select(range(2)).to_parquet(path / "part-0.parquet")
+    data.select(range(2, len(data))).to_parquet(path / "part-1.parquet")
+    return str(path / "part-*.parquet")
+
+
+def _plain_folder(data: Dataset, path: Path) -> str:
+    (path / "plain").mkdir()
+    data.to_parquet(path / "plain" / "train-00000-of-00001.parquet")
+    data.select([0]).to_parquet(path / "plain" / "test.parquet")
+    (path / "plain" / "README.md").write_text("# not data")
+    return str(path / "plain")
+
+
+WAYS = [_folder, _single, _arrow, _jsonl, _json, _gz, _csv, _parquet, _glob, _plain_folder]
+
+
+@pytest.mark.parametrize("write", WAYS, ids=lambda write: write.__name__.strip("_"))
+def test_every_file_format_gives_the_same_rows(write: Callable[[Dataset, Path], str], tmp_path: Path) -> None:
+    data = Dataset.from_list(ROWS)
+    # Naming a split to evaluate on keeps every row for training.
+    rows = load_rows(Config(dataset_name=write(data, tmp_path), eval_split="train"), "train")
+    assert list(rows) == EXPECTED
+    assert rows.fingerprint == recognised(data, "memory").fingerprint
+    assert rows.description[0].startswith("3 rows of question + answer from ")
+
+
+def test_a_name_like_a_pattern_means_itself(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("one\n")
+    (tmp_path / "a1.txt").write_text("other\n")
+    rows = load_rows(Config(dataset_name=str(tmp_path / "a[1].txt"), eval_split="train"), "train")
+    assert list(rows) == [Completion(None, "one")]
+
+
+def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    rows = load_rows(Config(dataset_name=str(tmp_path / "a.txt"), eval_split="train"), "train")
+    assert list(rows) == [Completion(None, "one"), Completion(None, "two")]
+
+
+def test_no_bars_in_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_rows(Config(dataset_name=_jsonl(Dataset.from_list(ROWS), tmp_path)), "train")
+    assert "it/s" not in capfd.readouterr().err
+    assert not datasets.are_progress_bars_disabled()
+
+
+def test_the_fingerprint_is_of_the_content() -> None:
+    changed = [*ROWS[:2], {**ROWS[2], "answer": "5*3=15\n#### 16"}]
+    prints = {recognised(Dataset.from_list(rows), "x").fingerprint for rows in (ROWS, changed, ROWS[::-1])}
+    assert len(prints) == 3
+
+
+def test_the_embedded_rows_need_no_network() -> None:
+    config = Config(dataset_name="embedded")
+    assert len(load_rows(config, "train")) == 1500
+    judged = load_rows(config, "eval")
+    assert len(judged) == config.eval_samples
+    assert "split test" in judged.where
+    assert "split validation" in load_rows(Config(dataset_name="embedded", eval_split="validation"), "eval").where
+
+
+def _numbered(count: int, path: Path) -> str:
+    data = Dataset.from_list([{"question": f"q{number}", "answer": f"a{number}"} for number in range(count)])
+    return _parquet(data, path)
+
+
+def _questions(config: Config, split: Any) -> list[str | None]:
+    return [row.question for row in load_rows(config, split) if row]
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(2, 1), (9, 1), (57, 5), (5000, 400)])
+def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: int, tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(count, tmp_path))
+    training, judged = _questions(config, "train"), _questions(config, "eval")
+    assert len(judged) == held_out
+    assert {*training, *judged} == {f"q{number}" for number in range(count)}
+    assert len(training) + len(judged) == count
+    assert training == sorted(training, key=lambda question: int(str(question)[1:]))
+    assert any(f"{held_out} rows are held out" in line for line in load_rows(config, "train").description)
+
+
+def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> None:
+    name = _numbered(50, tmp_path)
+    usual = _questions(Config(dataset_name=name), "train")
+    assert _questions(Config(dataset_name=name, eval_samples=2, seed=7), "train") == usual
+    limited = Config(dataset_name=name, max_train_samples=3)
+    assert _questions(limited, "train") == usual[:3]
+    assert _questions(limited, "eval") == _questions(Config(dataset_name=name), "eval")
+    assert "training on the first 3 of 50 rows" in load_rows(limited, "train").description
+
+
+def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(1, tmp_path))
+    assert _questions(config, "train") == _questions(config, "eval") == ["q0"]
+    assert any("a single row" in line for line in load_rows(config, "eval").description)
+
+
+def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(40, tmp_path), eval_split="train", eval_samples=4)
+    assert _questions(config, "eval") == ["q0", "q10", "q20", "q30"]
+    assert len(_questions(config, "train")) == 40
+
+
+@pytest.mark.parametrize("name", EVAL_SPLITS)
+def test_the_split_to_evaluate_on_is_found(name: str, tmp_path: Path) -> None:
+    DatasetDict({"train": Dataset.from_list(ROWS), name: Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "d")
+    config = Config(dataset_name=str(tmp_path / "d"))
+    assert list(load_rows(config, "train")) == EXPECTED
+    assert list(load_rows(config, "eval")) == EXPECTED[:1]
+
+
+def _write(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
+    def write(path: Path) -> dict[str, Any]:
+        (path / name).write_text(text)
+        return {"dataset_name": str(path / name)}
+
+    return write
+
+
+def _cut_short(path: Path) -> dict[str, Any]:
+    name = Path(_gz(Dataset.from_list(ROWS), path))
+    name.write_bytes(name.read_bytes()[:-12])
+    return {"dataset_name": str(name)}
+
+
+def _saved_badly(path: Path) -> dict[str, Any]:
+    folder = Path(_folder(Dataset.from_list(ROWS), path))
+    shutil.rmtree(folder / "train")
+    return {"dataset_name": str(folder)}
+
+
+def _two_kinds(path: Path) -> dict[str, Any]:
+    (path / "a.csv").write_text("text\nx\n")
+    (path / "b.jsonl").write_text('{"text": "x"}\n')
+    return {"dataset_name": str(path)}
+
+
+BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
+    "missing file": (lambda path: {"dataset_name": f"{path}/no.jsonl"}, "does not exist", "check the path"),
+    "missing folder": (lambda path: {"dataset_name": f"{path}/no"}, "does not exist", "check the path"),
+    "glob of nothing": (lambda path: {"dataset_name": f"{path}/*.csv"}, "does not exist", "check the path"),
+    "empty folder": (lambda path: {"dataset_name": str(path)}, "holds no data", "dataset_dict.json"),
+    "folder of two kinds": (
+        _two_kinds,
+        "not of one kind that can be read: a.csv, b.jsonl",
+        "all of one kind",
+    ),
+    "unknown kind": (_write("x", "rows.zip"), "not of one kind that can be read: rows.zip", "give json"),
+    "broken json": (
+        _write('{"text": "x"}\n{oops', "a.jsonl"),
+        "cannot be read as json: JSON parse",
+        "repair",
+    ),
+    "half a download": (_cut_short, "cannot be read as json: Compressed file ended", "repair"),
+    "broken parquet": (_write("PAR1", "a.parquet"), "cannot be read as parquet: Parquet file", "repair"),
+    "broken folder": (_saved_badly, "saved data set cannot be opened", "save_to_disk"),
+    "empty file": (_write("", "a.jsonl"), "data set is empty", "with rows"),
+    "blank file": (_write("\n\n", "a.jsonl"), "data set is empty", "with rows"),
+    "header only": (_write("question,answer\n", "a.csv"), "data set is empty", "with rows"),
+    "no usable column": (_write('{"a": 1, "b": 2}\n', "a.jsonl"), "it has: a, b.", "question, answer"),
+    "hub id offline": (
+        lambda _: {"dataset_name": "openai/gsm8k"},
+        "cannot be loaded from the hub",
+        "network",
+    ),
+    "word": (lambda _: {"dataset_name": "gsm8kk"}, "cannot be loaded from the hub", "check the name"),
+    "unknown split": (
+        lambda _: {"dataset_name": "embedded", "dataset_split": "training"},
+        "no split 'training'; it has: train, validation, test",
+        "set dataset_split",
+    ),
+    "part of a split": (
+        lambda _: {"dataset_name": "embedded", "dataset_split": "train[:10]"},
+        "no split 'train[:10]'",
+        "max_train_samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_clear_message(name: str, tmp_path: Path) -> None:
+    make, what, hint = BAD_INPUT[name]
+    settings = make(tmp_path)
+    with pytest.raises(DataError) as caught:
+        load_rows(Config(**settings), "train")
+    assert what in caught.value.what
+    assert settings["dataset_name"] in str(caught.value.where)
+    assert hint in str(caught.value.hint)
+    assert caught.value.exit_code == 2
+    assert "\n" not in caught.value.what
+
+
+def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DroppedError(Exception):
+        """As the hub's client raises it: no OSError, and of a library that is none of ours."""
+
+    def drops(*_: object) -> None:
+        raise DroppedError("Server disconnected without sending a response.")
+
+    monkeypatch.setattr(datasets, "load_dataset", drops)
+    with pytest.raises(DataError, match="cannot be loaded from the hub: Server disconnected without"):
+        load_rows(Config(dataset_name="openai/gsm8k"), "train")
+
+
+def test_an_unknown_split_to_evaluate_on_is_named() -> None:
+    with pytest.raises(DataError, match="no split 'exam'") as caught:
+        load_rows(Config(dataset_name="embedded", eval_split="exam"), "eval")
+    assert "eval_split" in str(caught.value.where)
+
+
+def test_streams_are_refused_with_the_reason() -> None:
+    with pytest.raises(DataError, match="could not go on exactly"):
+        recognised(Dataset.from_list(ROWS).to_iterable_dataset(), "a stream")
+
+
+def test_a_subset_is_not_used_for_a_local_data_set_and_said(tmp_path: Path) -> None:
+    rows = load_rows(Config(**_write("text\nx\ny\n", "a.csv")(tmp_path), dataset_subset="main"), "train")
+    assert any("dataset_subset main" in line for line in rows.description)

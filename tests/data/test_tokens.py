@@ -1,0 +1,195 @@
+"""Tokenised once, kept under its content, the same whatever file it came from."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ci_llm import embedded
+from ci_llm.config import Config
+from ci_llm.data.rows import Rows
+from ci_llm.data.sources import load_rows, recognised
+from ci_llm.data.templates import Encoder
+from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
+from ci_llm.errors import DataError
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+ROWS = [
+    {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=7\n#### 7"},
+    {"question": "Ben has 12 rolls.", "answer": None},
+    {"question": "Cleo has 5 cakes. " * 20, "answer": "#### 5"},
+    {"question": "Dan has 2 hats.", "answer": "2=2\n" * 30},
+    {"question": "Eva has 9 cups.", "answer": "#### 9"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+
+
+def rows(raw: list[dict[str, Any]] = ROWS) -> Rows:
+    return recognised(Dataset.from_list(raw), "here")
+
+
+def assert_same(ours: TokenizedRows, theirs: TokenizedRows) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert np.array_equal(one.input_ids, other.input_ids)
+        assert np.array_equal(one.supervised, other.supervised)
+    assert ours.fingerprint == theirs.fingerprint
+
+
+def test_examples_are_the_encoded_rows_in_order(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    encoder = Encoder(tokenizer)
+    expected = [encoder.encode(row) for row in rows() if row is not None]
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        assert one.input_ids.dtype == np.int32
+        assert one.supervised.dtype == bool
+        assert one.input_ids.tolist() == other.input_ids.tolist()
+        assert one.supervised.tolist() == other.supervised.tolist()
+    with pytest.raises(IndexError):
+        found[4]
+
+
+def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+    assert [len(example.input_ids) for example in found][1] == 40
+    assert found.questions == [ROWS[0]["question"], ROWS[3]["question"], ROWS[4]["question"]]
+    assert found.answers == [ROWS[0]["answer"], ROWS[3]["answer"], ROWS[4]["answer"]]
+    said = "\n".join(found.description)
+    assert "5 rows of question + answer from here" in said
+    assert "1 rows cut at max_seq_length 40" in said
+    assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in said
+    tokens = sum(len(example.input_ids) for example in found)
+    targets = sum(int(example.supervised.sum()) for example in found)
+    assert f"{tokens} tokens in 3 rows, {targets} of them learned" in said
+
+
+def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert found.description[1] == "chat template: built in, as the tokenizer has none"
+    shown = "first row, learned in ⟦ ⟧: <bos>Ann has 3 pens and buys 4. How many?⏎⟦3+4=7⏎#### 7<eos>⟧"
+    assert found.description[-1] == shown
+
+
+def test_plain_text_has_no_questions(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows([{"text": "once upon a time"}]), tokenizer, max_seq_length=50, cache_folder=tmp_path)
+    assert found.questions is None
+    assert found.answers is None
+    assert found[0].supervised.tolist() == [False] + [True] * (len(found[0].input_ids) - 1)
+
+
+def test_the_second_time_nothing_is_tokenised(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path / "new" / "folder")
+    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenised again"))
+    again = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path / "new" / "folder")
+    assert_same(again, first)
+    assert again.description == first.description
+    assert [file.suffix for file in (tmp_path / "new" / "folder").iterdir()] == [".arrow"]
+
+
+def test_what_changes_the_tokens_changes_the_place(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    other = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    other.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    special = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER, eos_token="<pad>")
+    made = [
+        tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path),
+        tokenize(rows(), tokenizer, max_seq_length=41, cache_folder=tmp_path),
+        tokenize(rows(ROWS[::-1]), tokenizer, max_seq_length=40, cache_folder=tmp_path),
+        tokenize(rows(), other, max_seq_length=40, cache_folder=tmp_path),
+        tokenize(rows(), special, max_seq_length=40, cache_folder=tmp_path),
+    ]
+    assert len({found.path for found in made}) == len({found.fingerprint for found in made}) == 5
+
+
+def test_many_rows_are_read_from_several_chunks(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    many = [{"text": f"text number {number}"} for number in range(ROWS_PER_CHUNK + 5)]
+    found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
+    for number in (0, ROWS_PER_CHUNK - 1, ROWS_PER_CHUNK, ROWS_PER_CHUNK + 4):
+        assert tokenizer.decode(found[number].input_ids) == f"<bos>text number {number}<eos>"
+
+
+def test_a_spawned_worker_opens_the_file_itself(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+    assert len(found) == 3  # the table is open before it is sent
+    assert_same(pickle.loads(pickle.dumps(found)), found)  # noqa: S301
+
+
+NOTHING_LEFT: dict[str, tuple[list[dict[str, Any]], int, str, str]] = {
+    "too long": (
+        [ROWS[2]],
+        20,
+        "1 whose answer begins after max_seq_length 20",
+        "raise max_seq_length (the lo",
+    ),
+    "no answer": ([ROWS[1]], 20, "1 of 1 rows: 1 without an answer", "check that the columns hold text"),
+    "one token": ([{"text": "a"}], 1, "1 whose answer begins after max_seq_length 1", "raise max_seq_length"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_LEFT)
+def test_nothing_left_to_learn(name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    raw, limit, what, hint = NOTHING_LEFT[name]
+    with pytest.raises(DataError, match="No row is left to learn from") as caught:
+        tokenize(rows(raw), tokenizer, max_seq_length=limit, cache_folder=tmp_path)
+    assert what in caught.value.what
+    assert hint in str(caught.value.hint)
+    assert caught.value.where == "here"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_template_names_the_row(tmp_path: Path) -> None:
+    strict = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    strict.chat_template = (
+        "{% for m in messages %}{% if 'Dan' in m.content %}{{ raise_exception('not Dan') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(DataError, match="The chat template cannot be used for this row: it fails: not Dan") as caught:
+        tokenize(rows(), strict, max_seq_length=40, cache_folder=tmp_path)
+    assert caught.value.where == "here, row 3 (counted from 0)"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DataError, match="The tokenised rows cannot be kept") as caught:
+        tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path / "file" / "folder")
+    assert caught.value.where == str(tmp_path / "file" / "folder")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="real GSM8K is not at ../shared/data/gsm8k")
+def test_real_data_is_the_same_from_every_format(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    test_split = datasets.load_from_disk(str(GSM8K))["test"]
+    test_split.to_json(tmp_path / "test.jsonl", force_ascii=False)
+    test_split.to_parquet(tmp_path / "test.parquet")
+    found = [
+        tokenize(
+            load_rows(Config(dataset_name=str(name), dataset_split="test", eval_split="test"), "train"),
+            tokenizer,
+            max_seq_length=256,
+            cache_folder=tmp_path / f"own{number}",
+        )
+        for number, name in enumerate([GSM8K, tmp_path / "test.jsonl", tmp_path / "test.parquet"])
+    ]
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+    assert len({tokens.path.name for tokens in found}) == 1
+    assert len(found[0]) > 1000
+    assert found[0].answers is not None
+    assert all("####" in answer for answer in found[0].answers)

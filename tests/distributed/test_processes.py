@@ -1,0 +1,258 @@
+"""Processes under real launchers: one world, one verdict, one sum; odd launches are told or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from ci_llm.cluster.launch import Launch
+from ci_llm.core.run_status import pid_space
+from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import DataError, LaunchError, ModelError
+from tests.support.children import ROOT, SCRIPTS, Child, run_all
+from tests.support.forkserver import free_port
+
+WORLD = ROOT / "tests" / "world.py"
+ALONE = Launch("python", 1, 0, 0, 1, None, {})
+
+
+@pytest.fixture
+def _own_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment and Accelerate's singletons, as they were."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def alone(**config: Any) -> Processes:
+    wanted = SimpleNamespace(**{"mixed_precision": "no", "model_dtype": None, **config})
+    return Processes(wanted, launch=ALONE)  # type: ignore[arg-type]
+
+
+def told(folder: Path, count: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"process_{index}.json").read_text()) for index in range(count)]
+
+
+def assert_one_world_of_two(folder: Path, launcher: str) -> None:
+    zero, one = told(folder, 2)
+    assert [(each["index"], each["count"], each["launcher"]) for each in (zero, one)] == [
+        (0, 2, launcher),
+        (1, 2, launcher),
+    ]
+    assert zero["quiet"] == {
+        "labelled_tokens": 2**41 + 1,
+        "nonfinite": [False, False],
+        "sums": [],
+        "out_of_memory": False,
+        "stop": None,
+        "save": False,
+    }
+    assert zero["sick"] == str(Verdict(0, (False, True, False), (0.5, float("nan")), True, "signal:SIGTERM", True))
+    for key in ("quiet", "sick", "reduced", "gathered", "broadcast", "done", "refused", "own folder"):
+        assert zero[key] == one[key], key
+    assert len(set(zero["reduced"])) == 1
+    assert zero["gathered"] == [{"index": 0}, {"index": 1}]
+    assert (zero["broadcast"], zero["done"]) == ("from 0", "by 0")
+    assert zero["refused"] == "2 process 0 is busy\n  where: here\n  hint:  wait"
+    assert (zero["saw main"], one["saw main"]) == (False, True)
+    for each in (zero, one):
+        assert (each["device"], each["dtype"], each["num_threads"]) == ("cpu", "torch.bfloat16", 1)
+        assert each["same folder"] is None
+        assert "not the folder of process 1" in each["own folder"]
+        assert each["left"]
+
+
+@pytest.mark.slow
+def test_torchrun_with_two_processes(tmp_path: Path) -> None:
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    with Child(SCRIPTS / "torchrun", "--nproc-per-node", "2", *rendezvous, WORLD, tmp_path) as child:
+        run_all([child])
+    assert_one_world_of_two(tmp_path, "torchrun")
+    assert list(tmp_path.rglob(".launch-*")) == []
+
+
+@pytest.mark.slow
+def test_accelerate_with_two_processes_on_a_machine_without_gpus(tmp_path: Path) -> None:
+    """Of itself, each of them would believe to be alone."""
+    command = ("launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    with Child(SCRIPTS / "accelerate", *command, WORLD, tmp_path) as child:
+        run_all([child])
+    assert_one_world_of_two(tmp_path, "torchrun")
+
+
+@pytest.mark.slow
+def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_path: Path) -> None:
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "MASTER_PORT": str(free_port()),
+    }
+    tasks = [{**step, "SLURM_PROCID": index, "SLURM_LOCALID": index} for index in "01"]
+    with (
+        Child(sys.executable, WORLD, tmp_path, "die", env=tasks[0]) as survivor,
+        Child(sys.executable, WORLD, tmp_path, "die", env=tasks[1]) as dead,
+    ):
+        assert dead.wait() == 9
+        run_all([survivor])
+    (one,) = told(tmp_path, 1)
+    assert (one["count"], one["launcher"], one["notes"]) == (2, "srun", [])
+    assert one["lost"] == "a process of this run is gone or silent"
+    assert one["left"]
+
+
+@pytest.mark.slow
+def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_path: Path) -> None:
+    command = ("launch", "--num_processes=4", "--mixed_precision=fp16", WORLD, tmp_path, "wait")
+    with Child(SCRIPTS / "accelerate", *command) as launcher:
+        launcher.read_until(f"waiting {sys.platform == 'linux'}")
+        launcher.signal(signal.SIGTERM)
+        launcher.read_until("told")
+        assert launcher.wait() == -signal.SIGTERM
+    (one,) = told(tmp_path, 1)
+    assert (one["count"], one["launcher"], one["heard"]) == (1, "accelerate", "signal:SIGTERM")
+    asked_for, *_, precision = one["notes"]
+    assert "asked for 4 processes, running 1" in asked_for
+    assert "--multi_gpu --num_processes=4" in asked_for
+    assert "mixed_precision=fp16" in precision
+
+
+@pytest.mark.slow
+def test_worlds_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with Child(sys.executable, WORLD, tmp_path / "first", "wait") as first:
+        (tmp_path / "first").mkdir()
+        first.read_until("waiting")
+        (tmp_path / "second").mkdir()
+        (tmp_path / "second" / "shared").symlink_to(tmp_path / "first" / "shared")
+        with Child(sys.executable, WORLD, tmp_path / "second") as second:
+            run_all([second])
+    (refused,) = told(tmp_path / "second", 1)
+    assert "another process of the same launcher or shell trains here" in refused["same folder"]
+
+
+# In this process
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_refuses_the_main_process_first_refuses_the_others_after_it(index: int) -> None:
+    told: list[str] = []
+    one: Any = SimpleNamespace(is_main=index == 0, wait=lambda: told.append("wait"))
+
+    def refuse() -> None:
+        told.append("block")
+        raise DataError("nothing is left")
+
+    with pytest.raises(DataError), Processes.main_first(one):
+        refuse()
+    assert told == (["block", "wait"] if index == 0 else ["wait", "block"])
+
+
+@pytest.mark.usefixtures("_own_world")
+class TestAlone:
+    def test_nothing_is_said_and_everything_holds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("a single process has nobody to talk to")
+
+        for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier"):
+            monkeypatch.setattr(torch.distributed, name, refuse)
+        processes = alone()
+        assert (processes.index, processes.count, processes.is_main) == (0, 1, True)
+        ballot = Ballot(5, nonfinite=[True, False], sums=[1.5], stop="walltime")
+        assert processes.agree(ballot) == Verdict(5, (True, False), (1.5,), False, "walltime", False)
+        flat = torch.tensor([1.0, 2.0])
+        assert processes.reduce_flat_(flat) is flat
+        assert (processes.gather_object("x"), processes.broadcast_object("x")) == (["x"], "x")
+        with processes.main_first():
+            processes.wait()
+        processes.same_folder(tmp_path / "run")
+        processes.same_folder(tmp_path / "run")
+        assert processes.shutdown()
+
+    def test_tokens_of_dead_processes_are_swept_and_other_launchers_not_judged(self, tmp_path: Path) -> None:
+        with Child.python("") as child:
+            child.wait()
+            dead = {"pid": child.pid, "parent": os.getppid(), "pid_space": pid_space()}
+            elsewhere = {"pid": os.getppid(), "parent": os.getppid(), "pid_space": "another machine"}
+            earlier = {"pid": os.getppid(), "parent": 1, "pid_space": pid_space()}
+            for name, value in {"dead": dead, "elsewhere": elsewhere, "earlier": earlier}.items():
+                (tmp_path / f".launch-{name}.json").write_text(json.dumps(value))
+            processes = alone()
+            processes.same_folder(tmp_path)
+            processes.shutdown()
+        assert {path.name for path in tmp_path.iterdir()} == {
+            ".launch-elsewhere.json",
+            ".launch-earlier.json",
+        }
+
+    def test_a_folder_that_cannot_be(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(LaunchError, match="cannot be written: Not a directory"):
+            alone().same_folder(tmp_path / "file" / "run")
+
+    @pytest.mark.parametrize("key", ["mixed_precision", "model_dtype"])
+    def test_fp16_on_a_cpu_is_refused(self, key: str) -> None:
+        with pytest.raises(ModelError, match="without a word") as caught:
+            alone(**{key: "fp16"})
+        assert caught.value.where == f"{key}: fp16"
+
+    def test_an_accelerator_from_before_that_knows_of_one_process(self) -> None:
+        Accelerator(cpu=True)
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15000"}
+        launch = Launch("mpirun", 2, 0, 0, 2, None, here)
+        with pytest.raises(LaunchError, match="2 processes were started, but Accelerate sees 1"):
+            Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
+
+    def test_an_address_that_nobody_knows(self) -> None:
+        place = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "15000"}
+        launch = Launch("srun", 2, 0, 0, 1, None, place)
+        with pytest.raises(LaunchError, match="cannot meet") as caught:
+            Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
+        assert caught.value.where == "no-such-host.invalid:15000"
+
+    def test_a_port_in_use(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            launch = Launch("srun", 2, 0, 0, 2, None, {**place, **where})
+            with pytest.raises(LaunchError, match="cannot meet") as caught:
+                Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
+        assert caught.value.where == f"127.0.0.1:{port}"
+        assert caught.value.exit_code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_more_processes_than_gpus() -> None:
+    from ci_llm.distributed.processes import _check_gpus
+
+    with pytest.raises(LaunchError, match="4 processes on this machine, but 0 GPU"):
+        _check_gpus(Launch("torchrun", 4, 0, 0, 4, None, {}), on_cpu=False)
+
+
+def test_a_ballot_is_a_sum_of_votes() -> None:
+    ballots = [
+        Ballot(3, nonfinite=(False, True), sums=(1.0,)),
+        Ballot(4, nonfinite=torch.tensor([False, True]), sums=torch.tensor([2.5]), save=True),
+        Ballot(0, nonfinite=(False, False), sums=(0.0,), out_of_memory=True),
+    ]
+    votes = sum((encode(ballot) for ballot in ballots), torch.zeros(()))
+    assert votes.dtype == torch.float64
+    assert decode(votes, 2, []) == Verdict(7, (False, True), (3.5,), True, None, True)
+    assert decode(votes, 2, [None, "walltime", "signal:SIGTERM"]).stop == "walltime"

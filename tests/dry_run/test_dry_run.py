@@ -1,0 +1,334 @@
+"""The dry run passes where a run will work, and where it will not, the check that says so is the right one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+
+from ci_llm.cli.main import main
+from ci_llm.config import load_config
+from ci_llm.core import durable
+from ci_llm.core.memory import group_limits
+from ci_llm.dry_run.architecture import KNOWN
+from ci_llm.dry_run.checks import Check, CheckResult, Report, try_all
+from ci_llm.dry_run.cost_model import trace
+from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
+from ci_llm.dry_run.plan import CHECKS
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import ConfigError
+from tests.support.children import Child
+from tests.support.forkserver import ROOT, ForkServer
+
+pytestmark = pytest.mark.slow
+
+NAMES = [check.name for check in CHECKS]
+PRESETS = ROOT / "configs"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(__name__, environment={"HF_HUB_OFFLINE": "1"}) as started:
+        yield started
+
+
+def dry_run(folder: str, words: list[str], flipping: bool = False) -> int:
+    """A trial for the fork server: `ci-llm check` in `folder`."""
+    os.chdir(folder)
+    if flipping:
+        flip_a_bit_of_whatever_is_large()
+    return main(["check", *words])
+
+
+def dry_run_with_a_bad_disk_on_one(folder: str, words: list[str]) -> int:
+    """The same in a world of which only process 1 cannot write."""
+    if os.environ["RANK"] == "1":
+        words = [*words, "output_dir=/proc/nothing"]
+    return dry_run(folder, words)
+
+
+def flip_a_bit_of_whatever_is_large() -> None:
+    """A disk that takes one thing and keeps another, and reports no error."""
+    write = durable.DISK.write
+
+    def faulty(handle: int, data: Any) -> int:
+        changed = bytearray(data)
+        if len(changed) > 100_000:
+            changed[50_000] ^= 1
+        return write(handle, changed)
+
+    durable.DISK.write = faulty  # type: ignore[method-assign]
+
+
+class Told:
+    """What a dry run said: the verdict and the lines of each check by name, and its exit codes."""
+
+    def __init__(self, text: str, codes: list[int]) -> None:
+        self.text, self.codes = text, codes
+        self.verdicts: dict[str, str] = {}
+        self.lines: dict[str, str] = {}
+        width, name = max(map(len, NAMES)), ""
+        for line in text.splitlines():
+            mark, words = line[:8].strip(), line[8 + width + 8 :].strip()
+            if mark in ("ok", "FAILED", "skipped"):
+                name = line[8 : 8 + width].strip()
+                self.verdicts[name], self.lines[name] = mark, words
+            elif name and not mark:
+                self.lines[name] += f"\n{words}"
+
+    def of(self, verdict: str) -> list[str]:
+        return [name for name in NAMES if self.verdicts.get(name) == verdict]
+
+
+def told(server: ForkServer, folder: Path, *words: str, ranks: int = 1, **how: Any) -> Told:
+    """A dry run for the embedded default, at few agents to be quick, changed by `words`."""
+    shutil.copy(ROOT / "configs.yaml", folder)
+    before = sorted(folder.rglob("*"))
+    log = folder.parent / f"{folder.name}.log"
+    codes = server.run(dry_run, log, ranks=ranks, folder=str(folder), words=list(words), **how)
+    assert sorted(folder.rglob("*")) == before, "the dry run left something behind"
+    return Told(log.read_text(), codes)
+
+
+def test_the_embedded_default_passes(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path)
+    assert found.codes == [0], found.text
+    assert found.of("ok") == NAMES
+    assert f"all {len(NAMES)} checks passed" in found.text
+    assert "bit for bit" in found.lines["checkpoint"]
+    assert "SIGTERM in step 3: finished, saved and read back" in found.lines["interruption"]
+    assert "⟦" in found.lines["template"]
+    assert "260 steps" in found.lines["time"]
+
+
+def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path, ranks=2)
+    assert found.codes == [0, 0], found.text
+    assert found.of("ok") == NAMES
+    assert "2 processes met" in found.lines["port"]
+
+
+def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    codes = server.run(dry_run_with_a_bad_disk_on_one, log, ranks=2, folder=str(tmp_path), words=[])
+    text = log.read_text()
+    assert codes == [1, 1]
+    assert "process 1: disk failed: nothing can be written here" in text
+    assert Told(text, codes).of("FAILED") == ["accelerate"]
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = told(server, tmp_path, "output_dir=file/run")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["disk"]
+    assert "output_dir: file/run" in found.lines["disk"]
+    assert "hint:" in found.lines["disk"]
+    assert found.lines["model"] == "needs template"
+    assert {"data", "estimate", "batch", "time"} <= set(found.of("ok"))
+
+
+def test_a_disk_that_changes_bits_fails_the_check_of_the_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path, flipping=True)
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["checkpoint"], found.text
+    assert found.of("skipped") == ["interruption", "conclusion"]
+
+
+def test_a_template_that_fails_fails_the_check_of_the_template(server: ForkServer, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(BASE_FOLDER, base)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ raise_exception('no such role') }}"
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = told(server, tmp_path, "model_name=base")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["template"], found.text
+    assert "no such role" in found.lines["template"]
+    assert {"model", "two steps", "conclusion"} <= set(found.of("skipped"))
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("batch_size=1000000000",), r"batch_size=\d+ or use_gradient_checkpointing=true"),
+        (("max_seq_length=513",), "max_seq_length=512"),
+    ],
+)
+def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
+    server: ForkServer, tmp_path: Path, words: tuple[str, ...], hint: str
+) -> None:
+    found = told(server, tmp_path, *words)
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["batch"], found.text
+    assert re.search(hint, found.lines["batch"])
+    assert words[0].replace("=", ": ") in found.lines["batch"]
+    assert {"storage", "time"} <= set(found.of("ok")), "estimates need no batch that fits"
+
+
+def test_missing_data_fail_the_check_of_the_data_and_the_estimates_are_told(server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path, "dataset_name=nowhere.jsonl", "max_train_steps=10")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["data"]
+    assert "at most" in found.lines["time"]
+
+
+def test_a_folder_without_weights_fails_the_check_of_the_model_and_the_estimates_are_told(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    shutil.copytree(BASE_FOLDER, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
+    found = told(server, tmp_path, "model_name=base")
+    assert found.codes == [1]
+    assert found.of("FAILED") == ["model"], found.text
+    assert "model.safetensors" in found.lines["model"]
+    assert "about" in found.lines["time"]
+
+
+def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(server: ForkServer, tmp_path: Path) -> None:
+    shape = AutoConfig.from_pretrained(BASE_FOLDER)
+    sizes = {"vocab_size": shape.vocab_size, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    experts = MixtralConfig(**sizes, max_position_embeddings=512)
+    MixtralForCausalLM(experts).save_pretrained(tmp_path / "base")
+    for file in BASE_FOLDER.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "base")
+    found = told(server, tmp_path, "model_name=base")
+    assert found.codes == [0], found.text
+    assert "cannot be traced without weights: " in found.lines["estimate"]
+    assert "memory is not estimated" in found.lines["batch"]
+    assert "measured" in found.lines["time"]
+    assert "Traceback" not in found.text
+
+
+@pytest.mark.parametrize("preset", sorted(path.name for path in PRESETS.glob("*2*b_gsm8k.yaml")))
+def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: Path, preset: str) -> None:
+    """The embedded data and base take the place of what would have to be downloaded, and the report says so."""
+    own = ["dataset_name=embedded", "dataset_subset=null", "batch_size=1", "use_gradient_checkpointing=true"]
+    found = told(server, tmp_path, "--config", str(PRESETS / preset), *own, "model_dtype=fp32", "mixed_precision=no")
+    assert set(found.of("FAILED")) <= {"batch"}, found.text
+    assert found.codes == [int(found.of("FAILED") != [])]
+    assert "billion parameters" in found.lines["estimate"]
+    assert "GB" in found.lines["batch"]
+    assert "at most" in found.lines["time"]
+    assert "of" in found.lines["storage"]
+
+
+@pytest.mark.parametrize(
+    "preset", [f"{name}.yaml" for name in ("qwen2.5_0.5b_gsm8k", "gemma2_2b_gsm8k", "llama3.1_8b_gsm8k")]
+)
+def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -> None:
+    text = (PRESETS / preset).read_text()
+    named = re.search(r"Meant for: .*?(\d+) GB", text)
+    told = re.search(r"dry run estimates (\d+) GB", text)
+    assert named is not None
+    assert told is not None
+    config, device = load_config(PRESETS / preset), torch.device("cpu")
+    shape = AutoConfig.for_model(**KNOWN[config.model_name])
+    tokens = config.max_seq_length
+    found = trace(config, shape, device, rows=config.batch_size, tokens=tokens, targets=tokens // 2)
+    needed = found.device_bytes + CUDA_CONTEXT_BYTES
+    assert needed < int(named[1]) * 1e9
+    assert needed / 1e9 == pytest.approx(int(told[1]), abs=1)
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Child(sys.executable, ROOT / "dry_run_sanity_check.py", f"output_dir={tmp_path / 'run'}") as child:
+        child.read_until("disk")
+        child.signal(signal.SIGINT)
+        assert child.wait() == 1
+        child.read_until("checks skipped")
+    assert any(line.split()[:2] == ["skipped", "time"] for line in child.seen)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------- without a run
+
+
+def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
+    def wrong(_: None) -> str:
+        raise ConfigError("what", where="where", hint="hint")
+
+    def broken(_: None) -> str:
+        raise ZeroDivisionError
+
+    checks: list[Check[None]] = [
+        Check("a", (), lambda _: "found\nmore"),
+        Check("b", (), wrong),
+        Check("c", ("a", "b"), lambda _: "never"),
+        Check("d", ("c",), lambda _: "never"),
+        Check("e", (), broken),
+        Check("f", ("a",), lambda _: ""),
+    ]
+    outcomes = {outcome.name: outcome for outcome in try_all(checks, None, stopped=lambda: None)}
+    assert [outcomes[name].verdict for name in "abcdef"] == [
+        "passed",
+        "failed",
+        "skipped",
+        "skipped",
+        "failed",
+        "passed",
+    ]
+    assert outcomes["a"].lines == ("found", "more")
+    assert outcomes["b"].lines == ("what", "  where: where", "  hint:  hint")
+    assert outcomes["c"].lines == ("needs b",)
+    assert outcomes["d"].lines == ("needs c",)
+    assert "ZeroDivisionError" in outcomes["e"].lines[0]
+
+
+def test_once_stopped_nothing_is_tried_any_more() -> None:
+    (outcome,) = try_all([Check("a", (), lambda _: "never")], None, stopped=lambda: "signal:SIGINT")
+    assert (outcome.verdict, outcome.lines) == ("skipped", ("signal:SIGINT",))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_job_is_that_of_its_group_without_the_cache_of_files(tmp_path: Path, version: int) -> None:
+    line, mount, limit, used, prefix = {
+        1: (
+            "4:memory:/slurm/job_7",
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_",
+        ),
+        2: ("0::/slurm/job_7", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+    }[version]
+    group = tmp_path / mount / "slurm/job_7"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    for folder, bound in ((group, "4000"), (group.parent, "max")):
+        (folder / limit).write_text(f"{bound}\n")
+        (folder / used).write_text("3000\n")
+        (folder / "memory.stat").write_text(f"anon 500\n{prefix}active_file 1500\n{prefix}inactive_file 1000\n")
+    assert list(group_limits(tmp_path)) == [(3500, 4000)]
+
+
+def test_every_check_needs_checks_before_it() -> None:
+    for number, check in enumerate(CHECKS):
+        assert set(check.needs) <= set(NAMES[:number]), check.name
+
+
+def test_on_a_terminal_each_check_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that have left the screen could not be drawn again, and would stand there twice."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    screen = io.StringIO()
+    report = Report(max(map(len, NAMES)), screen)
+    for name in NAMES:
+        report.show(CheckResult(name, "failed", ("what it is", "  hint:  " + "many words " * 9), 12.3))
+    text = screen.getvalue()
+    assert text.count("FAILED") == text.count("what it is") == len(NAMES)
+    assert re.findall(r"\x1b\[[^m]*[A-Za-ln-z]", text) == []  # colours, and nothing that moves the cursor

@@ -1,0 +1,115 @@
+"""The examples do what they say: DDP has the gradients of one process, and own loops end with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.diff import compare
+from examples import accelerate_loop, own_loop
+from tests.support.forkserver import ForkServer
+from tests.support.moments import interfere
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+ROWS_PER_STEP = 8
+
+
+def watched_loop(folder: str, rows_per_process: int) -> int:
+    """In a process of its own: the example, and what the optimizer was given at every step."""
+    seen: dict[str, Tensor] = {}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        seen[f"gradient{len(seen):02}"] = torch.cat([p.grad.flatten() for p in parameters])
+
+    torch.set_num_threads(1)
+    register_optimizer_step_pre_hook(look)
+    losses = torch.tensor(accelerate_loop.train(rows_per_process, STEPS, Path(folder, "cache")))
+    gradients = torch.stack(list(seen.values()))
+    index = os.environ.get("RANK", "0")
+    save_file({"losses": losses, "gradients": gradients}, Path(folder, f"process{index}.safetensors"))
+    return 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(__name__) as started:
+        yield started
+
+
+def told(server: ForkServer, folder: Path, processes: int) -> list[dict[str, Tensor]]:
+    """What each process of a world saw."""
+    folder.mkdir()
+    codes = server.run(
+        watched_loop, folder / "log", ranks=processes, folder=str(folder), rows_per_process=ROWS_PER_STEP // processes
+    )
+    assert codes == [0] * processes, (folder / "log").read_text()
+    return [load_file(folder / f"process{index}.safetensors") for index in range(processes)]
+
+
+def test_two_processes_under_ddp_have_the_gradients_of_the_union_batch(server: ForkServer, tmp_path: Path) -> None:
+    (alone,) = told(server, tmp_path / "one", 1)
+    zero, one = told(server, tmp_path / "two", 2)
+    assert torch.equal(zero["gradients"], one["gradients"])
+    assert alone["gradients"].shape[0] == STEPS
+    assert float(alone["gradients"].norm(dim=1).min()) > 0
+    for ours, theirs in zip(zero["gradients"], alone["gradients"], strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-4  # Adam turns a rounded sign into a full step
+    torch.testing.assert_close(zero["losses"], alone["losses"], rtol=1e-5, atol=0)
+    assert alone["losses"][-1] < alone["losses"][0]
+
+
+LAST = own_loop.STEPS - 1
+
+
+def own(folder: str, loop: str, sent: str | None = None, step: int = 0) -> int:
+    """In a process of its own: a loop of the example, which sends itself a signal when it has taken `step`."""
+    torch.set_num_threads(1)
+    place = "ci_llm.checkpoints.manager.CheckpointManager.reached_preemption"
+    if sent is not None:
+        interfere(place, step + 1, lambda: os.kill(os.getpid(), signal.Signals[sent]))
+    getattr(own_loop, loop)(Path(folder, "run"))
+    return 0
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    """The last checkpoint of each loop that nobody disturbed."""
+    last = {}
+    for loop, processes in (("torch_loop", 1), ("accelerate_loop", 1), ("accelerate_loop", 2)):
+        folder = tmp_path_factory.mktemp("straight")
+        codes = server.run(own, folder / "log", ranks=processes, folder=str(folder), loop=loop)
+        assert codes == [0] * processes, (folder / "log").read_text()
+        last[loop, processes] = folder / "run" / f"checkpoint_step_{LAST}"
+    return last
+
+
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(("loop", "processes"), [("torch_loop", 1), ("accelerate_loop", 1), ("accelerate_loop", 2)])
+def test_own_loops_end_with_the_same_bits(
+    loop: str, processes: int, sent: str, server: ForkServer, straight: dict[tuple[str, int], Path], tmp_path: Path
+) -> None:
+    how = {"ranks": processes, "folder": str(tmp_path), "loop": loop}
+    codes = server.run(own, tmp_path / "log", sent=sent, step=25, **how)
+    if sent == "SIGKILL":
+        assert codes[0] == -signal.SIGKILL
+        assert (tmp_path / "run" / "checkpoint_step_10").is_dir()
+    else:
+        assert codes == [0] * processes, (tmp_path / "log").read_text()
+        newest = max(int(path.name.rpartition("_")[2]) for path in (tmp_path / "run").glob("checkpoint_step_*"))
+        assert newest in (25, 26), "the step in which the signal came, or the next"
+    assert server.run(own, tmp_path / "log", **how) == [0] * processes, (tmp_path / "log").read_text()
+    ended = load_checkpoint(tmp_path / "run" / f"checkpoint_step_{LAST}")
+    assert compare(ended, load_checkpoint(straight[loop, processes])).identical

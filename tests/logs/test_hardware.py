@@ -1,0 +1,140 @@
+"""The hardware monitor: host values everywhere, GPUs where there is a driver, silence where there is none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from ci_llm.logs import hardware
+from ci_llm.logs.hardware import FILE_NAME, SAMPLES_KEPT, Gpus, HardwareMonitor, read_host
+
+
+def read(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released after every write of the file, so that tests wait for writes and not for time."""
+    count = threading.Semaphore(0)
+    write = hardware.write_json
+
+    def write_and_count(*args: Any) -> None:
+        try:
+            write(*args)
+        finally:
+            count.release()
+
+    monkeypatch.setattr(hardware, "write_json", write_and_count)
+    return count
+
+
+def test_samples_host_until_stopped(tmp_path: Path, written: threading.Semaphore) -> None:
+    monitor = HardwareMonitor(tmp_path, interval_s=0.001)
+    monitor.start()
+    for _ in range(3):
+        assert written.acquire(timeout=30)
+    monitor.stop()
+    content = read(tmp_path)
+    assert len(content["samples"]) >= 3
+    times = [sample["time"] for sample in content["samples"]]
+    assert times == sorted(times)
+    host = content["samples"][-1]["host"]
+    assert 0 < host["process_memory_bytes"] <= host["memory_total_bytes"]
+    assert content["peaks"]["host/process_memory_bytes"] >= host["process_memory_bytes"]
+    assert "host/memory_total_bytes" not in content["peaks"]
+    assert not any("hardware" in thread.name for thread in threading.enumerate())
+
+
+def test_a_short_run_has_a_sample(tmp_path: Path) -> None:
+    monitor = HardwareMonitor(tmp_path, interval_s=3600)
+    monitor.start()
+    monitor.stop()
+    assert len(read(tmp_path)["samples"]) >= 1
+
+
+def test_stop_without_start_is_quiet(tmp_path: Path) -> None:
+    HardwareMonitor(tmp_path).stop()
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_the_file_stays_small(tmp_path: Path) -> None:
+    monitor = HardwareMonitor(tmp_path)
+    for number in range(SAMPLES_KEPT + 5):
+        monitor._take({"time": number, "gpus": [{"index": 0, "power_w": number, "name": "x"}], "host": {}})
+    monitor._write()
+    content = read(tmp_path)
+    assert len(content["samples"]) == SAMPLES_KEPT
+    assert content["peaks"] == {"gpu0/power_w": SAMPLES_KEPT + 4}
+
+
+def test_a_folder_of_another_attempt_is_left_alone(tmp_path: Path) -> None:
+    monitor = HardwareMonitor(tmp_path, interval_s=3600, still_held=lambda: False)
+    monitor.start()
+    monitor.stop()
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_a_disk_that_refuses_is_said_once_and_survived(tmp_path: Path, written: threading.Semaphore) -> None:
+    said: list[str] = []
+    monitor = HardwareMonitor(tmp_path / "missing", interval_s=0.001, warn=said.append)
+    monitor.start()
+    for _ in range(3):
+        assert written.acquire(timeout=30)
+    monitor.stop()
+    assert len(said) == 1
+    assert FILE_NAME in said[0]
+
+
+def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    gpus = Gpus()
+    assert gpus.read() == []
+    gpus.close()
+
+
+def test_a_card_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost_or_not(index: int) -> object:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return object()
+
+    def refuse(*_: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lost_or_not)
+    for name in ("MemoryInfo", "UtilizationRates", "Temperature", "Name", "PowerUsage"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refuse)
+    gpus = Gpus()
+    assert [reading["index"] for reading in gpus.read()] == [1]
+    gpus.close()
+    assert gpus.read() == []
+
+
+def test_what_a_card_does_not_tell_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in ("MemoryInfo", "UtilizationRates", "Temperature", "Name"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refuse)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda _: 61_500)
+    reading = hardware._read_gpu(1, object())
+    assert reading.pop("power_w") == 61.5
+    assert reading.pop("index") == 1
+    assert set(reading.values()) == {None}
+
+
+def test_host_values_are_plain_numbers() -> None:
+    assert all(isinstance(value, int | float) for value in read_host().values())

@@ -1,0 +1,402 @@
+"""What a run tells: nothing is lost or torn, a resumed run tells one story, and telling never ends a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import pytest
+
+from ci_llm.errors import ConfigError
+from ci_llm.logs.progress import ProgressLine
+from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, RunLog
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    """A clock that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def screen() -> io.StringIO:
+    return io.StringIO()
+
+
+def make_log(folder: Path, screen: TextIO, **options: Any) -> RunLog:
+    log = RunLog(folder, terminal=screen, **options)
+    log.open(1)
+    return log
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / METRICS_NAME).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def log_text(folder: Path) -> str:
+    return (folder / LOG_NAME).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- people
+
+
+def test_says_to_terminal_and_file_with_date_and_attempt(tmp_path: Path, screen: io.StringIO) -> None:
+    make_log(tmp_path, screen).say("one\n  two")
+    RunLog(tmp_path, terminal=screen).open(2)
+    head, one, two, second = log_text(tmp_path).splitlines()
+    assert screen.getvalue() == "one\n  two\n"
+    assert "attempt 1 on" in head
+    assert one.endswith("[1] one")
+    assert two.endswith("[1]   two")
+    assert "[2] attempt 2 on" in second
+    assert one[:4].isdigit()
+
+
+def test_nothing_is_created_before_open_and_nothing_said_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
+    log = RunLog(tmp_path, terminal=screen)
+    log.say("hello")
+    log.metrics(1, {"loss": 1.0})
+    assert screen.getvalue() == "hello\n"
+    assert list(tmp_path.iterdir()) == []
+    log.open(1)
+    assert log_text(tmp_path).splitlines()[1].endswith("[1] hello")
+
+
+def test_other_processes_are_silent(tmp_path: Path, screen: io.StringIO) -> None:
+    log = make_log(tmp_path, screen, is_main=False)
+    log.say("hello")
+    log.metrics(1, {"loss": 1.0})
+    log.progress(1, 2, [1.0])
+    log.cut_back(0)
+    log.start_trackers(None, ("tensorboard",))
+    assert log.tracker_state() == {}
+    log.close()
+    assert screen.getvalue() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: io.StringIO) -> None:
+    (tmp_path / METRICS_NAME).write_text('{"step": 5}\n', encoding="utf-8")
+    log = RunLog(tmp_path, terminal=screen)
+    log.open(1, still_held=lambda: False)
+    log.say("hello")
+    log.metrics(1, {"loss": 1.0})
+    log.cut_back(0)
+    assert lines(tmp_path) == [{"step": 5}]
+    assert not (tmp_path / LOG_NAME).exists()
+
+
+def test_an_attempt_that_loses_its_folder_while_a_file_opens_writes_nothing(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
+    log, answers = RunLog(tmp_path, terminal=screen), [True] * 3
+    log.open(1, still_held=lambda: bool(answers and answers.pop()))  # its first line takes two answers
+    log.metrics(1, {"loss": 1.0})
+    assert lines(tmp_path) == []
+    assert len((tmp_path / LOG_NAME).read_text().splitlines()) == 1
+
+
+def test_a_full_disk_is_said_once_and_lines_stay_whole(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = make_log(tmp_path, screen)
+    log.metrics(1, {"loss": 1.0})
+    whole = (tmp_path / METRICS_NAME).read_bytes()
+    real_open = Path.open
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == METRICS_NAME:
+            path.write_bytes(whole + b'{"step": 2, "lo')  # what a full disk leaves of a line
+            raise OSError(28, "No space left on device")
+        return real_open(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        patch.setattr(Path, "write_bytes", lambda path, data: os.truncate(path, 0) or _write(path, data))
+        log.metrics(2, {"loss": 2.0})
+        log.metrics(3, {"loss": 3.0})
+    log.metrics(4, {"loss": 4.0})
+    assert screen.getvalue().count("cannot be written") == 1
+    text = (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()
+    assert len(text) == 3
+    assert json.loads(text[-1])["step"] == 4
+    log.cut_back(4)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 4]
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY)
+    os.write(handle, data)
+    os.close(handle)
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ci_llm.logs.run_log import RunLog; log = RunLog(sys.argv[1]); log.open(1)\n"
+        "for word in ('into the void', 'still here'): log.say(word)\n"
+        "log.progress(1, 2, [1.0]); print('a stray print'); log.close()"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "still here" in log_text(tmp_path)
+    assert log_text(tmp_path).count("the terminal is gone") == 1
+
+
+# -------------------------------------------------------------------------------------------- progress
+
+
+def test_a_plain_line_per_interval_and_always_at_the_end(tmp_path: Path, screen: io.StringIO) -> None:
+    clock = Clock()
+    log = make_log(tmp_path, screen, clock=clock, interval_s=10.0)
+    for step in range(1, 101):
+        log.progress(step, 100, [1.0, 2.0])
+        clock.now += 0.5
+    shown = screen.getvalue().splitlines()
+    assert [line.split()[1] for line in shown] == [*(f"{n}/100" for n in (1, 21, 41, 61, 81, 100))]
+    assert shown[1] == "step 21/100  21%  loss 1.5 (1 2)  2 steps/s  0:00:40 left"
+    assert [line.partition("] ")[2] for line in log_text(tmp_path).splitlines()[1:]] == shown
+
+
+def test_speed_counts_the_steps_of_this_attempt_only() -> None:
+    clock = Clock()
+    line = ProgressLine(0.0, clock)
+    line.line(1000, 2000, [])
+    clock.now += 10
+    assert line.line(1010, 2000, []) == "step 1010/2000  50%  1 steps/s  0:16:30 left"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    """A real terminal, and a function that hangs up and tells what was written to it."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    master, slave = pty.openpty()
+    file = open(slave, "w", encoding="utf-8")  # noqa: SIM115 - closed by hanging up
+
+    def hang_up() -> str:
+        file.close()
+        parts = []
+        with contextlib.suppress(OSError):  # the end of a terminal is an input/output error
+            while part := os.read(master, 65536):
+                parts.append(part)
+        return b"".join(parts).decode()
+
+    yield file, hang_up
+    file.close()
+    os.close(master)
+
+
+def test_a_bar_on_a_terminal_and_lines_above_it(tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    file, written = terminal
+    log = make_log(tmp_path, file, clock=Clock())
+    log.progress(1, 4, [1.0, 2.0])
+    log.say("saved [bold]step 1[/bold]")
+    log.progress(2, 4, [0.5, 1.5])
+    log.close()
+    text = written()
+    assert "step 2/4" in text
+    assert "loss 1 (0.5 1.5)" in text
+    assert "saved [bold]step 1[/bold]" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l"), "the cursor stays hidden"
+    assert "[1] step 1/4" in log_text(tmp_path)
+
+
+def test_a_killed_process_leaves_the_cursor_visible(tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]) -> None:
+    file, written = terminal
+    make_log(tmp_path, file).progress(1, 4, [1.0])
+    text = written()
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+def test_a_terminal_that_cannot_redraw_gets_lines(
+    tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    file, written = terminal
+    log = make_log(tmp_path, file)
+    log.progress(1, 4, [1.0])
+    log.close()
+    assert written().splitlines() == ["step 1/4  25%  loss 1 (1)"]
+
+
+# --------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
+    log = make_log(tmp_path, screen)
+    log.metrics(3, {"loss": float("nan"), "up": float("inf"), "down": float("-inf"), "n": 2, "name": "é", "x": None})
+    (record,) = lines(tmp_path)
+    time = record.pop("time")
+    assert time > 1e9
+    assert record == {
+        "step": 3, "loss": "nan", "up": "inf", "down": "-inf", "n": 2, "name": "é", "x": None, "attempt": 1
+    }  # fmt: skip
+
+
+def test_under_slurm_metrics_and_log_say_how_often_the_job_was_started_again(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for restarts in ("0", "2"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        make_log(tmp_path, screen).metrics(1, {})
+    assert [record["slurm_restarts"] for record in lines(tmp_path)] == [0, 2]
+    assert [", SLURM restart 2" in line for line in log_text(tmp_path).splitlines()] == [False, True]
+
+
+def test_cut_back_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
+    log = make_log(tmp_path, screen)
+    log.cut_back(5)
+    for step in (1, 2, 2, 3, 10):
+        log.metrics(step, {"loss": 1.0})
+    with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as file:
+        file.write('\n[]\n{"no": 1}\n{"step": "2"}\n{"step": 2, "los')
+    log.cut_back(2)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    log.metrics(3, {})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
+    log.cut_back(-1)
+    assert lines(tmp_path) == []
+
+
+def test_a_line_torn_by_a_kill_does_not_swallow_the_next(tmp_path: Path, screen: io.StringIO) -> None:
+    (tmp_path / METRICS_NAME).write_text('{"step": 1}\n{"st', encoding="utf-8")
+    (tmp_path / LOG_NAME).write_text("half a li", encoding="utf-8")
+    log = make_log(tmp_path, screen)
+    log.metrics(2, {})
+    assert (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()[1] == '{"st'
+    assert log_text(tmp_path).splitlines()[0] == "half a li"
+    log.cut_back(2)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+# -------------------------------------------------------------------------------------------- trackers
+
+
+def make_accelerator(folder: Path, *names: str) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True, log_with=list(names), project_dir=folder)
+
+
+def attempt(folder: Path, steps: range, value: float, *, resumed_from: int = 0) -> None:
+    log = make_log(folder, io.StringIO())
+    log.start_trackers(
+        make_accelerator(folder, "tensorboard"),
+        ("tensorboard",),
+        resumed_from=resumed_from,
+        hyperparameters={"learning_rate": 1e-4, "modules": ("a", "b")},
+    )
+    for step in steps:
+        log.metrics(step, {"train/loss": value, "name": "not a number"})
+    log.close()
+
+
+@pytest.fixture
+def seconds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard orders its files by the second in their names, and attempts in one test share a second."""
+    clock = SimpleNamespace(time=map(float, itertools.count(1_700_000_000)).__next__)
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
+
+
+@pytest.mark.usefixtures("seconds_apart")
+def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    attempt(tmp_path, range(10, 60, 10), 1.0)
+    attempt(tmp_path, range(40, 80, 10), 2.0, resumed_from=30)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert points == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 2.0), (50, 2.0), (60, 2.0), (70, 2.0)]
+    assert len(events.Tensors("config/text_summary")) == 1
+    assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), "a second run beside the first"
+
+
+@pytest.mark.usefixtures("seconds_apart")
+def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    attempt(tmp_path, range(10, 60, 10), 1.0)
+    attempt(tmp_path, range(10, 30, 10), 2.0)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 2.0), (20, 2.0)]
+
+
+def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.StringIO) -> None:
+    log = make_log(tmp_path, screen)
+    accelerator = make_accelerator(tmp_path, "tensorboard")
+    log.start_trackers(accelerator, ("tensorboard",))
+    accelerator.trackers[0].writer.close()
+    accelerator.trackers[0].writer = None  # what a writer on a full disk comes to
+    log.metrics(1, {"loss": 1.0})
+    log.metrics(2, {"loss": 1.0})
+    log.close()
+    assert screen.getvalue().count("tensorboard failed and is left out") == 1
+    assert len(lines(tmp_path)) == 2
+
+
+def test_a_tracker_that_is_not_installed_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
+    log = make_log(tmp_path, screen)
+    with pytest.raises(ConfigError, match="mlflow, which is not installed") as caught:
+        log.start_trackers(make_accelerator(tmp_path, "tensorboard"), ("tensorboard", "mlflow"))
+    assert "pip install mlflow" in str(caught.value)
+
+
+def test_a_tracker_that_cannot_start_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
+    (tmp_path / "tensorboard").write_text("a file in the way", encoding="utf-8")
+    with pytest.raises(ConfigError, match="tensorboard cannot start"):
+        make_log(tmp_path, screen).start_trackers(make_accelerator(tmp_path, "tensorboard"), ("tensorboard",))
+
+
+@pytest.mark.slow
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is an extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for attempt_number in (1, 2):
+        log = make_log(tmp_path, io.StringIO())
+        remembered = {"wandb": ids[0]} if ids else {}
+        accelerator = make_accelerator(tmp_path, "wandb")
+        log.start_trackers(
+            accelerator,
+            ("wandb",),
+            resumed_from=attempt_number - 1,
+            remembered=remembered,
+            hyperparameters={"a": (1,)},
+        )
+        log.metrics(attempt_number, {"loss": 1.0})
+        ids.append(log.tracker_state()["wandb"])
+        log.close()
+    assert ids[0] == ids[1]
+
+
+def test_import_is_light() -> None:
+    code = "import ci_llm.logs.run_log, ci_llm.logs.hardware, sys; print([*{'torch', 'accelerate'} & set(sys.modules)])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

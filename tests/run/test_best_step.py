@@ -1,0 +1,245 @@
+"""The best step by validation: alike on all processes and over kills, kept on the disk, and where patience ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.manifest import FileImage
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.config import load_config
+from ci_llm.core.run_status import read_status
+from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.run.evaluation import result_in_place
+from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.state import Best, TrainState, Validation
+from tests.support.forkserver import ForkServer
+from tests.support.trials import STEPS, Cell, Fate, Trials, account, differences
+
+pytestmark = pytest.mark.slow
+
+#: A learning rate that only spoils what the first steps have learned, so that patience ends before the run does.
+SPOILT = {
+    "learning_rate": 5e-2,
+    "eval_steps": 2,
+    "early_stopping_patience": 3,
+    "load_best_model_at_end": "true",
+    "save_steps": 3,
+    "save_total_limit": 1,
+}
+BEST, LAST = 2, 8
+
+
+# Plain values
+
+
+def seen(*values: float, metric: str = "nll", threshold: float = 0.0) -> Validation:
+    validation = Validation(metric)
+    for number, value in enumerate(values, start=1):
+        validation = validation.after(10 * number, value, [value, 1 - value], threshold)
+    return validation
+
+
+def test_the_best_and_the_count_of_evaluations_without_a_better_one() -> None:
+    assert seen().best_step is None
+    assert seen(0.5, 0.3, 0.4, 0.3).crowd == Best(20, 0.3)  # an equal value is no better one
+    assert seen(0.5, 0.3, 0.4, 0.3).without_better == 2
+    assert seen(0.5, 0.3, 0.4, metric="exact_match").crowd == Best(10, 0.5)
+    assert seen(0.5, 0.3, 0.4).agents == (Best(20, 0.3), Best(10, 0.5))
+    assert seen(0.5, 0.3).without_better == 0
+
+
+def test_a_gain_below_the_threshold_is_the_best_and_still_costs_patience() -> None:
+    found = seen(0.5, 0.45, 0.41, threshold=0.1)
+    assert found.crowd == Best(30, 0.41)
+    assert found.without_better == 2
+    assert seen(0.5, 0.3, threshold=0.1).without_better == 0
+
+
+def test_what_is_no_number_is_never_the_best() -> None:
+    assert seen(math.nan, math.nan).crowd is None
+    assert seen(math.nan, math.nan).without_better == 2
+    assert seen(math.nan, 0.7, math.nan).crowd == Best(20, 0.7)
+    assert seen(0.7, math.inf).crowd == Best(10, 0.7)
+
+
+def test_the_state_keeps_it_and_reads_states_that_have_none() -> None:
+    state = TrainState(step=30, skipped=(0, 0), validation=seen(0.5, 0.3, 0.4))
+    assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    older = {key: value for key, value in asdict(state).items() if key != "validation"}
+    assert TrainState.from_dict(older).validation == Validation()
+
+
+def test_the_failure_of_the_last_save_is_not_taken_for_one_of_the_best_step() -> None:
+    class Failed:
+        def wait_until_finished(self) -> None:
+            raise CheckpointError("the last step was not written")
+
+    state = TrainState(step=30, validation=seen(0.5, 0.3, 0.4))
+    run: Any = SimpleNamespace(
+        state=state, config=SimpleNamespace(load_best_model_at_end=True), heartbeat=Heartbeat(), manager=Failed()
+    )
+    with pytest.raises(CheckpointError, match="the last step was not written"), result_in_place(run):
+        pass
+
+
+def test_pruning_spares_the_kept_steps_beside_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, save_total_limit=2)
+    for step in range(1, 6):
+        store.save(step, {"a.json": FileImage((b"1",))}, keep={1})
+    assert store.all_steps() == [1, 4, 5]
+    store.save(6, {"a.json": FileImage((b"1",))}, keep={5})
+    assert store.all_steps() == [5, 6]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["early_stopping_patience=2", "eval_steps=null"], "eval_steps null makes none"),
+        (["load_best_model_at_end=true", "eval_steps=null"], "eval_steps null makes none"),
+        (["greater_is_better=true"], "of nll, less is better"),
+        (["metric_for_best_model=accuracy", "greater_is_better=false"], "of exact_match, more is better"),
+        (["metric_for_best_model=bleu"], "nll"),
+    ],
+)
+def test_what_cannot_work_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, words)
+
+
+def test_names_that_users_of_transformers_type() -> None:
+    config = load_config(None, ["metric_for_best_model=eval_loss", "greater_is_better=false"])
+    assert (config.metric_for_best_model, config.keeps_best) == ("nll", False)
+    assert load_config(None, ["metric_for_best_model=eval_accuracy"]).metric_for_best_model == "exact_match"
+    assert load_config(None, ["early_stopping_patience=1"]).keeps_best
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
+    folder = tmp_path_factory.mktemp("best")
+    with ForkServer("tests.support.trials") as server:
+        yield Trials(server, folder)
+
+
+def spoilt(trials: Trials, folder: Path, fate: Fate | None = None, ranks: int = 1, **keys: Any) -> list[int]:
+    return trials.train(Cell(dropout=0.1, ranks=ranks), folder, fate, **(SPOILT | keys))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trials: Trials) -> Path:
+    folder = trials.new_folder()
+    assert spoilt(trials, folder) == [0], (folder / "log").read_text()
+    return folder
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("run/checkpoint_*"))
+
+
+def evaluation(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "run/evaluation.json").read_text()))
+
+
+def test_a_run_ends_with_its_patience_and_its_result_is_the_best_step(undisturbed: Path) -> None:
+    log = (undisturbed / "log").read_text()
+    assert f"early stopping after step {LAST}: best crowd by nll" in log
+    assert checkpoints(undisturbed) == [f"checkpoint_step_{BEST}", f"checkpoint_step_{LAST}"]
+    assert load_checkpoint(undisturbed / "run/final_checkpoint").manifest.step == BEST
+    record, status = evaluation(undisturbed), read_status(undisturbed / "run")
+    assert (record["step"], record["last_step"], record["stopped_early"]) == (BEST, LAST, True)
+    assert record["best"]["metric"] == "nll"
+    assert record["best"]["crowd"] == {"step": BEST, "value": record["nll"]["crowd"]}
+    assert len(record["best"]["agents"]) == 2
+    assert (status.status, status.step, status.best_step) == ("completed", LAST, BEST)
+
+
+@pytest.mark.parametrize(
+    "fate",
+    [
+        Fate("SIGKILL", steps=5, committed=3),  # the best is behind, one evaluation without a better one is counted
+        pytest.param(Fate("SIGKILL", steps=2, micro_step=None), marks=pytest.mark.slow),  # before the best is known
+        pytest.param(Fate("SIGTERM", steps=4, micro_step=None), marks=pytest.mark.slow),  # counted by the next attempt
+        Fate("SIGKILL", steps=LAST, micro_step=None, committed=6),  # in the evaluation that ends it
+    ],
+    ids=str,
+)
+def test_a_run_that_was_ended_between_finds_the_same_best_and_the_same_end(
+    trials: Trials, undisturbed: Path, fate: Fate
+) -> None:
+    folder = trials.new_folder()
+    assert spoilt(trials, folder, fate) == [-signal.SIGKILL if fate.signal == "SIGKILL" else 0]
+    assert spoilt(trials, folder) == [0], (folder / "log").read_text()
+    assert not differences(account(undisturbed), account(folder))
+    assert checkpoints(folder) == checkpoints(undisturbed)
+
+
+def test_the_evaluation_of_the_step_that_was_saved_before_it_is_not_forgotten(
+    trials: Trials, undisturbed: Path
+) -> None:
+    """Killed right after the evaluation of a step whose checkpoint is older than it: the metrics remember."""
+    folder = trials.new_folder()
+    keys = {"save_steps": 4}
+    assert spoilt(trials, folder, Fate("SIGKILL", steps=4, committed=4), **keys) == [-signal.SIGKILL]
+    before = (folder / "run/metrics.jsonl").read_text()
+    assert '"step": 4, "eval/' in before
+    assert spoilt(trials, folder, **keys) == [0]
+    lines = [line for line in (folder / "run/metrics.jsonl").read_text().splitlines() if '"step": 4, "eval/' in line]
+    assert len(lines) == 1
+    assert not differences(account(undisturbed), account(folder))
+
+
+def test_two_processes_agree(trials: Trials) -> None:
+    whole, cut = trials.new_folder(), trials.new_folder()
+    assert spoilt(trials, whole, ranks=2) == [0, 0], (whole / "log").read_text()
+    fate = Fate("SIGKILL", steps=5, committed=3)
+    assert spoilt(trials, cut, fate, ranks=2) == [-signal.SIGKILL] * 2
+    assert spoilt(trials, cut, ranks=2) == [0, 0]
+    assert evaluation(whole)["stopped_early"]
+    assert not differences(account(whole), account(cut))
+
+
+def test_a_second_call_has_nothing_to_do_and_more_patience_goes_on(trials: Trials, undisturbed: Path) -> None:
+    log = undisturbed / "log"
+    assert spoilt(trials, undisturbed) == [0]
+    assert f"This run is complete at step {LAST}" in log.read_text()
+    assert spoilt(trials, undisturbed, early_stopping_patience=100, load_best_model_at_end="false") == [0]
+    assert "changed since then: early_stopping_patience 3 -> 100" in log.read_text()
+    record = evaluation(undisturbed)
+    assert (record["step"], record["stopped_early"], record["best"]["crowd"]["step"]) == (STEPS, False, BEST)
+    assert load_checkpoint(undisturbed / "run/final_checkpoint").manifest.step == STEPS
+
+
+def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> None:
+    folder = trials.new_folder()
+    assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
+    file = folder / f"run/checkpoint_step_{BEST}/agent0/adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert spoilt(trials, folder) == [0]
+    assert f"the best step, {BEST}, cannot be the result, so the last one is" in (folder / "log").read_text()
+    record = evaluation(folder)
+    assert (record["step"], record["best"]["crowd"]["step"]) == (LAST, BEST)
+
+
+def test_another_metric_begins_anew(trials: Trials) -> None:
+    folder = trials.new_folder()
+    assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
+    assert spoilt(trials, folder, metric_for_best_model="exact_match", early_stopping_patience=100) == [0]
+    assert "best so far was by nll: from here on by exact_match, anew" in (folder / "log").read_text()
+    best = evaluation(folder)["best"]
+    assert best["metric"] == "exact_match"
+    assert best["crowd"]["step"] > 4

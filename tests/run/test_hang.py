@@ -1,0 +1,176 @@
+"""A run that makes no progress ends, and the log shows where every one of its processes stood; a full disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.run.hang import Stacks, Watchdog
+from ci_llm.run.heartbeat import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer
+from ci_llm.run.state import TrainState
+from tests.support.faults import Fault, fired, said, train
+from tests.support.forkserver import ForkServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing hang")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.support.faults") as server:
+        yield server
+
+
+def stacks(folder: Path) -> list[str]:
+    """What the log says of each process that stood still, in the order of their numbers."""
+    log = (folder / "run" / "training.log").read_text()
+    parts = log.split("stacks of process ")[1:]
+    return sorted(parts)
+
+
+# A hang
+
+
+def test_a_process_that_never_comes_to_the_ballot(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("hang", steps=(3,), process=1)
+    assert train(server, tmp_path, fault, ranks=2, global_batch_size=8, hang_timeout=3) == [1, 1], said(tmp_path)
+    assert fired(tmp_path) == [("hang", 3, 1)]
+    waiting, stuck = stacks(tmp_path)
+    assert "in reduce_flat_" in waiting
+    assert "in agree_on_gradients" in waiting
+    assert "in wait_for_nothing" in stuck
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason, status.step) == ("failed", "hang", 3)
+    for failure in read_failures(tmp_path / "run", 1):
+        assert failure.reason == "hang"
+        assert failure.step == 3
+    assert train(server, tmp_path, ranks=2, global_batch_size=8) == [0, 0], said(tmp_path)
+
+
+def test_a_worker_of_the_loader_that_never_answers(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("hang in a worker", steps=(5,))
+    assert train(server, tmp_path, fault, num_workers=1, hang_timeout=3) == [1], said(tmp_path)
+    assert [kind for kind, _, _ in fired(tmp_path)] == ["hang in a worker"]
+    (both,) = stacks(tmp_path)
+    own, _, worker = both.partition("its child process")
+    assert "in train" in own
+    assert "in stuck_in_worker" in worker
+    assert read_status(tmp_path / "run").reason == "hang"
+
+
+def test_a_disk_that_takes_nothing_hides_no_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "attempts").write_text("no folder can be made here")
+    ends: list[str] = []
+    run: Any = SimpleNamespace(
+        heartbeat=Heartbeat(),
+        config=SimpleNamespace(run_folder=tmp_path, hang_timeout=None),
+        processes=SimpleNamespace(index=0, launch=None),
+        state=TrainState(step=4),
+        status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
+    )
+    with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ci_llm.run.hang.command_line", lambda _: "again")
+        Watchdog(run, 1, stacks_on_demand)._tell("no progress for 3 s")
+    assert "no progress for 3 s" in capfd.readouterr().err
+    assert "in test_a_disk_that_takes_nothing_hides_no_hang" in (tmp_path / "training.log").read_text()
+    assert ends == ["failed"]
+
+
+TWO_CHILDREN = """
+import os, signal
+from ci_llm.run.hang import Stacks
+
+with Stacks() as stacks:
+    children = []
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            signal.pause()
+        children.append(child)
+    os.kill(children[0], signal.SIGSTOP)
+    os.waitpid(children[0], os.WUNTRACED)
+    try:
+        said = stacks.take()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    assert f"child process {children[0]}" not in said, said
+    assert f"child process {children[1]}" in said, said
+"""
+
+
+def test_a_silent_child_leaves_the_others_time_to_answer() -> None:
+    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=60)
+
+
+def test_a_run_at_work_is_left_alone(server: ForkServer, tmp_path: Path) -> None:
+    """Evaluation, generation and a pause are progress or rest, even where a step is short."""
+    keys = {"hang_timeout": 20, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
+    assert train(server, tmp_path, max_train_steps=6, **keys) == [0], said(tmp_path)
+
+
+def test_how_long_silence_may_be() -> None:
+    heartbeat = Heartbeat()
+    silence = SilenceTimer(heartbeat)
+    assert silence.limit_s(step_measured=False) == FIRST_S
+    assert silence.limit_s(step_measured=True) == LEAST_S
+    for _ in range(40):
+        silence.advance(1.0)
+    assert silence.seconds == 40
+    heartbeat.tick()
+    silence.advance(1.0)
+    assert silence.seconds == 0
+    assert silence.limit_s(step_measured=True) == max(LEAST_S, TIMES * 40)
+    assert SilenceTimer(heartbeat, 7.0).limit_s(step_measured=False) == 7.0
+
+
+def test_rest_is_no_silence_and_teaches_nothing() -> None:
+    heartbeat = Heartbeat()
+    silence = SilenceTimer(heartbeat)
+    with heartbeat.resting():
+        for _ in range(1000):
+            silence.advance(1.0)
+        assert silence.seconds == 0
+    silence.advance(1.0)
+    silence.advance(1.0)
+    assert silence.seconds == 1
+    assert silence.limit_s(step_measured=True) == LEAST_S
+
+
+# A full disk
+
+
+def test_a_checkpoint_that_finds_no_space_is_dropped_and_the_run_goes_on(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("disk full", steps=(3,))
+    assert train(server, tmp_path, fault, save_steps=4, async_save="false") == [0], said(tmp_path)
+    assert fired(tmp_path) == [("disk full", 3, 0)]
+    assert "checkpoint_step_4 is dropped" in said(tmp_path)
+    assert read_status(tmp_path / "run").status == "completed"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_that_find_no_space_are_no_completed_run(ranks: int, server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("disk full", steps=(11,))
+    assert train(server, tmp_path, fault, ranks=ranks, save_steps=6) == [1] * ranks, said(tmp_path)
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "disk_full")
+    assert "checkpoint_step_12 is dropped" in said(tmp_path)
+    assert "make space on this disk" in said(tmp_path)
+    assert train(server, tmp_path, ranks=ranks, save_steps=6) == [0] * ranks, said(tmp_path)
+    assert read_status(tmp_path / "run").status == "completed"
+
+
+def test_a_failure_that_cannot_be_written_hides_nothing(server: ForkServer, tmp_path: Path) -> None:
+    faults = (Fault("bug", steps=(2,)), Fault("failure unwritten", steps=(2,)))
+    assert train(server, tmp_path, *faults) == [1]
+    assert {kind for kind, _, _ in fired(tmp_path)} == {"bug", "failure unwritten"}
+    assert "the failure could not be written down" in said(tmp_path)
+    assert "RuntimeError: a bug: memory is fine" in said(tmp_path)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("failed", "error:RuntimeError")

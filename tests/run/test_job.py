@@ -1,0 +1,297 @@
+"""The main job as a user sees it: what it leaves, the second call, interruption, what is refused and stays whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.cli.main import main
+from ci_llm.core.run_status import read_status
+from ci_llm.data.batches import pack
+from ci_llm.data.tokens import Example
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.run import loop, resume
+
+pytestmark = pytest.mark.usefixtures("threads_as_they_were")
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs.yaml"
+SMALL = [
+    "num_agents=3",
+    "lora_rank=2",
+    "max_train_steps=6",
+    "batch_size=4",
+    "eval_samples=8",
+    "generation_eval_samples=4",
+    "max_new_tokens_eval=16",
+    "eval_steps=4",
+    "save_steps=2",
+]
+SMALL += ["logging_steps=2", "max_train_samples=20", "num_workers=0", "learning_rate=5e-3", "save_total_limit=2"]
+
+
+def train(folder: Path, *words: str) -> int:
+    return main(["train", "--config", str(CONFIG), *SMALL, f"output_dir={folder}", *words])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert train(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, to be mistreated."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves(finished: Path) -> None:
+    assert read_status(finished).status == "completed"
+    assert sorted(p.name for p in finished.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_6"]
+    for name in ("training.log", "tensorboard", "evaluation.json", "final_checkpoint/README.md"):
+        assert (finished / name).exists()
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/task_loss" in line] == [2, 4, 6]
+    assert [line["step"] for line in lines if "eval/crowd/nll" in line] == [4]
+    assert lines[-1]["train/task_loss"] < lines[0]["train/task_loss"]
+    wanted = {"train/agent0/loss", "train/agent2/grad_norm", "train/diversity", "train/learning_rate", "epoch"}
+    assert wanted | {"tokens_per_s", "step_time_s"} <= set(lines[0])
+    record = json.loads((finished / "evaluation.json").read_text())
+    assert record["n"] == 4
+    assert record["teacher_forced"]["n"] == 8
+    assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
+
+
+@pytest.mark.slow
+def test_a_profile_of_the_first_steps_lies_in_the_folder_of_the_run(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, "profile_steps=2", "max_train_steps=3", "generation_eval_samples=0") == 0
+    assert sorted(path.name for path in (folder / "profile").iterdir()) == [
+        "attempt1_process0.json.gz",
+        "attempt1_process0.txt",
+    ]
+    assert "_FusedLinear" in (folder / "profile/attempt1_process0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_holds_adapters_and_no_base(finished: Path) -> None:
+    folder = finished / "checkpoint_step_6"
+    files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    for name in ("ci_llm_meta_config.json", "config.yaml", "manifest.json", "optimizer.safetensors", "scheduler.json"):
+        assert name in files
+    assert "tokenizer/tokenizer.json" in files
+    adapters = [load_file(folder / f"agent{k}/adapter_model.safetensors") for k in range(3)]
+    assert all("lora_" in name for name in adapters[0])
+    trainable = sum(t.numel() * 4 for adapter in adapters for t in adapter.values())
+    tokenizer = sum(p.stat().st_size for p in (folder / "tokenizer").iterdir())
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) - tokenizer < 5 * trainable
+
+
+def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
+    folder = finished / "final_checkpoint" / "agent2"
+    name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(name) == BASE_FOLDER
+    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    before = base(input_ids=ids).logits
+    agent = peft.PeftModel.from_pretrained(base, folder)
+    assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
+
+
+def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    assert train(run) == 0
+    assert "complete at step 6" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+
+
+@pytest.mark.slow
+def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(run, "max_train_steps=8") == 0
+    said = capsys.readouterr().out
+    assert "step 6 of 8" in said
+    assert "not the run that would have been that long" in said
+    assert read_status(run).step == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["num_agents=2"], "num_agents was 3, is 2"),
+        (["lora_rank=4"], "lora_rank was 2, is 4"),
+        (["learning_rate=1e-3"], "learning_rate was 0.005, is 0.001"),
+        (["max_train_samples=10"], "max_train_samples was 20, is 10"),
+        (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
+        (["resume_from_checkpoint=nowhere"], "there is no checkpoint at this path"),
+    ],
+)
+def test_a_run_that_would_not_be_the_same_is_refused(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(run.rglob("*"))
+    assert train(run, "max_train_steps=8", *words) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other threads would add up in another order."""
+    surroundings: Any = verify_folder(run / "checkpoint_step_6").info["surroundings"]
+    torch.set_num_threads(surroundings["threads"] + 1)
+    assert train(run, "max_train_steps=7") == 0
+    assert torch.get_num_threads() == surroundings["threads"]
+    assert "exactness: bitwise\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_another_version_of_a_library_is_named_and_no_refusal(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = resume.version
+    monkeypatch.setattr(resume, "version", lambda name: "0.1" if name == "numpy" else real(name))
+    assert train(run, "max_train_steps=7") == 0
+    assert f"exactness: sample-exact (numpy {real('numpy')} -> 0.1)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_inexact_resume_may_be_asked_for(run: Path) -> None:
+    assert train(run, "max_train_steps=7", "learning_rate=1e-3", "allow_inexact_resume=true") == 0
+
+
+@pytest.mark.slow
+def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
+    path = run / "checkpoint_step_4"
+    assert train(run, f"resume_from_checkpoint={path}", "max_train_steps=5") == 0
+    assert sorted(p.name for p in run.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_5"]
+    assert any(p.name.startswith("checkpoint_step_6") for p in (run / "superseded").iterdir())
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert steps[-1] == 5
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("final_checkpoint", "checkpoint_step_6"):
+        file = run / name / "optimizer.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert train(run) == 0
+    said = capsys.readouterr().out
+    assert "optimizer.safetensors" in said
+    assert "step 4 of 6" in said
+    assert len(list((run / "quarantine").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["num_agent=3"], "did you mean num_agents"),
+        (["num_agents=0"], "whole number of at least 1"),
+        (["dataset_name=/nowhere.jsonl"], "does not exist"),
+        (["lora_target_modules=[nothing]"], "matches nothing"),
+        (["model_name=/nowhere/model"], "cannot be loaded"),
+        (["mixed_precision=fp16"], "fp16 needs a GPU"),
+        (["max_seq_length=2"], "No row is left"),
+        (["max_seq_length=600"], "rows of up to 600 tokens, but the base has 512 positions"),
+        (["output_dir=/proc/nothing"], "nothing can be written here"),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert train(tmp_path / "run", *words) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_that_is_missing_is_told_before_the_base_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ci_llm.run.setup.load_base", lambda *_: pytest.fail("which takes minutes"))
+    assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
+
+
+@pytest.mark.slow
+def test_other_rows_under_the_name_of_the_old_ones_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "mine.jsonl"
+    keys = [f"dataset_name={data}", "generation_eval_samples=0", "eval_samples=1", "eval_steps=null"]
+
+    def write(answer: str) -> None:
+        data.write_text("".join(f'{{"question": "What is {n}?", "answer": "{answer} {n}"}}\n' for n in range(8)))
+
+    write("It is")
+    assert train(tmp_path / "run", *keys, "max_train_steps=1") == 0
+    write("That is")
+    assert train(tmp_path / "run", *keys, "max_train_steps=2") == 2
+    assert "the training rows are not those of the checkpoint" in capsys.readouterr().err
+    assert train(tmp_path / "run", *keys, "max_train_steps=2", "allow_inexact_resume=true") == 0
+
+
+def test_rows_without_a_usable_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "odd.jsonl"
+    data.write_text('{"colour": "blue"}\n')
+    assert train(tmp_path / "run", f"dataset_name={data}") == 2
+    assert "colour" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, original = tmp_path / "run", loop.compute_gradients
+
+    def interrupted(run: loop.Run, step: int, micro_batches: list[loop.Batch]) -> loop.Sums:
+        if step == 2:
+            run.interrupts.request_stop("signal:SIGTERM")
+        return original(run, step, micro_batches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "compute_gradients", interrupted)
+        assert train(folder) == 0
+    status = read_status(folder)
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3)
+    assert "step 3 is saved" in capsys.readouterr().out
+    assert train(folder) == 0
+    assert "exactness: bitwise" in capsys.readouterr().out
+    for name in ("optimizer.safetensors", "rng.safetensors", "agent1/adapter_model.safetensors"):
+        assert (folder / "final_checkpoint" / name).read_bytes() == (finished / "final_checkpoint" / name).read_bytes()
+
+
+def test_a_failure_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the sky fell")
+
+    monkeypatch.setattr(loop, "apply_gradients", broken)
+    with pytest.raises(RuntimeError, match="the sky fell"):
+        train(tmp_path / "run")
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "error:RuntimeError")
+    (record,) = (tmp_path / "run" / "attempts").rglob("process_0.json")
+    assert "the sky fell" in record.read_text()
+
+
+def test_the_loss_is_taken_where_a_label_is_and_shifted_by_one() -> None:
+    """The original's two mistakes: paying for copies, and paying for the question."""
+    example = Example(*(torch.tensor(x).numpy() for x in ([5, 6, 7, 8], [False, False, True, True])))
+    packed = pack([example, example], [0, 1])
+    assert packed.predict_from.tolist() == [1, 2, 5, 6]
+    assert packed.targets.tolist() == [7, 8, 7, 8]

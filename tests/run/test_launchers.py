@@ -1,0 +1,91 @@
+"""A launcher that is told to end: the run below it saves, says so, leaves nothing behind, and goes on when called.
+
+Whoever stops a job signals the launcher: one that ignores it, dies of it, or hands it on and kills after a while.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ci_llm.core.run_status import is_alive, read_status
+from tests.slurm.cluster import until
+from tests.support.children import ROOT, SCRIPTS, Child
+from tests.support.moments import arguments
+
+pytestmark = pytest.mark.slow
+
+LAUNCHERS = {
+    "accelerate, 1 process": ["accelerate", "launch", "--num_processes=1", "--num_machines=1", "--mixed_precision=no"],
+    "accelerate, 2 processes": ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"],
+    "torchrun, 2 processes": ["torchrun", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+}
+ENVIRONMENT = {
+    "ACCELERATE_USE_CPU": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",  # a machine under load starts slowly, and is told to end before that
+}
+LONG = {"max_train_steps": 100_000, "eval_steps": "null", "save_steps": "null"}
+MUCH_TO_JUDGE = {"max_train_steps": 3, "eval_steps": "null", "eval_samples": 400, "generation_eval_samples": 200}
+
+
+def launch(launcher: str, folder: Path, **keys: object) -> Child:
+    name, *options = LAUNCHERS[launcher]
+    words = arguments(**keys | {"output_dir": folder / "run"})
+    port = ["--main_process_port=0"] if "--multi_gpu" in options else []
+    return Child(SCRIPTS / name, *options, *port, ROOT / "train.py", *words, env=ENVIRONMENT)
+
+
+def left(folder: Path) -> list[psutil.Process]:
+    """Every process that lives and has the run's folder on its command line: launcher, trainers, loader workers."""
+    return [one for one in psutil.process_iter() if is_alive(one.pid) and str(folder) in " ".join(_command(one))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def stop(child: Child, folder: Path) -> list[str]:
+    """End the launcher and wait until everything below it has ended; what was said, no traceback of ours in it."""
+    child.signal(signal.SIGTERM)
+    until("nothing of it is left", lambda: not left(folder))
+    child.wait()
+    assert not [line for line in child.seen if 'File "' in line and "ci_llm" in line], child.seen
+    return child.seen
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("seen", "keys", "step"),
+    [("loading...", LONG, 0), ("step 3/3", MUCH_TO_JUDGE, 3)],
+    ids=["at the start", "in the evaluation at the end"],
+)
+def test_before_and_after_training(
+    launcher: str, seen: str, keys: dict[str, object], step: int, tmp_path: Path
+) -> None:
+    with launch(launcher, tmp_path, **keys) as child:
+        child.read_until(seen)
+        said = stop(child, tmp_path)
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", step), said
+    assert (tmp_path / "run" / f"checkpoint_step_{step}").is_dir() == (step > 0)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_in_training(launcher: str, tmp_path: Path) -> None:
+    with launch(launcher, tmp_path, **LONG) as child:
+        child.read_until("step 1/")
+        said = stop(child, tmp_path)
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
+    assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
+    with launch(launcher, tmp_path, max_train_steps=status.step + 1) as child:
+        assert child.wait() == 0, child.seen
+    assert read_status(tmp_path / "run").status == "completed"

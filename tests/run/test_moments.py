@@ -1,0 +1,249 @@
+"""A signal at any moment: the run saves, says so, and the same command goes on to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cluster import deadline
+from ci_llm.core.run_status import read_status
+from ci_llm.run.emergency_save import MARGIN_S, time_to_go_s
+from tests.support import moments
+from tests.support.children import DEADLINE_S, ROOT
+from tests.support.forkserver import ForkServer
+from tests.support.moments import EVAL_STEPS, MOMENTS, STEPS, Moment, arguments
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.support.moments") as server:
+        yield server
+
+
+def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:
+    """One attempt; the exit codes of its processes."""
+    folder.mkdir(exist_ok=True)
+    defaults = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "stall_s": 0.0, "times": 1}
+    settings: dict[str, Any] = defaults | {"keys": {}} | options
+    return server.run(
+        moments.train_signalled,
+        folder / "log",
+        folder=str(folder),
+        words=arguments(**settings.pop("keys")),
+        place=moment.place if moment else None,
+        call=moment.call if moment else 0,
+        **settings,
+    )
+
+
+def learned(folder: Path) -> dict[str, bytes]:
+    """What a run has learned, and what it would go on with."""
+    final = folder / "run" / "final_checkpoint"
+    return {str(path.relative_to(final)): path.read_bytes() for path in sorted(final.rglob("*.safetensors"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train(server, folder) == [0], (folder / "log").read_text()
+    return folder
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
+    name: str, server: ForkServer, undisturbed: Path, tmp_path: Path
+) -> None:
+    moment = MOMENTS[name]
+    codes = train(server, tmp_path, moment)
+    said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
+    assert codes == [0], said
+    assert "Traceback" not in said
+    if moment.completed:
+        assert status.status == "completed"
+    else:
+        assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
+        assert status.step == moment.step or moment.step is None
+        assert f"step {status.step} is saved" in said or (status.step == 0 and "no step is saved" in said)
+        assert status.next_command
+    assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
+    assert read_status(tmp_path / "run").status == "completed"
+    assert learned(tmp_path) == learned(undisturbed)
+
+
+def test_who_is_stopped_in_an_evaluation_is_told_the_step_that_will_be_saved(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    assert train(server, tmp_path, MOMENTS["evaluation on the way"]) == [0]
+    assert f"SIGTERM: saving step {EVAL_STEPS}\n" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("place", "call"), [("ci_llm.crowd.scoring._score_batch", 2), ("ci_llm.crowd.model.Crowd.write", 1)]
+)
+def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
+    place: str, call: int, server: ForkServer, tmp_path: Path
+) -> None:
+    keys = {"eval_samples": 64, "generation_eval_samples": 12}
+    moment = Moment(place, call)
+    codes = train(server, tmp_path, moment, ranks=2, rank=1, tripwire=call + 1, keys=keys)
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
+
+
+def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 3, of which nobody keeps a checkpoint
+    keys = {"save_total_limit": "null", "save_steps": "null"}
+    assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
+    assert (tmp_path / "run" / "checkpoint_step_3").is_dir()
+    assert not (tmp_path / "run" / "checkpoint_step_2").exists()
+    assert learned(tmp_path) == learned(undisturbed)
+
+
+def test_a_run_whose_time_is_over_leaves_and_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+    assert train(server, tmp_path, keys={"max_runtime": deadline.MARGIN_S - 1}) == [0]
+    said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("interrupted", "walltime"), said
+    assert "(max_runtime)" in said
+    assert f"step {status.step} is saved" in said or (status.step == 0 and "no step was taken" in said)
+    assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
+    assert learned(tmp_path) == learned(undisturbed)
+
+
+def test_which_signals_stop_and_which_save_is_configured(server: ForkServer, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
+    swapped = {
+        "stop_signals": "[SIGUSR1]",
+        "save_signals": "[SIGTERM]",
+        "save_steps": "null",
+        "save_total_limit": "null",
+    }
+    assert train(server, tmp_path, moment, sent="SIGUSR1", keys=swapped) == [0]
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGUSR1", 3)
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 3)  # in step 5
+    assert train(server, tmp_path, moment, sent="SIGTERM", keys=swapped) == [0]
+    assert read_status(tmp_path / "run").status == "completed"
+    assert (tmp_path / "run" / "checkpoint_step_5").is_dir()
+
+
+def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: ForkServer, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
+    assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0) == [130]
+    said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
+    assert "SIGINT: saving step 3 (again to abort now)" in said
+    assert "interrupted (signal:SIGINT): step 2 is saved" in said
+    assert "Traceback" not in said
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGINT", 2)
+
+
+def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: ForkServer, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 5: every second one has no row for it
+    codes = train(server, tmp_path, moment, ranks=2, rank=1, sent="SIGKILL")
+    assert codes == [1, -signal.SIGKILL], (tmp_path / "log").read_text()
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "peer_lost")
+    assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
+    assert train(server, tmp_path, ranks=2) == [0, 0]
+
+
+def test_a_process_whose_library_waits_for_a_lost_peer_ends_all_the_same(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    how = {"folder": str(tmp_path), "words": arguments()}
+    assert server.run(moments.train_stuck, tmp_path / "log", **how) == [0]
+    assert read_status(tmp_path / "run").status == "completed"
+    how["words"] = arguments(lora_rank=3)
+    assert server.run(moments.train_stuck, tmp_path / "again", **how) == [2]
+    assert "error: the checkpoint belongs to another crowd" in (tmp_path / "again").read_text()
+
+
+def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them_finds(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    how = {"folder": str(tmp_path), "words": arguments()}
+    assert server.run(moments.train_apart, tmp_path / "log", **how) == [0]
+    assert server.run(moments.train_apart, tmp_path / "again", ranks=2, **how) == [2, 2]
+    said = (tmp_path / "again").read_text()
+    assert f"the processes find different checkpoints to go on from: step {STEPS}, none" in said
+    assert "complete" not in said
+
+
+def test_what_process_0_alone_sees_is_refused_by_all(server: ForkServer, tmp_path: Path) -> None:
+    store, log = CheckpointStore(tmp_path / "run"), tmp_path / "log"
+    store.claim()
+    assert train(server, tmp_path, ranks=2) == [2, 2], log.read_text()
+    assert "process 1: error: process" in (busy := log.read_text())
+    assert busy.count("writes to this folder") == 2
+    store.close()
+    log.unlink()
+    (tmp_path / "run" / "recovery.json").write_text("{")
+    assert train(server, tmp_path, ranks=2) == [1, 1], log.read_text()
+    assert "process 1: error: the recovery state cannot be read" in log.read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_outlasts_the_grace_is_given_up_and_the_last_boundary_saved(
+    ranks: int, server: ForkServer, tmp_path: Path
+) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # the first micro-step of step 3
+    keys = {"max_train_samples": 16 * ranks, "grace_s": 4, "save_steps": "null"}
+    codes = train(server, tmp_path / "cut", moment, ranks=ranks, stall_s=1000.0, keys=keys)
+    said, status = (tmp_path / "cut" / "log").read_text(), read_status(tmp_path / "cut" / "run")
+    assert codes == [0] * ranks, said
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 2), said
+    assert "step 3 would not end within the grace" in said
+    assert "step 2 is saved" in said
+    for folder in ("cut", "whole"):
+        assert train(server, tmp_path / folder, ranks=ranks, keys=keys) == [0] * ranks
+    assert "exactness: bitwise" in (tmp_path / "cut" / "log").read_text()
+    assert learned(tmp_path / "cut") == learned(tmp_path / "whole")
+
+
+def test_a_long_step_that_ends_within_the_grace_is_finished(server: ForkServer, tmp_path: Path) -> None:
+    train(server, tmp_path, Moment("ci_llm.crowd.model.Crowd.forward", 5), stall_s=1.0, keys={"grace_s": 60})
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.step) == ("interrupted", 3)
+
+
+def test_when_a_step_is_given_up() -> None:
+    until = MARGIN_S + 100.0
+    assert time_to_go_s(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
+    assert time_to_go_s(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
+    assert time_to_go_s(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
+    assert time_to_go_s(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
+
+
+AT_THE_DOOR = """
+import os, signal, sys
+def listen(event, arguments):
+    if event == "import" and arguments[0] == "ci_llm.cli.entry":
+        os.kill(os.getpid(), signal.SIGTERM)
+sys.addaudithook(listen)
+"""
+
+
+def test_before_the_configuration_is_read_nothing_is_created(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_THE_DOOR)
+    here = tmp_path / "here"
+    here.mkdir()
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments()],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+    assert not list(here.iterdir())

@@ -1,0 +1,190 @@
+"""Numbers that are not finite, in real runs: only the sick pay, a bad batch is skipped, and there is an end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.recovery import Recovery, write_recovery
+from ci_llm.core.run_status import read_failures, read_status
+from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
+from tests.support.forkserver import ForkServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing")]  # one fork server, and a reference that tests share
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.support.faults") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train(server, folder) == [0], said(folder)
+    return folder
+
+
+# One agent
+
+
+def test_the_others_never_notice(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+    fault = Fault("nan gradient", steps=(2, 5, 6), agents=(1,))
+    assert train(server, tmp_path, fault) == [0], said(tmp_path)
+    assert [step for _, step, _ in fired(tmp_path)] == [2, 5, 6]
+    assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
+    assert weights(tmp_path, [1]) != weights(undisturbed, [1])
+    last = metrics(tmp_path)[-1]
+    assert last["train/agent1/skipped_steps"] == 3
+    assert last["train/agent1/learning_rate_share"] == pytest.approx(1.5**-3)
+    assert "train/agent0/skipped_steps" not in last
+    assert "agent1    not finite in step 6, 1 in a row: left out, learning rate x 0.667 -> x 0.444" in said(tmp_path)
+
+
+def test_the_vote_of_one_process_counts_for_all(server: ForkServer, tmp_path: Path) -> None:
+    for name, faults in (("well", []), ("sick", [Fault("nan gradient", steps=(3,), process=1, agents=(2,))])):
+        assert train(server, tmp_path / name, *faults, ranks=2) == [0, 0], said(tmp_path / name)
+    assert fired(tmp_path / "sick") == [("nan gradient", 3, 1)]
+    assert weights(tmp_path / "sick", [0, 1]) == weights(tmp_path / "well", [0, 1])
+    assert weights(tmp_path / "sick", [2]) != weights(tmp_path / "well", [2])
+
+
+@pytest.mark.parametrize("diversity", ["joint", "swd"])
+def test_a_sick_agent_leaves_the_diversity_term(diversity: str, server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("nan output", steps=(2, 5), agents=(1,))
+    for name, faults in (("well", []), ("sick", [fault])):
+        assert train(server, tmp_path / name, *faults, diversity=diversity) == [0], said(tmp_path / name)
+    assert [step for _, step, _ in fired(tmp_path / "sick")] == [2, 5]
+    well, sick = (metrics(tmp_path / name) for name in ("well", "sick"))
+    for before, after in zip(well, sick, strict=True):
+        for name in ("train/agent0/loss", "train/agent2/loss", "train/diversity"):
+            assert isinstance(after[name], float)
+        for name in ("train/agent0/loss", "train/agent2/loss"):
+            assert after[name] == pytest.approx(before[name], rel=2e-2)
+    assert sick[2]["train/agent1/loss"] == "nan"
+
+
+def test_too_often_in_a_row_it_is_set_back(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+    fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
+    keys = {"max_consecutive_nonfinite": 3}
+    assert train(server, tmp_path, fault, **keys) == [0], said(tmp_path)
+    assert "agent1    set back to its weights and moments of step 0" in said(tmp_path)
+    assert metrics(tmp_path)[-1]["train/agent1/set_backs"] == 1
+    assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
+    state = load_checkpoint(tmp_path / "run" / "final_checkpoint").state
+    assert float(state["optimizer"]["agent1"]["step"]) == 12 - 6  # its moments are those of the six steps since
+    assert float(state["optimizer"]["agent0"]["step"]) == 12
+
+
+def test_a_trouble_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
+    """Two steps before the checkpoint and one after it are three in a row, and the snapshot is the one of before."""
+    keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
+    fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
+    assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
+    cut = tmp_path / "cut"
+    assert train(server, cut, fault, Fault("kill", steps=(7,)), **keys) == [-9]
+    assert train(server, cut, fault, **keys) == [0], said(cut)
+    assert "agent1    set back to its weights and moments of step 0" in said(cut).partition("resume    step 5 of")[2]
+    assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
+
+
+def test_one_agent_beyond_help_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
+    assert train(server, tmp_path, fault, max_consecutive_nonfinite=2, save_steps=3) == [1]
+    assert [step for _, step, _ in fired(tmp_path)] == [4, 5, 6, 7]
+    status, (failure,) = read_status(tmp_path / "run"), read_failures(tmp_path / "run", 1)
+    assert (status.status, status.reason) == ("failed", "nonfinite")
+    assert (failure.reason, failure.step) == ("nonfinite", 4)
+    assert "agent1: from step 5 on not finite 2 times in a row, set back, and as often once more" in failure.message
+
+
+# A batch
+
+
+def test_a_bad_batch_is_skipped_and_nobody_is_blamed(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+    fault = Fault("nan output", steps=(4,), agents=(0, 1, 2))
+    assert train(server, tmp_path, fault) == [0], said(tmp_path)
+    assert "step 5 is finite for no agent: skipped for good, rows " in said(tmp_path)
+    lines = metrics(tmp_path)
+    assert "train/task_loss" not in lines[4]
+    assert lines[4]["train/skipped_batches"] == 1
+    assert lines[5]["train/task_loss"] > 0
+    assert not [name for name in lines[-1] if "share" in name]
+    [record] = json.loads((tmp_path / "run" / "skipped_batches.json").read_text())
+    assert (record["step"], len(record["rows"])) == (4, 4)
+    assert weights(tmp_path, [0]) != weights(undisturbed, [0])
+
+
+def test_a_replay_skips_it_without_a_look(server: ForkServer, tmp_path: Path) -> None:
+    """Killed after the batch and before the next checkpoint; in the second attempt nothing is wrong with the batch."""
+    fault = Fault("nan output", steps=(4,), agents=(0, 1, 2))
+    assert train(server, tmp_path / "whole", fault) == [0], said(tmp_path / "whole")
+    cut = tmp_path / "cut"
+    assert train(server, cut, fault, Fault("kill", steps=(6,)), save_steps=3) == [-9]
+    assert train(server, cut) == [0], said(cut)
+    assert fired(cut) == [("nan output", 4, 0), ("kill", 6, 0)]
+    assert "recovery: steps skipped: 5" in said(cut)
+    assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
+    states = [load_checkpoint(folder / "run" / "final_checkpoint").state for folder in (cut, tmp_path / "whole")]
+    assert states[0]["train_state"] == states[1]["train_state"]
+
+
+def test_nan_for_ever_ends_with_the_story_and_the_good_weights(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("nan output", steps=tuple(range(6, 99)), agents=(0, 1, 2))
+    keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
+    assert train(server, tmp_path, fault, **keys) == [1]
+    assert [step for _, step, _ in fired(tmp_path)] == [6, 7, 8]
+    status, (failure,) = read_status(tmp_path / "run"), read_failures(tmp_path / "run", 1)
+    assert (status.status, status.reason) == ("failed", "nonfinite")
+    assert (failure.reason, failure.step) == ("nonfinite", 6)
+    assert "no agent had a finite step 3 times in a row, from step 7 on" in failure.message
+    assert "safe_train.py" in failure.message
+    state = load_checkpoint(tmp_path / "run" / "checkpoint_step_5").state
+    assert all(t.isfinite().all() for k in range(3) for t in state[f"agent{k}/adapter_model"].values())
+    assert json.loads((tmp_path / "run" / "skipped_batches.json").read_text()) == []  # the batches were not to blame
+    assert train(server, tmp_path, **keys) == [0], said(tmp_path)
+
+
+# What the supervisor asks for
+
+
+def test_the_supervisor_is_obeyed_and_it_stays_so(server: ForkServer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(server, tmp_path, save_steps=2, save_total_limit="null", max_train_steps=6) == [0], said(tmp_path)
+    write_recovery(run, Recovery(0.5, 2, 4, after_attempt=1, because=("attempt 1: non-finite values",)))
+    constant = {"lr_scheduler_type": "constant", "allow_inexact_resume": "true"}
+    assert train(server, tmp_path, max_train_steps=8, save_steps=2, **constant) == [0], said(tmp_path)
+    second = said(tmp_path).split("loading...")[2]
+    for line in (
+        "step 4 of 8, verified",
+        "recovery: learning rate x 0.5 for all agents",
+        "recovery: micro-batch of at most 2 row(s), the effective batch holds",
+        "recovery: attempt 1: non-finite values",
+        "exactness: sample-exact (micro_batch 4 -> 2)",
+        "4 rows per step: 1 process(es) x 2 micro-step(s) of at most 2",
+    ):
+        assert line in second, second
+    assert (run / "superseded" / "checkpoint_step_6").is_dir()
+    assert metrics(tmp_path)[-1]["train/learning_rate"] == KEYS["learning_rate"] / 2
+    assert metrics(tmp_path)[-1]["train/micro_batch_size"] == 2
+    assert read_status(run).micro_batch_size == 2
+    (run / "recovery.json").unlink()  # what the checkpoint remembers is in force without it
+    assert train(server, tmp_path, max_train_steps=10, **constant) == [0]
+    third = said(tmp_path).split("loading...")[3]
+    assert "step 8 of 10, verified" in third
+    assert "exactness: bitwise" in third
+    assert metrics(tmp_path)[-1]["train/learning_rate"] == KEYS["learning_rate"] / 2
+
+
+def test_going_back_before_every_checkpoint_is_a_fresh_start(server: ForkServer, tmp_path: Path) -> None:
+    assert train(server, tmp_path, save_steps=4, max_train_steps=4) == [0], said(tmp_path)
+    write_recovery(tmp_path / "run", Recovery(resume_at_most_step=0, after_attempt=1))
+    assert train(server, tmp_path, max_train_steps=2) == [0], said(tmp_path)
+    assert "no checkpoint: a fresh start" in said(tmp_path)
+    assert (tmp_path / "run" / "superseded" / "checkpoint_step_4").is_dir()
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]

@@ -1,0 +1,108 @@
+"""A run that goes on where the base is loaded in another precision: said to be not bitwise, and not refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ci_llm.cli.main import main
+from ci_llm.core import determinism
+from ci_llm.crowd import base
+from ci_llm.embedded import BASE_FOLDER
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
+WORDS = [
+    "num_agents=2",
+    "lora_rank=2",
+    "batch_size=2",
+    "max_train_samples=8",
+    "max_seq_length=256",
+    "eval_samples=4",
+    "generation_eval_samples=0",
+    "eval_steps=null",
+    "num_workers=0",
+    "report_to=none",
+]
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """A base whose own precision is bf16, as most are."""
+    folder = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(folder)
+    return folder
+
+
+def train(folder: Path, model: Path, steps: int, *words: str) -> int:
+    return main(["train", *WORDS, f"max_train_steps={steps}", f"model_name={model}", f"output_dir={folder}", *words])
+
+
+def as_on_a_gpu(model_dtype: str | None, _: torch.device) -> torch.dtype | str:
+    return base.DTYPES[model_dtype] if model_dtype else "auto"
+
+
+def test_from_a_gpu_to_a_cpu_and_back(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that a GPU decides about the precision of a base is the one function that is replaced here."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as gpu:
+        gpu.setattr(base, "_dtype", as_on_a_gpu)
+        assert train(run, half, 2) == 0
+    assert "torch.bfloat16" in capsys.readouterr().out
+    assert train(run, half, 4) == 0
+    said = capsys.readouterr().out
+    assert "torch.float32" in said
+    assert "resume    step 2 of 4" in said
+    assert "exactness: sample-exact (precision of the base bf16 -> fp32" in said
+    with monkeypatch.context() as gpu:
+        gpu.setattr(base, "_dtype", as_on_a_gpu)
+        assert train(run, half, 6) == 0
+    assert "precision of the base fp32 -> bf16" in capsys.readouterr().out
+
+
+def test_other_weights_are_refused_in_any_precision(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as gpu:
+        gpu.setattr(base, "_dtype", as_on_a_gpu)
+        assert train(run, half, 2) == 0
+    model = AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16)
+    with torch.no_grad():
+        next(model.parameters())[5, 5] += 0.25
+    model.save_pretrained(half)
+    assert train(run, half, 4) == 2
+    assert "belongs to another crowd: base model" in capsys.readouterr().err
+
+
+def test_a_precision_that_is_asked_for_is_part_of_the_run(
+    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(run, half, 2) == 0
+    assert train(run, half, 4, "model_dtype=bf16") == 2
+    assert "model_dtype was None, is bf16" in capsys.readouterr().err
+    assert train(run, half, 4, "model_dtype=bf16", "allow_inexact_resume=true") == 0
+
+
+def test_the_same_values_have_the_same_rounded_fingerprint_in_every_precision(half: Path) -> None:
+    wide, narrow = base.load_base(str(half), "fp32"), base.load_base(str(half), "bf16")
+    assert wide.fingerprint != narrow.fingerprint
+    assert wide.rounded_fingerprint == narrow.rounded_fingerprint
+    assert wide.rounded_fingerprint != base.load_base("embedded").fingerprint
+
+
+def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back() -> None:
+    state = determinism.capture()
+    state["cuda"] = {f"{i}": torch.zeros(16, dtype=torch.uint8) for i in range(1 + torch.cuda.device_count())}
+    wanted = torch.rand(3)
+    hindrance = determinism.restore(state)
+    assert hindrance is not None
+    assert hindrance.startswith("CUDA generators")
+    assert torch.equal(torch.rand(3), wanted)
+    assert determinism.restore(determinism.capture()) is None

@@ -1,0 +1,194 @@
+"""Out of memory, for real and on order: the step is done again in smaller parts, and the run stays the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.data.batches import pack
+from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
+from tests.support import tiny
+from tests.support.faults import Fault, fired, metrics, said, samples, train, weights
+from tests.support.forkserver import ForkServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing memory")]
+
+ROWS = 16
+BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_train_samples": 100}
+BIG |= {"max_train_steps": 3, "model_dtype": "fp64"}
+#: A third of what 16 rows of three agents in fp64 need besides what the first step has left in the heap: 0.3 GB.
+SPARE_BYTES = 100 << 20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.support.faults") as server:
+        yield server
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_that_does_run_out(ranks: int, server: ForkServer, tmp_path: Path) -> None:
+    """The kernel refuses from the second step on what the first one had; on one process of two."""
+    keys = BIG | {"global_batch_size": ROWS * ranks}
+    fault = Fault("short memory", steps=(1,), process=ranks - 1, amount=SPARE_BYTES, times=1)
+    for name, faults in (("ample", []), ("short", [fault])):
+        assert train(server, tmp_path / name, *faults, ranks=ranks, **keys) == [0] * ranks, said(tmp_path / name)
+    assert fired(tmp_path / "short")[0] == ("short memory", 1, ranks - 1)
+    told = said(tmp_path / "short")
+    assert "memory    step 2 does not fit (" in told
+    assert f"micro-batch {ROWS} -> {ROWS // 2} row(s), the effective batch of {ROWS * ranks} holds" in told
+    assert read_status(tmp_path / "short" / "run").micro_batch_size in (1, 2, 4, 8, 16)
+    assert samples(tmp_path / "short") == samples(tmp_path / "ample")
+    ample, short = (adapters(tmp_path / name) for name in ("ample", "short"))
+    assert {tensor.dtype for tensor in short.values()} == {torch.float64}
+    torch.testing.assert_close(short, ample, rtol=0, atol=1e-6)
+
+
+def adapters(folder: Path) -> dict[str, torch.Tensor]:
+    state = load_checkpoint(folder / "run" / "final_checkpoint").state
+    return {f"{k} {name}": tensor for k in range(3) for name, tensor in state[f"agent{k}/adapter_model"].items()}
+
+
+def test_all_processes_do_the_step_again_and_remember(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("out of memory", steps=(2,), process=1, amount=1)
+    keys = {"max_train_steps": 6, "global_batch_size": 8, "save_steps": 4}
+    assert train(server, tmp_path, fault, Fault("kill", steps=(5,)), ranks=2, **keys) == [-9, -9]
+    told = said(tmp_path)
+    assert "step 3 does not fit (on another process): micro-batch 4 -> 2 row(s), the effective batch of 8 holds" in told
+    assert "step 3 does not fit (on another process): micro-batch 2 -> 1 row(s)" in told
+    assert [one for one in fired(tmp_path) if one[0] == "out of memory"] == [("out of memory", 2, 1)] * 2
+    assert train(server, tmp_path, ranks=2, **keys) == [0, 0], said(tmp_path)
+    second = said(tmp_path).partition("step 4 of 6, verified")[2]
+    assert "recovery: micro-batch of at most 1 row(s), the effective batch holds" in second
+    assert "exactness: bitwise" in second
+    assert metrics(tmp_path)[-1]["train/micro_batch_size"] == 1
+    assert metrics(tmp_path)[-1]["tokens_per_s"] > 0
+
+
+def test_at_one_row_layers_are_recomputed_and_then_it_gives_up(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("out of memory", steps=(2,), amount=0)
+    assert train(server, tmp_path, fault, batch_size=2) == [1]
+    assert len(fired(tmp_path)) == 3  # two rows, one row, one row with recomputed layers
+    told, (failure,) = said(tmp_path), read_failures(tmp_path / "run", 1)
+    assert "layers are recomputed in the backward pass from now on" in told
+    assert (failure.reason, failure.step) == ("out_of_memory", 2)
+    for advice in ("one row at a time", "Tried to allocate 2.00 GiB", "GB held", "max_seq_length=256", "num_agents=1"):
+        assert advice in failure.message, failure.message
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason, status.micro_batch_size) == ("failed", "out_of_memory", 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
+    ranks: int, server: ForkServer, tmp_path: Path
+) -> None:
+    """On the way and at the end, teacher-forced and generated; no bit of the training hangs on it."""
+    keys = {"eval_steps": 4, "eval_samples": 20, "generation_eval_samples": 6, "max_new_tokens_eval": 4}
+    keys |= {"max_train_steps": 6}
+    fault = Fault("out of memory in an evaluation", steps=(3, 5), process=ranks - 1, amount=2)
+    for name, faults in (("ample", []), ("short", [fault])):
+        assert train(server, tmp_path / name, *faults, ranks=ranks, **keys) == [0] * ranks, said(tmp_path / name)
+    told = said(tmp_path / "short")
+    rows = 16 if ranks == 1 else 10  # of four micro-batches; of all that one process has
+    assert f"evaluation after step 4 does not fit ({'CUDA' if ranks == 1 else 'on another process'}" in told
+    assert f"{rows} -> {rows // 2} row(s) at a time" in told
+    results = [json.loads((tmp_path / name / "run" / "evaluation.json").read_text()) for name in ("ample", "short")]
+    assert results[1]["n"] == results[0]["n"] == 6
+    assert results[1]["exact_match"] == results[0]["exact_match"]
+    assert results[1]["nll"]["agents"] == pytest.approx(results[0]["nll"]["agents"])
+    assert weights(tmp_path / "short", range(3)) == weights(tmp_path / "ample", range(3))
+    assert metrics(tmp_path / "short")[-1].keys() == metrics(tmp_path / "ample")[-1].keys()
+
+
+def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    fault = Fault("out of memory in an evaluation", steps=(5,), amount=0)
+    assert train(server, tmp_path, fault, max_train_steps=6) == [1]
+    assert len(fired(tmp_path)) == 3  # all four rows, two, one
+    (failure,) = read_failures(tmp_path / "run", 1)
+    assert (failure.reason, failure.step) == ("out_of_memory", 6)
+    for advice in ("an evaluation of one row at a time", "Tried to allocate 2.00 GiB", "max_seq_length=256"):
+        assert advice in failure.message, failure.message
+    assert train(server, tmp_path, max_train_steps=6) == [0], said(tmp_path)
+
+
+def test_recomputing_is_remembered(server: ForkServer, tmp_path: Path) -> None:
+    fault = Fault("out of memory", steps=(2,), times=1)
+    keys = {"batch_size": 1, "save_steps": 4, "max_train_steps": 6}
+    assert train(server, tmp_path, fault, Fault("kill", steps=(5,)), **keys) == [-9]
+    assert train(server, tmp_path, **keys) == [0], said(tmp_path)
+    assert "recovery: layers are recomputed in the backward pass" in said(tmp_path)
+
+
+def test_parts_hold_the_same_rows_in_the_same_order() -> None:
+    rows = [tiny.example(5 + number) for number in range(5)]
+    batches = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
+    run: Any = SimpleNamespace(rows=rows, micro_batch_size=3)
+    assert in_parts(run, batches) is batches
+    run.micro_batch_size = 2
+    parts = in_parts(run, batches)
+    assert [part.sample_ids for part in parts] == [(3, 1), (4, 0), (2,)]
+    assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
+
+
+def test_a_bug_is_no_want_of_memory(server: ForkServer, tmp_path: Path) -> None:
+    assert train(server, tmp_path, Fault("bug", steps=(2,))) == [1]
+    assert fired(tmp_path) == [("bug", 2, 0)]
+    status = read_status(tmp_path / "run")
+    assert (status.reason, status.micro_batch_size) == ("error:RuntimeError", 4)
+
+
+def test_the_cause_is_the_process_that_failed_first(server: ForkServer, tmp_path: Path) -> None:
+    """Process 1 runs out of memory where it cannot vote; process 0 is told to stop for it, as launchers do."""
+    faults = (
+        Fault("out of memory in the optimizer", steps=(3,), process=1),
+        Fault("terminated after another", steps=(4,), process=0),
+    )
+    codes = train(server, tmp_path, *faults, ranks=2, global_batch_size=8)
+    assert codes[1] == 1
+    assert {one[0] for one in fired(tmp_path)} == {fault.kind for fault in faults}
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "out_of_memory"), said(tmp_path)
+
+
+# What an exception means
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+)
+def test_out_of_memory_in_its_forms(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    assert is_out_of_memory(error)
+    assert unless_out_of_memory(fail) == (None, str(error) or "out of memory")
+
+
+def test_other_errors_go_on() -> None:
+    with pytest.raises(ZeroDivisionError):
+        unless_out_of_memory(lambda: 1 // 0)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_the_real_allocator_is_understood() -> None:
+    result, complaint = unless_out_of_memory(lambda: torch.empty(1 << 60, dtype=torch.uint8))
+    assert result is None
+    assert complaint
+    assert "allocate" in complaint

@@ -1,0 +1,194 @@
+"""One, two, three or four processes: the same samples in the same optimizer steps, and the same weights.
+
+Real processes, gloo, the real job. The witness of `tests.support.trials` tells which rows each process saw at each step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.data.order import Plan
+from ci_llm.embedded import BASE_FOLDER
+from tests.support.forkserver import ForkServer
+from tests.support.trials import Fate, train_watched
+
+pytestmark = pytest.mark.slow
+
+AGENTS = 2
+GLOBAL_BATCH = 8
+SEED = 42
+ODD = 21  # rows: every third step of a run finds five
+#: Neither the Jensen gap nor the masks of DropConnect know how a step is split.
+DOUBLE: dict[str, Any] = {
+    "model_dtype": "fp64",
+    "max_train_samples": ODD,
+    "max_train_steps": 30,
+    "diversity": "joint",
+    "dropconnect_p": 0.1,
+}
+SINGLE: dict[str, Any] = {"model_dtype": "fp32", "max_train_samples": ODD, "max_train_steps": 24}
+
+
+class Worlds:
+    """Runs by the number of their processes and their keys; one that was made is not made again."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self._base = toy_base(folder / "base")
+        self._made: dict[tuple[Any, ...], Path] = {}
+
+    def run(self, processes: int, **keys: Any) -> Path:
+        """The folder of a complete run."""
+        name = (processes, *sorted(keys.items()))
+        if name not in self._made:
+            self._made[name] = self.new_folder()
+            self.attempt(self._made[name], processes, **keys)
+        return self._made[name]
+
+    def new_folder(self) -> Path:
+        folder = self._folder / f"world{len(list(self._folder.iterdir()))}"
+        folder.mkdir()
+        return folder
+
+    def attempt(self, folder: Path, processes: int, fate: Fate | None = None, **keys: Any) -> None:
+        """One call of train.py in a world of `processes`."""
+        codes = self._server.run(
+            train_watched,
+            folder / "log",
+            ranks=processes,
+            folder=str(folder),
+            arguments=arguments(model_name=self._base, **keys),
+            fate=asdict(fate) if fate else None,
+        )
+        assert codes == [0] * processes, (folder / "log").read_text()
+
+
+def toy_base(folder: Path) -> Path:
+    """A random base of two narrow layers that reads what the embedded one reads."""
+    torch.manual_seed(0)
+    shape = LlamaConfig.from_pretrained(
+        BASE_FOLDER, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    for file in BASE_FOLDER.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def arguments(**keys: Any) -> list[str]:
+    own = {
+        "global_batch_size": GLOBAL_BATCH,
+        "batch_size": 2,
+        "num_agents": AGENTS,
+        "lora_rank": 2,
+        "learning_rate": 4e-3,
+        "seed": SEED,
+        "num_workers": 0,
+        "logging_steps": 1,
+        "eval_steps": "null",
+        "eval_samples": 1,
+        "save_steps": "null",
+        "save_interval_seconds": "null",
+        "report_to": "none",
+        "output_dir": "run",
+    }
+    return [f"{key}={value}" for key, value in (own | keys).items()]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    with ForkServer("tests.support.trials") as server:
+        yield Worlds(server, tmp_path_factory.mktemp("worlds"))
+
+
+# ------------------------------------------------------------------------------------------- what a run tells
+
+
+def samples(folder: Path) -> list[list[int]]:
+    """The rows of every optimizer step in the order in which they were dealt to its processes, one at a time."""
+    shares: dict[int, list[list[int]]] = defaultdict(list)
+    for file in sorted(folder.glob("process*.jsonl")):
+        for record in map(json.loads, file.read_text().splitlines()):
+            shares[record["step"]].append(list(chain.from_iterable(record["rows"])))
+    hands = (zip_longest(*shares[step]) for step in sorted(shares))
+    return [[row for hand in step for row in hand if row is not None] for step in hands]
+
+
+def losses(folder: Path) -> Tensor:
+    """[steps, K], as logged at every step."""
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return torch.tensor([[line[f"train/agent{k}/loss"] for k in range(AGENTS)] for line in lines], dtype=torch.float64)
+
+
+def weights(folder: Path) -> Tensor:
+    """All adapters of the final checkpoint, end to end."""
+    state = load_checkpoint(folder / "run/final_checkpoint").state
+    agents = [state[f"agent{k}/adapter_model"] for k in range(AGENTS)]
+    return torch.cat([tensor.flatten() for agent in agents for _, tensor in sorted(agent.items())])
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape
+    return float((one - other).abs().max())
+
+
+def planned(num_rows: int, steps: int) -> list[list[int]]:
+    plan = Plan(num_rows, GLOBAL_BATCH, SEED)
+    return [plan.rows(step) for step in range(steps)]
+
+
+# ------------------------------------------------------------------------------------------------------ tests
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_in_double_precision_any_world_trains_the_same_weights(worlds: Worlds, processes: int) -> None:
+    alone, together = worlds.run(1, **DOUBLE), worlds.run(processes, **DOUBLE)
+    assert samples(together) == samples(alone) == planned(ODD, 30)
+    assert difference(losses(together), losses(alone)) < 1e-8
+    assert difference(weights(together), weights(alone)) < 1e-6
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_in_single_precision_the_losses_agree(worlds: Worlds, processes: int) -> None:
+    alone, together = worlds.run(1, **SINGLE), worlds.run(processes, **SINGLE)
+    assert samples(together) == samples(alone) == planned(ODD, 24)
+    assert difference(losses(together), losses(alone)) < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "processes"), [(1, 2), (1, 4), (3, 4)])
+def test_processes_for_which_there_is_no_row_take_part_all_the_same(worlds: Worlds, rows: int, processes: int) -> None:
+    keys = {**DOUBLE, "max_train_samples": rows, "max_train_steps": 6}
+    alone, together = worlds.run(1, **keys), worlds.run(processes, **keys)
+    assert samples(together) == samples(alone) == planned(rows, 6)
+    assert all(len(step) == rows for step in samples(together))
+    assert difference(losses(together), losses(alone)) < 1e-8
+    assert difference(weights(together), weights(alone)) < 1e-6
+
+
+def test_a_run_goes_on_with_any_other_number_of_processes(worlds: Worlds) -> None:
+    """4 -> 2 -> 3 -> 1, each attempt but the last being asked to stop after some steps, on one of its processes."""
+    folder = worlds.new_folder()
+    for processes, steps in ((4, 8), (2, 7), (3, 9)):
+        worlds.attempt(folder, processes, Fate("SIGTERM", steps - 1, rank=processes - 1), **DOUBLE)
+    worlds.attempt(folder, 1, **DOUBLE)
+    alone = worlds.run(1, **DOUBLE)
+    assert samples(folder) == samples(alone)
+    assert difference(losses(folder), losses(alone)) < 1e-8
+    assert difference(weights(folder), weights(alone)) < 1e-6
+    log = (folder / "run/training.log").read_text()
+    assert [f"step {step} of 30" in log for step in (8, 15, 24)] == [True] * 3
+    assert all(f"sample-exact (processes {change}" in log for change in ("4 -> 2", "2 -> 3", "3 -> 1"))

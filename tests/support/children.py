@@ -1,0 +1,115 @@
+"""Child processes for tests: they speak in lines, have a deadline, and never outlive their test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+DEADLINE_S = 300.0  # as that of forkserver.py
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(sys.executable).parent
+
+
+class Child:
+    """A process in a session of its own whose standard output is read line by line, stderr included.
+
+    Use it as a context manager: what is left of its session and of its descendants is killed at the end.
+    """
+
+    def __init__(self, *command: str | Path, env: Mapping[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+        self.seen: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def python(cls, source: str, *arguments: str, env: Mapping[str, str] | None = None) -> Child:
+        """Run a few lines of Python, unbuffered."""
+        return cls(sys.executable, "-u", "-c", source, *arguments, env=env)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def read_until(self, text: str) -> str:
+        """The next line that holds `text`; fails with all that was said if the process ends without it."""
+        while True:
+            try:
+                line = self._lines.get(timeout=DEADLINE_S)
+            except queue.Empty:
+                raise AssertionError(f"no {text!r} within {DEADLINE_S} s; so far: {self.seen}") from None
+            if line is None:
+                raise AssertionError(f"ended without {text!r}; it said: {self.seen}")
+            if text in line:
+                return line
+
+    def say(self, line: str) -> None:
+        """Write one line to its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code; minus the signal's number for a process that a signal killed."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {DEADLINE_S} s; so far: {self.seen}") from None
+
+    def close(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in psutil.Process(self.process.pid).children(
+                recursive=True
+            ):  # torchrun's have sessions of their own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self.seen.append(line.rstrip("\n"))
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_all(children: Sequence[Child]) -> list[list[str]]:
+    """Wait for every child to end well; what each of them said."""
+    codes = [child.wait() for child in children]
+    for child in children:
+        child._reader.join(DEADLINE_S)
+    assert codes == [0] * len(codes), [child.seen for child in children]
+    return [child.seen for child in children]

@@ -1,0 +1,349 @@
+"""Faults on order, in real runs: `Fault(kind, steps, process)`. Each leaves a line when it strikes, so that no test
+passes because nothing happened.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
+from ci_llm.checkpoints import store
+from ci_llm.cli.main import main
+from ci_llm.crowd import scoring
+from ci_llm.crowd.model import Crowd, CrowdOutput
+from ci_llm.data import batches
+from ci_llm.run import job, loop, shutdown
+from tests.support.forkserver import DEADLINE_S, ForkServer
+
+FIRED = "fired.jsonl"
+SAMPLES = "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and where.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        steps: 0-based optimizer steps in which it strikes.
+        process: the only one that it strikes; None: all of them.
+        agents: whom it strikes, where the kind asks for agents.
+        amount: bytes of memory, rows, or whatever the kind asks for.
+        times: how often it strikes in a process; 0: whenever it can.
+    """
+
+    kind: str
+    steps: tuple[int, ...] = ()
+    process: int | None = None
+    agents: tuple[int, ...] = ()
+    amount: int = 0
+    times: int = 0
+
+
+class Now:
+    """The step that the loop computes in this process, and what strikes in it."""
+
+    step = -1
+    rows: list[int]
+    struck: ClassVar[Counter[Fault]] = Counter()
+
+    @classmethod
+    def strikes(cls, fault: Fault) -> bool:
+        """Whether it is time; leaves a line if so."""
+        if cls.step not in fault.steps or (fault.times and cls.struck[fault] >= fault.times):
+            return False
+        cls.struck[fault] += 1
+        with Path(FIRED).open("a") as file:
+            file.write(json.dumps({"kind": fault.kind, "step": cls.step, "process": own_index()}) + "\n")
+        return True
+
+
+def own_index() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def wrap(owner: Any, name: str, before: Callable[..., Any]) -> None:
+    """Call `before` with the arguments of a function, before each of its calls."""
+    original = getattr(owner, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+# ------------------------------------------------------------------------------------------------------ kinds
+
+
+def nan_gradient(fault: Fault) -> None:
+    """The backward pass leaves one number that is not finite in the gradient of each agent that is struck."""
+
+    def strike(gradients: Tensor, losses: Tensor) -> None:
+        if Now.strikes(fault):
+            gradients[list(fault.agents), 0] = math.nan
+
+    wrap(loop, "sick_here", strike)
+
+
+def nan_output(fault: Fault) -> None:
+    """The forward pass of the agents that are struck gives NaN: their losses, and their part of a diversity term."""
+    original = Crowd.forward
+
+    def forward(crowd: Crowd, batch: batches.Batch) -> CrowdOutput:
+        output = original(crowd, batch)
+        if torch.is_grad_enabled() and Now.strikes(fault):
+            factors = output.log_probs.new_ones(crowd.num_agents, 1)
+            factors[list(fault.agents)] = math.nan
+            return replace(output, log_probs=output.log_probs * factors)
+        return output
+
+    Crowd.forward = forward  # type: ignore[method-assign]
+
+
+def short_memory(fault: Fault) -> None:
+    """From this step to the last the process may take `amount` bytes more than it holds: the kernel refuses others."""
+
+    def lift(*_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            held = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+            limit = int(held.split()[1]) * 1024 + fault.amount
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+    wrap(loop, "compute_gradients", strike)
+    wrap(job, "save", lift)  # of the last step: its threads want memory for their stacks
+
+
+def out_of_memory(fault: Fault) -> None:
+    """The forward pass of more than `amount` rows fails as a GPU's does."""
+
+    def strike(_crowd: Crowd, batch: batches.Batch) -> None:
+        if torch.is_grad_enabled() and batch.num_rows > fault.amount and Now.strikes(fault):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    wrap(Crowd, "forward", strike)
+
+
+def out_of_memory_in_evaluation(fault: Fault) -> None:
+    """To score more than `amount` rows, or to let the crowd answer more than so many at a time, fails likewise."""
+
+    def strike(rows: int) -> None:
+        if rows > fault.amount and Now.strikes(fault):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
+    wrap(Crowd, "write", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
+
+
+def out_of_memory_in_optimizer(fault: Fault) -> None:
+    """Memory runs out where nobody can vote any more."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    wrap(torch.optim.AdamW, "step", strike)
+
+
+def terminated_after_another(fault: Fault) -> None:
+    """The process gets a SIGTERM once another one has written why it failed."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            until = time.monotonic() + DEADLINE_S
+            while not list(Path("run/attempts").glob("*/process_*.json")) and time.monotonic() < until:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    wrap(loop, "compute_gradients", strike)
+
+
+def bug(fault: Fault) -> None:
+    """An error that has nothing to do with memory."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            raise RuntimeError("a bug: memory is fine")
+
+    wrap(Crowd, "forward", strike)
+
+
+def hang(fault: Fault) -> None:
+    """The main thread never comes back; the other processes wait for it in the ballot."""
+
+    def wait_for_nothing(*_: object) -> None:
+        if Now.strikes(fault):
+            threading.Event().wait()
+
+    wrap(loop, "compute_gradients", wait_for_nothing)
+
+
+def hang_in_worker(fault: Fault) -> None:
+    """A process of the data loader never comes back with the rows of a step."""
+
+    def stuck_in_worker(_steps: object, step: int) -> None:
+        Now.step = step
+        if Now.strikes(fault):
+            threading.Event().wait()
+
+    wrap(batches._Steps, "__getitem__", stuck_in_worker)
+
+
+def disk_full(fault: Fault) -> None:
+    """What is committed while these are the steps finds no space."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    wrap(store, "commit", strike)
+
+
+def failure_unwritten(fault: Fault) -> None:
+    """The disk has no space for the reason of a failure either."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    wrap(shutdown, "write_failure", strike)
+
+
+def kill(fault: Fault) -> None:
+    """The process gets a SIGKILL before the step is computed."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    wrap(loop, "compute_gradients", strike)
+
+
+KINDS: dict[str, Callable[[Fault], None]] = {
+    "nan gradient": nan_gradient,
+    "nan output": nan_output,
+    "kill": kill,
+    "short memory": short_memory,
+    "out of memory": out_of_memory,
+    "out of memory in an evaluation": out_of_memory_in_evaluation,
+    "out of memory in the optimizer": out_of_memory_in_optimizer,
+    "terminated after another": terminated_after_another,
+    "bug": bug,
+    "hang": hang,
+    "hang in a worker": hang_in_worker,
+    "disk full": disk_full,
+    "failure unwritten": failure_unwritten,
+}
+
+
+def arm(faults: Sequence[Fault]) -> None:
+    """Let these faults strike in this process, and note what it trains on."""
+
+    def note(_run: object, step: int, *_: object) -> None:
+        Now.step, Now.rows = step, []
+
+    def note_rows(_crowd: Crowd, batch: batches.Batch) -> None:
+        if torch.is_grad_enabled():
+            Now.rows += batch.sample_ids
+
+    def note_step(*_: object) -> None:
+        with Path(SAMPLES).open("a") as file:
+            file.write(json.dumps({"step": Now.step, "process": own_index(), "rows": Now.rows}) + "\n")
+
+    wrap(Crowd, "forward", note_rows)
+    register_optimizer_step_post_hook(note_step)
+    for fault in faults:
+        if fault.process in (None, own_index()):
+            KINDS[fault.kind](fault)
+    wrap(loop, "compute_gradients", note)  # last, so that it comes first
+
+
+def train_with_faults(folder: str, words: list[str], faults: list[dict[str, Any]]) -> int:
+    """A trial for the fork server: `train.py` in `folder`, with faults."""
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    arm([Fault(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}) for values in faults])
+    return main(["train", *words])
+
+
+# ----------------------------------------------------------------------------------------- in the test's process
+
+KEYS = {
+    "num_agents": 3,
+    "lora_rank": 2,
+    "max_train_samples": 40,
+    "max_train_steps": 12,
+    "batch_size": 4,
+    "learning_rate": 4e-3,
+    "eval_steps": "null",
+    "eval_samples": 4,
+    "generation_eval_samples": 0,
+    "logging_steps": 1,
+    "save_steps": "null",
+    "save_interval_seconds": "null",
+    "num_workers": 0,
+    "report_to": "none",
+    "output_dir": "run",
+}
+
+
+def train(server: ForkServer, folder: Path, *faults: Fault, ranks: int = 1, **keys: object) -> list[int]:
+    """One attempt; the exit codes of its processes."""
+    folder.mkdir(exist_ok=True)
+    return server.run(
+        train_with_faults,
+        folder / "log",
+        ranks=ranks,
+        folder=str(folder),
+        words=[f"{key}={value}" for key, value in (KEYS | keys).items()],
+        faults=[asdict(fault) for fault in faults],
+    )
+
+
+def fired(folder: Path) -> list[tuple[str, int, int]]:
+    """(kind, step, process) of every fault that struck."""
+    path = folder / FIRED
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(one["kind"], one["step"], one["process"]) for one in map(json.loads, lines)]
+
+
+def samples(folder: Path) -> dict[tuple[int, int], list[int]]:
+    """The rows that each process trained on in each optimizer step: those of the attempt that was not given up."""
+    lines = [json.loads(line) for line in (folder / SAMPLES).read_text().splitlines()]
+    return {(line["step"], line["process"]): line["rows"] for line in lines}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl about training, in order."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "epoch" in line]
+
+
+def weights(folder: Path, agents: Sequence[int]) -> list[bytes]:
+    """The adapters of these agents at the end of a run."""
+    final = folder / "run" / "final_checkpoint"
+    return [(final / f"agent{k}" / "adapter_model.safetensors").read_bytes() for k in agents]
+
+
+def said(folder: Path) -> str:
+    """All that the processes wrote to their terminals."""
+    return (folder / "log").read_text()

@@ -1,0 +1,170 @@
+"""A fork server for tests: one process imports torch and the rooms once, and forks every trial from there.
+
+Starting Python with torch takes ten seconds, a fork milliseconds. The server runs no operation of torch and has
+one thread, so that a child is as fresh as a process of its own. Client and server speak JSON, a line each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 300.0  # nobody comes near it, under any load: it only ends a test that will never end
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "ACCELERATE_USE_CPU": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+class ForkServer:
+    """The client's end; a context manager, at whose end the server and all its children are gone.
+
+    Args:
+        modules: what the server imports before it forks; a trial is a function of one of them.
+        environment: variables for the server and its children, beside those of this process.
+    """
+
+    def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.forkserver", *modules],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._receive()  # the modules are there
+
+    def run(self, trial: Callable[..., int], log: Path, *, ranks: int = 1, **arguments: Any) -> list[int]:
+        """Call `trial(**arguments)` in a forked child per rank and wait for all of them.
+
+        Args:
+            log: file for what the children say; appended to.
+            ranks: processes that form one world; each finds RANK, WORLD_SIZE and a free MASTER_PORT.
+            arguments: values that JSON can carry.
+
+        Returns:
+            the exit code of each child, minus the signal's number for one that a signal killed.
+
+        Raises:
+            AssertionError: a child, or a child of a child, is still there after the deadline.
+        """
+        target = [trial.__module__, trial.__qualname__]
+        request = {"target": target, "arguments": arguments, "ranks": ranks, "log": str(log.resolve())}
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request, default=str) + "\n")
+        self._server.stdin.flush()
+        answer = self._receive()
+        assert not answer["late"], f"still running after {DEADLINE_S} s; it said:\n{log.read_text()}"
+        codes: list[int] = answer["codes"]
+        return codes
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        assert line, f"the fork server ended with exit code {self._server.wait(DEADLINE_S)}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait(DEADLINE_S)
+        for pipe in (self._server.stdin, self._server.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# --------------------------------------------------------------------------------------------- in the server
+
+
+def serve(modules: Sequence[str]) -> None:
+    """Import `modules`, then fork as asked until the client closes its end."""
+    for module in modules:
+        importlib.import_module(module)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_fork_all(json.loads(line))), flush=True)
+
+
+def _fork_all(request: dict[str, Any]) -> dict[str, Any]:
+    # Every descendant holds this pipe open: its end says that the last of the family is gone, workers included.
+    family, held = os.pipe()
+    port = str(free_port())
+    pids = []
+    for rank in range(request["ranks"]):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.close(family)
+            _become(request, rank, port)
+    os.close(held)
+    late = not _wait_for_end(family, pids)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.close(family)
+    return {"codes": codes, "late": late}
+
+
+def _wait_for_end(family: int, pids: list[int]) -> bool:
+    """Whether the family ended in time; if not, its heads are killed, and loader workers follow theirs."""
+    ready, _, _ = select.select([family], [], [], DEADLINE_S)
+    if not ready:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    return bool(ready)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has right now, and that no outgoing connection will be given."""
+    while True:
+        # Linux gives out 32768 and above; the global generator may be seeded, in two workers alike.
+        port = random.SystemRandom().randrange(16000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _become(request: dict[str, Any], rank: int, port: str) -> None:
+    """Turn this fork into the trial's process; never returns."""
+    code = 1
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if request["ranks"] > 1:
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request["ranks"])}
+            os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        module, name = request["target"]
+        code = getattr(sys.modules[module], name)(**request["arguments"])
+    except BaseException:  # noqa: BLE001  the child must end here, whatever it was
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""Training loops of people who know nothing of ours but the manager: what tests run in processes of their own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.core.durable import Filesystem
+from ci_llm.errors import CheckpointError
+
+
+def train_step(state: dict[str, Any]) -> dict[str, Any]:
+    print(state["steps"], flush=True)
+    return {"weight": state["weight"] * 1.5 + 1, "steps": state["steps"] + 1}
+
+
+def orbax_loop(directory: str, num_steps: int = 1_000_000) -> None:
+    """The loop of Orbax's documentation, as it stands."""
+    state: Any = {"weight": torch.ones(3, dtype=torch.float64), "steps": 0}
+    manager = CheckpointManager(directory, save_interval_steps=4)
+    start = 0
+    if manager.latest_step() is not None:
+        start = manager.latest_step()
+        state = manager.restore(start)
+    for step in range(start, num_steps):
+        state = train_step(state)
+        manager.save(step, state)
+        if manager.reached_preemption(step):
+            manager.wait_until_finished()
+            sys.exit()
+
+
+def preempted_together(directory: str, signalled: int) -> int:
+    """One of several processes hears a signal between two steps; all stop at the same one, which is saved."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    manager = CheckpointManager(directory, save_interval_steps=100, async_save=False, accelerator=accelerator)
+    saved = []
+    for step in range(50):
+        if manager.save(step, {"weight": torch.full((2,), float(step)), "rank": rank}):
+            saved.append(step)
+        if manager.reached_preemption(step):
+            break
+        if step == 6 and rank == signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+    manager.close()
+    dist.destroy_process_group()
+    return 0 if (step, saved) == (7, [0, 7]) else 1
+
+
+def failing_together(directory: str) -> int:
+    """What process 0 cannot save is an error on every process, and none is left waiting."""
+    dist.init_process_group("gloo")
+    manager = CheckpointManager(directory, async_save=False)
+    try:
+        manager.save(0, {"hopeless": {1, 2, 3}})
+    except CheckpointError as error:
+        told = "cannot be saved" if dist.get_rank() == 0 else "another process"
+        code = 0 if told in error.what else 1
+    else:
+        code = 2
+    saved = manager.save(1, {"fine": 1}) and manager.finish()
+    dist.destroy_process_group()
+    return code if saved else 3
+
+
+def busy_together(directory: str) -> int:
+    """A folder that another run holds is refused on every process."""
+    dist.init_process_group("gloo")
+    manager = CheckpointManager(directory)
+    try:
+        manager.save(0, {"fine": 1})
+    except CheckpointError as error:
+        print(type(error).__name__, flush=True)
+        return 0
+    return 1
+
+
+def forking(directory: str) -> int:
+    """A child that ends in the ordinary way while a save of its parent is in flight."""
+    reached, gate, write = threading.Event(), threading.Event(), Filesystem.write
+
+    def held_back(disk: Filesystem, handle: int, data: Any) -> int:
+        reached.set()
+        assert gate.wait(60)
+        return write(disk, handle, data)
+
+    with CheckpointManager(directory) as manager:
+        manager.store.claim()
+        Filesystem.write = held_back  # type: ignore[method-assign]
+        assert manager.save(1, {"a": 1})
+        assert reached.wait(60)
+        if (pid := os.fork()) == 0:
+            signal.alarm(20)
+            atexit._run_exitfuncs()
+            os._exit(0)
+        code = os.waitpid(pid, 0)[1]
+        gate.set()
+        manager.wait_until_finished()
+        return code if manager.all_steps() == [1] else 1
+
+
+if __name__ == "__main__":
+    orbax_loop(str(Path(sys.argv[1])))

@@ -1,0 +1,327 @@
+"""One run under the eyes of a witness: what it did, step by step, and how it dies at an appointed moment.
+
+A trial is a run that is killed and then called again; it counts as exact if nothing that can be told about it
+differs from the undisturbed run: rows and weights of every optimizer step on every process, all files of the last
+checkpoint, metrics, evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import PreTrainedModel
+
+import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cli.main import main
+from ci_llm.crowd.model import Crowd
+from tests.support.forkserver import DEADLINE_S, ForkServer
+
+STEPS = 12
+STEPS_PER_EPOCH = 5
+ROWS_PER_MICRO_BATCH = 2
+#: Where the checkpoint lies from which the run goes on.
+MOMENTS = {"mid epoch 0": 3, "boundary": 5, "mid epoch 1": 8}
+LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by the next attempt
+WITNESSED = "witnessed: step"
+BY_THE_CLOCK = {"attempt", "time", "tokens_per_s", "step_time_s"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of the matrix.
+
+    Attributes:
+        dropout: of the adapters' inputs and, as DropConnect, of their weights.
+        workers: loader processes per rank.
+        ranks: processes of the run.
+    """
+
+    moment: str = "mid epoch 0"
+    accumulation: int = 1
+    dropout: float = 0.0
+    workers: int = 0
+    ranks: int = 1
+    precision: str = "no"
+    diversity: str = "none"
+
+    def __str__(self) -> str:
+        parts = [self.moment, f"accumulation {self.accumulation}", f"dropout {self.dropout:g}"]
+        parts += [f"{self.workers} workers", f"{self.ranks} process{'es' * (self.ranks > 1)}"]
+        parts += [word for word in (self.precision, self.diversity) if word not in ("no", "none")]
+        return ", ".join(parts)
+
+    @property
+    def saved_step(self) -> int:
+        return MOMENTS[self.moment]
+
+    @property
+    def undisturbed(self) -> Cell:
+        """The cell whose undisturbed run is the reference: that of all moments, with or without workers."""
+        return replace(self, moment="mid epoch 0", workers=0)
+
+    @property
+    def num_rows(self) -> int:
+        """The last step of an epoch finds one row: a short micro-batch, and none at all for a second process."""
+        return (STEPS_PER_EPOCH - 1) * ROWS_PER_MICRO_BATCH * self.accumulation * self.ranks + 1
+
+    def arguments(self, **keys: Any) -> list[str]:
+        """The command line of train.py, complete."""
+        own = {
+            "max_train_samples": self.num_rows,
+            "max_train_steps": STEPS,
+            "batch_size": ROWS_PER_MICRO_BATCH,
+            "gradient_accumulation_steps": self.accumulation,
+            "num_workers": self.workers,
+            "lora_dropout": self.dropout,
+            "dropconnect_p": self.dropout,
+            "mixed_precision": self.precision,
+            "diversity": self.diversity,
+            "num_agents": 2,
+            "lora_rank": 2,
+            "learning_rate": 4e-3,
+            "logging_steps": 1,
+            "eval_steps": 4,
+            "eval_samples": 4,
+            "max_new_tokens_eval": 8,
+            "save_steps": "null",
+            "save_interval_seconds": "null",
+            "report_to": "none",
+            "output_dir": "run",
+        }
+        return [f"{key}={value}" for key, value in (own | keys).items()]
+
+
+def matrix(**axes: Iterable[Any]) -> list[Cell]:
+    """Every combination of the given values."""
+    return [Cell(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+
+# ------------------------------------------------------------------------------------- in the trial's process
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What happens to a process, and when: at the beginning of a micro-step or of an evaluation.
+
+    Attributes:
+        signal: "SIGKILL" or another, which the process sends to itself.
+        steps: optimizer steps that this process has taken by then.
+        micro_step: micro-steps of the window that it has taken by then; None: in the evaluation after the step.
+        committed: step whose checkpoint must be committed by then; the process waits for it.
+        rank: the only one it happens to; None: all of them.
+    """
+
+    signal: str
+    steps: int
+    micro_step: int | None = 0
+    committed: int | None = None
+    rank: int | None = None
+
+
+class Witness:
+    """Writes one line per optimizer step: the rows of its micro-batches and a digest of the weights after it.
+
+    Seen from outside, by hooks that torch has for everything: whoever trains, with whatever loop.
+    """
+
+    def __init__(self, folder: Path, fate: Fate | None = None) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self._file = (folder / f"process{self.rank}.jsonl").open("a", buffering=1)
+        self._fate = fate if fate and fate.rank in (None, self.rank) else None
+        self._steps = 0
+        self._rows: list[list[int]] = []
+        self.committed = threading.Event()
+        register_optimizer_step_post_hook(self._stepped)
+
+    def sees(self, rows: list[int]) -> None:
+        """A micro-step over `rows` is about to begin."""
+        self._meet_fate(len(self._rows))
+        self._rows.append(rows)
+
+    def sees_evaluation(self) -> None:
+        """A batch is about to be judged."""
+        self._meet_fate(None)
+
+    def _meet_fate(self, micro_step: int | None) -> None:
+        fate = self._fate
+        if fate is None or (fate.steps, fate.micro_step) != (self._steps, micro_step):
+            return
+        self._fate = None
+        if fate.committed is not None and self.rank == 0 and not self.committed.wait(DEADLINE_S / 2):
+            raise AssertionError(f"step {fate.committed} is not committed")
+        os.kill(os.getpid(), signal.Signals[fate.signal])
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+        digest = xxhash.xxh3_128()
+        for parameter in parameters:
+            digest.update(_raw(parameter))
+        step = int(optimizer.state[parameters[0]]["step"])
+        record = {"step": step, "rows": self._rows, "weights": digest.hexdigest()}
+        self._file.write(json.dumps(record) + "\n")
+        self._steps, self._rows = self._steps + 1, []
+
+
+def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None) -> int:
+    """A trial for the fork server: `train.py` with a witness and perhaps a fate; returns its exit code."""
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    witness = Witness(Path(folder), Fate(**fate) if fate else None)
+    commit = CheckpointStore.save
+
+    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, Crowd):
+            witness.sees(list(inputs[0].sample_ids))
+        elif isinstance(module, PreTrainedModel) and not torch.is_grad_enabled():
+            witness.sees_evaluation()
+
+    def commit_and_tell(store: CheckpointStore, step: int, *args: Any, **kwargs: Any) -> Any:
+        result = commit(store, step, *args, **kwargs)
+        if fate and step == fate["committed"]:
+            witness.committed.set()
+        return result
+
+    register_module_forward_pre_hook(look)
+    CheckpointStore.save = commit_and_tell  # type: ignore[method-assign, assignment]
+    return main(["train", *arguments])
+
+
+# ----------------------------------------------------------------------------------------- in the test's process
+
+
+class Trials:
+    """Runs cells in a fork server; each undisturbed reference is made once.
+
+    Args:
+        folder: where the runs leave what they leave.
+    """
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self._references: dict[Cell, dict[str, Any]] = {}
+        self._count = itertools.count()
+
+    def new_folder(self) -> Path:
+        folder = self._folder / f"trial{next(self._count)}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def train(self, cell: Cell, folder: Path, fate: Fate | None = None, **keys: Any) -> list[int]:
+        """One attempt in `folder`; returns the exit codes of its processes."""
+        return self._server.run(
+            train_watched,
+            folder / "log",
+            ranks=cell.ranks,
+            folder=str(folder),
+            arguments=cell.arguments(**keys),
+            fate=asdict(fate) if fate else None,
+        )
+
+    def reference(self, cell: Cell) -> dict[str, Any]:
+        """What can be told about the undisturbed run."""
+        cell = cell.undisturbed
+        if cell not in self._references:
+            folder = self.new_folder()
+            self._complete(cell, folder)
+            self._references[cell] = account(folder)
+        return self._references[cell]
+
+    def killed(self, cell: Cell) -> dict[str, Any]:
+        """What can be told about a run that got a SIGKILL in the middle of a step, and was called again."""
+        folder = self.new_folder()
+        saved = cell.saved_step
+        fate = Fate("SIGKILL", saved + LOST_STEPS, cell.accumulation // 2, committed=saved)
+        codes = self.train(cell, folder, fate, save_steps=saved)
+        assert codes == [-signal.SIGKILL] * cell.ranks, (folder / "log").read_text()
+        return self.resumed(cell, folder)
+
+    def interrupted(self, cell: Cell) -> dict[str, Any]:
+        """The same with a SIGTERM to one of its processes, after which the run saves and ends by itself."""
+        folder = self.new_folder()
+        if cell.saved_step % STEPS_PER_EPOCH:
+            fate = Fate("SIGTERM", cell.saved_step - 1, cell.accumulation // 2, rank=cell.ranks - 1)
+        else:  # the short step of an epoch: one micro-step, on the first process
+            fate = Fate("SIGTERM", cell.saved_step - 1, rank=0)
+        assert self.train(cell, folder, fate) == [0] * cell.ranks, (folder / "log").read_text()
+        assert json.loads((folder / "run/status.json").read_text())["status"] == "interrupted"
+        return self.resumed(cell, folder)
+
+    def resumed(self, cell: Cell, folder: Path) -> dict[str, Any]:
+        """Call the run again until its end; it must have gone on at the cell's step, with a promise of exactness."""
+        self._complete(cell, folder)
+        log = (folder / "run/training.log").read_text()
+        assert f"step {cell.saved_step} of {STEPS}, verified" in log, log
+        assert "exactness: bitwise" in log, log
+        return account(folder)
+
+    def _complete(self, cell: Cell, folder: Path) -> None:
+        assert self.train(cell, folder) == [0] * cell.ranks, (folder / "log").read_text()
+
+
+def unwitnessed(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files of a run tell by themselves."""
+    return {name: fact for name, fact in facts.items() if not name.startswith(WITNESSED)}
+
+
+def account(folder: Path) -> dict[str, Any]:
+    """All that can be told about a run that ended: a name for each fact, and facts that can be compared."""
+    final = load_checkpoint(folder / "run/final_checkpoint")
+    state = {key: value for key, value in final.state.items() if not isinstance(value, bytes)}
+    facts = witnessed(folder)
+    facts |= {f"final checkpoint: {name}": value for name, value in _leaves(state)}
+    facts["manifest"] = final.manifest.info
+    facts["evaluation.json"] = json.loads((folder / "run/evaluation.json").read_text())
+    metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    for step in sorted({line["step"] for line in metrics}):
+        lines = [line for line in metrics if line["step"] == step]
+        facts[f"metrics of step {step}"] = [_without(line, BY_THE_CLOCK) for line in lines]
+    return facts
+
+
+def witnessed(folder: Path) -> dict[str, Any]:
+    """What the witnesses wrote. A step that was taken twice must have been the same twice."""
+    facts: dict[str, Any] = {}
+    for file in sorted(folder.glob("process*.jsonl")):
+        for line in file.read_text().splitlines():
+            facts.setdefault(f"{WITNESSED} {json.loads(line)['step']} of {file.stem}", set()).add(line)
+    return facts
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Names of the facts that are not the same to the last bit, or known on one side only."""
+    return [name for name in {**ours, **theirs} if (name in ours, ours.get(name)) != (name in theirs, theirs.get(name))]
+
+
+def _without(line: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key not in keys}
+
+
+def _leaves(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}/{key}".lstrip("/"))
+    elif isinstance(value, Tensor):
+        yield name, (str(value.dtype), tuple(value.shape), _raw(value))
+    else:
+        yield name, value
+
+
+def _raw(tensor: Tensor) -> bytes:
+    """The bits: torch.equal takes -0 for 0, and NaN for different from itself."""
+    raw: bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return raw

@@ -1,0 +1,185 @@
+"""Makes the embedded base anew: `python -m tools.pretrain [--out DIR]`, two minutes on two cores.
+
+Tokenizer, text, initial weights and order follow from fixed seeds, and the budget is a number of steps: a
+rerun on the same machine gives the same files byte for byte, one elsewhere a base that differs by rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup,
+)
+
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.embedded.stories import (
+    KNOWN_VERBS,
+    PRETRAINING_SEED,
+    Kind,
+    equation,
+    pretraining_texts,
+    story,
+    task_rows,
+)
+from tools.tokenizer import MAX_LENGTH, VOCABULARY, train_tokenizer
+
+STEPS, WARMUP_STEPS = 1500, 100
+ROWS, LENGTH = 24, 88
+LEARNING_RATE = 3e-3
+# Names, objects and verbs cannot be predicted; what can be is a result, and the answer to a question.
+WEIGHT_ELSEWHERE = 0.25
+
+
+def main() -> None:
+    """Trains tokenizer and base, saves both, prints what the base can do."""
+    parser = argparse.ArgumentParser(prog="python -m tools.pretrain", description=__doc__)
+    parser.add_argument("--out", type=Path, default=BASE_FOLDER, help="folder to write (default: the package's own)")
+    out: Path = parser.parse_args().out
+    tokenizer = train_tokenizer()
+    model = pretrain(tokenizer)
+    save(model, tokenizer, out)
+    print(f"saved to {out}")
+    for name, (right, count) in probe(model, tokenizer).items():
+        print(f"{name:<32} {right:>4} of {count}")
+
+
+def new_base(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """An untrained Llama of 877,696 parameters."""
+    torch.manual_seed(PRETRAINING_SEED)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        attn_implementation="eager",  # at this length twice as fast on a CPU as sdpa, whose backward is slow
+    )
+    return LlamaForCausalLM(config)
+
+
+def pretrain(tokenizer: PreTrainedTokenizerFast, steps: int = STEPS) -> LlamaForCausalLM:
+    """Trains a new base under bf16 autocast for `steps` optimizer steps of ROWS rows of LENGTH tokens."""
+    model = new_base(tokenizer).train()
+    optimizer = torch.optim.AdamW(_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
+    schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP_STEPS, steps)
+    ids, weights = text(tokenizer, steps * ROWS * (LENGTH + 1))
+    batches = zip(ids.view(steps, ROWS, LENGTH + 1), weights.view(steps, ROWS, LENGTH + 1), strict=True)
+    start = time.monotonic()
+    for step, (batch, weight) in enumerate(batches, start=1):
+        loss = weighted_loss(model, batch, weight)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(
+                f"step {step} of {steps}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+    return model.eval()
+
+
+def text(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The first tokens of the pretraining text and the loss weight of each: int64, fp32 [num_tokens]."""
+    ids: list[int] = []
+    weights: list[float] = []
+    texts = pretraining_texts(PRETRAINING_SEED)
+    while len(ids) < num_tokens:
+        for encoded in tokenizer(list(islice(texts, 1000)))["input_ids"]:
+            document = [tokenizer.bos_token_id, *encoded, tokenizer.eos_token_id]
+            ids += document
+            weights += token_weights(tokenizer, document)
+    return torch.tensor(ids[:num_tokens]), torch.tensor(weights[:num_tokens])
+
+
+def token_weights(tokenizer: PreTrainedTokenizerFast, document: list[int]) -> list[float]:
+    """Weight of each token as a target: 1 behind the question, on a result and on the token that ends it."""
+    newline, equals = tokenizer.convert_tokens_to_ids(["Ċ", "="])
+    weights = []
+    answering = False
+    for position, token in enumerate(document):
+        counts = answering or equals in document[max(position - 2, 0) : position]
+        weights.append(1.0 if counts else WEIGHT_ELSEWHERE)
+        answering = answering or token == newline
+    return weights
+
+
+def weighted_loss(model: LlamaForCausalLM, batch: Tensor, weight: Tensor) -> Tensor:
+    """Weighted mean of the next-token cross-entropy of rows [B, T + 1]."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    losses = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+    kept = weight[:, 1:].flatten()
+    return (losses * kept).sum() / kept.sum()
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Writes fp32 safetensors, configs and tokenizer; whoever opens them gets the default attention."""
+    model.generation_config = GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def probe(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, tuple[int, int]]:
+    """What the base can do on text of other seeds: (right, count) per kind of problem.
+
+    An answer is right if greedy decoding gives the whole of it.
+    """
+    rng = Random("probe")
+    equations = [equation(rng).partition("=") for _ in range(400)]
+    problems = {"equations": [(f"{equation(rng)} {left}=", right) for left, _, right in equations]}
+    for steps in (1, 2):
+        kind = Kind((steps,), "+-", KNOWN_VERBS, distraction=0.15, largest_start=25)
+        problems[f"stories of {steps} step(s)"] = [_joined(*story(rng, kind)) for _ in range(200)]
+    untrained = task_rows(rng.getrandbits(32), 200)
+    problems["the agents' task, untrained"] = [_joined(row["question"], row["answer"]) for row in untrained]
+    return {name: (sum(solved(model, tokenizer, pairs)), len(pairs)) for name, pairs in problems.items()}
+
+
+@torch.inference_mode()
+def solved(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> Iterator[bool]:
+    """For each (prompt, answer): is every answer token the likeliest one? Then greedy decoding writes it."""
+    for prompt, answer in pairs:
+        asked = [tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]
+        wanted = tokenizer(answer)["input_ids"]
+        logits = model(input_ids=torch.tensor([asked + wanted])).logits[0]
+        yield logits[len(asked) - 1 : -1].argmax(-1).tolist() == wanted
+
+
+def _joined(question: str, answer: str) -> tuple[str, str]:
+    return f"{question}\n", answer
+
+
+def _groups(model: LlamaForCausalLM) -> list[dict[str, object]]:
+    """Matrices decay, norms do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    norms = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    return [{"params": matrices, "weight_decay": 0.05}, {"params": norms, "weight_decay": 0.0}]
+
+
+if __name__ == "__main__":
+    main()
