@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ci_llm.supervisor import patterns
 from ci_llm.supervisor.evidence import RECENT_LINES, Evidence, LineSplitter
 from ci_llm.supervisor.patterns import WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
+from tests.supervisor.trainer_lines import ROOMY, SHORT_OF_MEMORY, SICK, WELL, Lines
 
 NONFINITE = [
     # documented
@@ -70,7 +73,7 @@ OUT_OF_MEMORY = [
     "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 TiB",
     "OSError: [Errno 12] Cannot allocate memory",
 ]
-ROOMY = [
+ROOM_ENOUGH = [
     "to avoid CUDA out of memory, cut the batch",
     "if Device memory exhausted is shown, restart",
     "memory: 3 GiB",
@@ -79,27 +82,75 @@ ROOMY = [
 ]
 
 
-@pytest.mark.parametrize("line", NONFINITE)
+def lines(*tables: Lines | list[str]) -> pytest.MarkDecorator:
+    """Every line of the tables, as evidence takes it."""
+    return pytest.mark.parametrize(
+        "line", [(one if isinstance(one, str) else one[1]).strip() for t in tables for one in t]
+    )
+
+
+@lines(NONFINITE, SICK)
 def test_says_nonfinite(line: str) -> None:
     assert says_nonfinite(line)
     assert patterns.worth_a_look(line)
+
+
+@lines(NONFINITE)
+def test_says_nonfinite_in_capitals(line: str) -> None:
     assert says_nonfinite(line.upper())
 
 
-@pytest.mark.parametrize("line", [*HARMLESS, *OUT_OF_MEMORY, *ROOMY])
+@lines(HARMLESS, WELL, OUT_OF_MEMORY, SHORT_OF_MEMORY, ROOM_ENOUGH, ROOMY)
 def test_does_not_say_nonfinite(line: str) -> None:
     assert not says_nonfinite(line)
 
 
-@pytest.mark.parametrize("line", OUT_OF_MEMORY)
+@lines(OUT_OF_MEMORY, SHORT_OF_MEMORY)
 def test_says_out_of_memory(line: str) -> None:
     assert says_out_of_memory(line)
     assert patterns.worth_a_look(line)
 
 
-@pytest.mark.parametrize("line", [*ROOMY, *HARMLESS, *NONFINITE])
+@lines(ROOM_ENOUGH, ROOMY, HARMLESS, WELL, NONFINITE, SICK)
 def test_does_not_say_out_of_memory(line: str) -> None:
     assert not says_out_of_memory(line)
+
+
+MEGABYTE = 1 << 20
+LONG_S = 20.0  # at most 2 s on an idle core; a pattern that tries all ways takes hours
+
+
+PIECES = (
+    *(
+        "nan ",
+        "inf inf ",
+        "nan loss ",
+        "loss",
+        "loss ",
+        "loss=",
+        "loss nan-",
+        "loss_",
+        "loss/",
+        "loss: [1, ",
+        "'loss': ",
+    ),
+    *("best_", "if ", "out of memory ", "Error: ", "RuntimeError: a ", "10G 1 ", "a.", "A", "1 ", " ", "([("),
+    *("\x1b[", "\x1b]"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_line_takes_long(piece: str) -> None:
+    """A megabyte without a line end, in the chunks in which a relay reads it."""
+    data = (piece * (MEGABYTE // len(piece))).encode()
+    evidence = Evidence()
+    splitter = LineSplitter(evidence.note)
+    started = time.process_time()
+    for start in range(0, len(data), 1 << 16):
+        splitter.feed(data[start : start + (1 << 16)])
+    splitter.feed(b"", final=True)
+    assert time.process_time() - started < LONG_S
 
 
 @pytest.mark.parametrize(
