@@ -30,12 +30,16 @@ _DENIED: Final = re.compile(
     r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
 )
 
+#: A line of the script's source, as `rich` shows it around the one that raised.
+_SOURCE: Final = re.compile(r"│[\s❱]*\d+\s*│.*(?:[(=]|\b(?:raise|assert|return)\b)")
+
 # A loss with a value: the value is found first, then what stands to its left says whose it is.
 
 _VALUE: Final = re.compile(
     r"(?<![\w.+-])[-+]?(?:(?P<nan>nan)|inf(?:inity)?)"
     r"(?:(?=Epoch \d|Batch \d)"  # the bar of Keras, cut short
-    r"|(?:\.0*)?(?![\w-]|\.\w|/[a-z]|\s*-+>|\s+(?:values?|checks?|handling|detection|filter|guard)\b))"  # nan.0
+    # otherwise a whole token; Lightning pads its width: nan.0
+    r"|(?:\.0*)?(?![\w-]|\.\w|/(?!inf|nan)[a-z]|\s*-+>|\s+(?:values?|checks?|handling|detection|filter|guard)\b))"
     r"(?!\s*[:=?]\s*(?:false|no|none|off|0)\b)",
     re.IGNORECASE,
 )
@@ -68,7 +72,8 @@ _NAMED: Final = re.compile(
 _AFTER_BARE: Final = re.compile(r"\s*(?:[,;|│┃)\]}/(]|$)|\t|\s{2}")
 #: Losses that are not the present one, and quantities that only belong to one.
 _BEST: Final = re.compile(
-    r"\b(?:best|min(?:imum)?|max(?:imum)?|lowest|smallest|prev(?:ious)?|old|target|delta|std)"
+    r"(?<![a-z])(?:(?:best|lowest|smallest|prev(?:ious)?)(?:[_/.-][a-z]{1,20}){0,3}"
+    r"|min(?:imum)?|max(?:imum)?|old|target|delta|std)"
     r"(?:[_/. -]?(?:train|val|valid|validation|eval|test|dev|avg|mean|model|so far)){0,3}[_/. -]*\Z",
     re.IGNORECASE,
 )
@@ -161,7 +166,7 @@ def plain(line: str) -> str:
 
 def worth_a_look(line: str) -> bool:
     """Whether any pattern of this file could match."""
-    return _WORTH_A_LOOK.search(line) is not None
+    return _WORTH_A_LOOK.search(line) is not None and not _SOURCE.match(line)
 
 
 def says_nonfinite(line: str) -> bool:

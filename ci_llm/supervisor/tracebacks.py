@@ -18,7 +18,7 @@ _LAST: Final = re.compile(r"(?:(?:\w+\.)*[A-Z]\w*|(?:\w+\.)+\w+)(?::(?:\s.*)?)?$
 _ANYWHERE: Final = re.compile(
     r"\s*(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Expired|Failure)(?:\(\w+\))?: +\S"
     r"|Fatal Python error: |\S+: error: "  # argparse
-    r"|Could not override |In '[^']{1,200}': Could not |(?:Cannot find p|P)rimary config "  # Hydra, before the script begins
+    r"|Could not override |In '[^']{1,200}': Could not |(?:Cannot find p|P)rimary config "  # Hydra
 )
 #: Tracebacks that others print because the script has died, or that died without ending it.
 _FOLLOWS: Final = re.compile(

@@ -14,11 +14,11 @@ from ci_llm.supervisor.patterns import says_killed
 _KILLS: Final = (-9, 137)  # by a signal, and as a shell or a container reports one
 _REQUESTS: Final = (-15, -2, -1, 143, 130, 129)  # SIGTERM, SIGINT, SIGHUP
 _NO_SPACE: Final = ("No space left on device", "Disk quota exceeded")
-_BAD_CALL: Final = 2
+BAD_CALL: Final = 2
 #: Exceptions that may pass by themselves: a network, another process, a device that somebody else still holds.
 _PASSING: Final = re.compile(
     r"connect|time(?:d|s)? ?out|temporar|unavailable|in use\b|\bbusy|locked|reset|refused|name resolution|gaierror"
-    r"|network|\bSSL|\bHTTP|Too Many Requests|try again|retry|stale file|input/output|NCCL|CUDA|HIP error|driver",
+    r"|network|\bSSL|HTTP|Too Many Requests|try again|retry|stale file|input/output|NCCL|CUDA|HIP error|driver",
     re.IGNORECASE,
 )
 _NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -95,7 +95,7 @@ def judge_by_status(
 def _before_it_began(ending: Ending, has_begun: bool) -> tuple[Kind, str]:
     if ending.returncode == 0:
         return "completed", "nothing was left to do"
-    if ending.returncode == _BAD_CALL and not has_begun:
+    if ending.returncode == BAD_CALL and not has_begun:
         return "refused", _last_words(ending)
     return _kind_by_output(ending)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 
 from ci_llm.supervisor import patterns
 from ci_llm.supervisor.evidence import RECENT_LINES, Evidence, LineSplitter
-from ci_llm.supervisor.patterns import WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
+from ci_llm.supervisor.patterns import OwnPatterns, WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
 from tests.supervisor.trainer_lines import ROOMY, SHORT_OF_MEMORY, SICK, WELL, Lines
 
 NONFINITE = [
@@ -135,7 +136,7 @@ PIECES = (
         "'loss': ",
     ),
     *("best_", "if ", "out of memory ", "Error: ", "RuntimeError: a ", "10G 1 ", "a.", "A", "1 ", " ", "([("),
-    *("\x1b[", "\x1b]"),
+    *("\x1b[", "\x1b]", "nan" + " " * 5000, "│" + " " * 5000, "│ 1 │"),
 )
 
 
@@ -214,6 +215,33 @@ def test_a_line_without_end_is_cut() -> None:
         splitter.feed(b"x" * 1000)
     assert max(map(len, lines)) < 10_000
     assert sum(map(len, lines)) > 90_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "│ ❱ 12 │   │   raise ValueError('loss is nan')                │",
+        "│   13 │   │   print(f'CUDA out of memory')                   │",
+    ],
+)
+def test_source_around_an_exception_is_not_what_happened(line: str) -> None:
+    assert not patterns.worth_a_look(line)
+
+
+def test_what_stands_late_in_a_long_line_is_heard() -> None:
+    evidence = Evidence()
+    LineSplitter(evidence.note).feed(b"x" * 10_000 + b" loss=nan \n")
+    assert evidence.nonfinite is not None
+
+
+def test_own_patterns_stand_beside_the_known_ones() -> None:
+    own = OwnPatterns((re.compile("^blown up"),), (re.compile("card is full"),))
+    evidence = Evidence(own)
+    evidence.note("\x1b[31mblown up\x1b[0m at step 3")
+    evidence.note("the card is full")
+    evidence.note("Loss=nan")
+    assert (evidence.nonfinite, evidence.out_of_memory) == ("blown up at step 3", "the card is full")
+    assert evidence.ended_out_of_memory
 
 
 def test_the_first_sign_and_the_last_lines_are_kept() -> None:

@@ -194,7 +194,10 @@ pkg.errors.Boom: bad value"""
     [
         (HYDRA, "ValueError: bad value 1"),
         (HYDRA_BEFORE_THE_SCRIPT, "Could not override 'foo'."),
-        ("Cannot find primary config 'nope'. Check it.\n\nConfig search path:\n\tprovider=x", "Cannot find primary config 'nope'. Check it."),
+        (
+            "Cannot find primary config 'nope'. Check it.\n\nConfig search path:\n\tprovider=x",
+            "Cannot find primary config 'nope'. Check it.",
+        ),
         (HYDRA_CHOICE, "In 'config': Could not find 'db/oracle'"),
         (
             HYDRA_INSTANTIATE,

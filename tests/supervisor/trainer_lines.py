@@ -131,7 +131,7 @@ SICK: Final[Lines] = (
     ),
     (
         "Megatron-LM, which leaves a NaN loss out",
-        " iteration 5426/250000 | global batch size: 8 | loss scale: 1.0 | grad norm: nan | number of nan iterations: 0 |",
+        " iteration 5426/25000 | batch size: 8 | loss scale: 1.0 | grad norm: nan | number of nan iterations: 0 |",
     ),
     (
         "Megatron-LM",
@@ -160,6 +160,9 @@ SICK: Final[Lines] = (
     ("a loop", "found 3 NaN losses"),
     ("a loop", "WARNING: non-finite loss encountered"),
     ("a loop", "Epoch 0 NaN loss detected"),
+    ("a loop", "AssertionError: Loss is NaN/Inf on large input"),
+    ("a loop", "RuntimeError: Detected NaN loss at step 17."),
+    ("a loop", "max_entropy_loss: nan"),
 )
 
 WELL: Final[Lines] = (
@@ -219,6 +222,9 @@ WELL: Final[Lines] = (
     ("a loop", "number of NaN losses: 0"),
     ("a loop", "best val loss: inf"),
     ("a loop", "best/val/loss=nan"),
+    ("a loop", "best_value_loss=inf"),
+    ("a loop", "Skipping step 3 with NaN loss"),
+    ("a loop", "global_align_loss=infer"),
     ("a loop", "prev_loss: inf, loss: 0.3"),
     ("a loop", "loss_scale=inf"),
     ("a loop", "loss_std: nan"),
