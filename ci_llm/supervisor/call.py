@@ -145,14 +145,15 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a key that shrinks with the batch; repeatable",
     )
+    says = parser.add_argument_group("what its output says")
     for failure in ("nonfinite", "out-of-memory"):
-        what.add_argument(
+        says.add_argument(
             f"--{failure}-pattern",
             metavar="REGEX",
             type=_regex,
             action="append",
             default=[],
-            help=f"a line that matches is taken as {failure}, beside what is known; repeatable",
+            help=f"a line that matches means {failure}, as the known ones do; repeatable",
         )
     how = parser.add_argument_group("how far to go")
     how.add_argument(

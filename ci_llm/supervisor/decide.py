@@ -145,7 +145,7 @@ def _cut_batch(outcome: Outcome, policy: Policy) -> Decision:
 
 def _try_again(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Decision:
     if _is_the_same_again(history, outcome, policy):
-        return _give_up(f"the same crash twice within {policy.early_s:g} s, {outcome.detail}")
+        return _give_up(f"the same crash twice, each within {policy.early_s:g} s: {outcome.detail}")
     in_vain = _attempts_in_vain(history, outcome)
     if in_vain >= policy.patience:
         return _give_up(f"{in_vain} attempts in a row without progress")

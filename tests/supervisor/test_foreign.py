@@ -135,7 +135,7 @@ def test_the_same_crash_at_the_start_is_tried_twice_and_told(folder: Path) -> No
         assert terminal.wait() == 1, terminal.text
     told = log_of(folder)
     exception = "ModuleNotFoundError: No module named 'no_such_module'"
-    assert f"giving up: the same crash twice within 60 s, exit code 1: {exception}" in told
+    assert f"giving up: the same crash twice, each within 60 s: exit code 1: {exception}" in told
     assert "attempt 3" not in told
 
 
