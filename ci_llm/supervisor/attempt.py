@@ -56,12 +56,21 @@ class Attempt:
     """A running command; a context manager at whose end nothing of it is left.
 
     Args:
+        evidence: collects what the output says.
         grace_s: seconds between the order to end and the kill.
         wake_fd: a file that becomes readable when `orders` have something new.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, grace_s: float, wake_fd: int) -> None:
-        self.evidence = Evidence()
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        evidence: Evidence,
+        grace_s: float,
+        wake_fd: int,
+    ) -> None:
+        self.evidence = evidence
         self.relay = Relay(self._splitter)
         self._wake_fd = wake_fd
         self._ending = Ending(self.evidence)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.decide import Policy
+from ci_llm.supervisor.patterns import OwnPatterns
 
 _DESCRIPTION = """Run a training until it is done: watch its output, and after a failure launch it again, with a smaller
 learning rate after NaN, a smaller batch after out of memory. The configuration is never changed, and no process is left
@@ -48,6 +50,7 @@ class Call:
     lr_key: str | None = None
     batch_size_key: str | None = None
     scale_with_batch: tuple[str, ...] = ()
+    own_patterns: OwnPatterns = field(default_factory=OwnPatterns)
 
     def options_for_other_scripts(self) -> list[str]:
         """The options given that say how a script that is not ours gets its configuration."""
@@ -57,6 +60,8 @@ class Call:
             "--lr-key": self.lr_key,
             "--batch-size-key": self.batch_size_key,
             "--scale-with-batch": self.scale_with_batch,
+            "--nonfinite-pattern": self.own_patterns.nonfinite,
+            "--out-of-memory-pattern": self.own_patterns.out_of_memory,
         }
         return [option for option, value in given.items() if value]
 
@@ -96,6 +101,7 @@ def read_call(arguments: Sequence[str]) -> Call:
         lr_key=known.lr_key,
         batch_size_key=known.batch_size_key,
         scale_with_batch=tuple(known.scale_with_batch),
+        own_patterns=OwnPatterns(tuple(known.nonfinite_pattern), tuple(known.out_of_memory_pattern)),
     )
 
 
@@ -139,6 +145,16 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a key that shrinks with the batch; repeatable",
     )
+    says = parser.add_argument_group("what its output says")
+    for failure in ("nonfinite", "out-of-memory"):
+        says.add_argument(
+            f"--{failure}-pattern",
+            metavar="REGEX",
+            type=_regex,
+            action="append",
+            default=[],
+            help=f"a line that matches means {failure}, as the known ones do; repeatable",
+        )
     how = parser.add_argument_group("how far to go")
     how.add_argument(
         "--max-retries", type=_at_least(int, 0), default=10, metavar="N", help="attempts after the first; 10"
@@ -172,6 +188,13 @@ def _positive(text: str) -> float:
 
 
 _positive.__name__ = "positive number"
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"not a regular expression, {error}: {text}") from error
 
 
 def _refuse_near_misses(words: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,7 @@ class Policy:
         reduction: divides the learning rate after non-finite values, the batch after out of memory.
         patience: attempts in a row that change nothing and bring nothing, after which it gives up.
         lasting_s: a script that reports no steps has made progress if it ran this long.
+        early_s: the same crash twice in a row, each within this time, will come a third time.
         first_wait_s, disk_wait_s: the first pause after a crash and after a full disk; doubled each time.
         longest_wait_s: where doubling ends.
     """
@@ -46,6 +47,7 @@ class Policy:
     reduction: float = 1.5
     patience: int = 3
     lasting_s: float = 600.0
+    early_s: float = 60.0
     first_wait_s: float = 5.0
     disk_wait_s: float = 60.0
     longest_wait_s: float = 600.0
@@ -61,6 +63,8 @@ class Outcome:
         progress: the attempt brought something that stays: a newer checkpoint, or a long time of running.
         learning_rate, batch_size: what it ran with; None where nobody knows, and then neither can be cut.
         good_step: the newest step whose checkpoint counts as good after non-finite values, of a run that can go back.
+        fault: the exception of a crash, where a later attempt may well meet it again, without the numbers in it.
+        duration_s: how long it ran.
     """
 
     kind: Kind
@@ -70,6 +74,8 @@ class Outcome:
     learning_rate: float | None = None
     batch_size: int | None = None
     good_step: int | None = None
+    fault: str | None = None
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,8 @@ def _cut_batch(outcome: Outcome, policy: Policy) -> Decision:
 
 
 def _try_again(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Decision:
+    if _is_the_same_again(history, outcome, policy):
+        return _give_up(f"the same crash twice, each within {policy.early_s:g} s: {outcome.detail}")
     in_vain = _attempts_in_vain(history, outcome)
     if in_vain >= policy.patience:
         return _give_up(f"{in_vain} attempts in a row without progress")
@@ -146,6 +154,13 @@ def _try_again(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> 
         return Decision("relaunch", _WORDS[outcome.kind])
     first = policy.disk_wait_s if outcome.kind == "disk_full" else policy.first_wait_s
     return Decision("wait", _WORDS[outcome.kind], wait_s=min(first * 2.0**doublings, policy.longest_wait_s))
+
+
+def _is_the_same_again(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> bool:
+    """Whether two attempts in a row, between which nothing was changed, ended at once and by the same exception."""
+    twice = (*history[-1:], outcome)
+    early = all(one.kind == "crashed" and not one.progress and one.duration_s <= policy.early_s for one in twice)
+    return len(twice) == 2 and early and outcome.fault is not None and twice[0].fault == outcome.fault
 
 
 def _attempts_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:

@@ -41,6 +41,7 @@ class ForeignScript:
     def __init__(self, call: Call) -> None:
         self._call = call
         self.grace_s = GRACE_S if call.grace_s is None else call.grace_s
+        self.own_patterns = call.own_patterns
         self._words = list(call.words)
         self._command = list(call.command)
         if not self._command and not call.script.is_file():

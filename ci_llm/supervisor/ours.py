@@ -29,7 +29,8 @@ from ci_llm.supervisor import tree
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.decide import Decision, Outcome
 from ci_llm.supervisor.evidence import Evidence
-from ci_llm.supervisor.verdict import judge_by_status
+from ci_llm.supervisor.patterns import OwnPatterns
+from ci_llm.supervisor.verdict import BAD_CALL, fault, judge_by_status
 
 GRACE_S: Final = 120.0
 HANG_AFTER_S: Final = 2 * VANISHED_AFTER_S
@@ -50,6 +51,7 @@ class OurRun:
     """
 
     starts_anew = False
+    own_patterns = OwnPatterns()  # it tells in status.json
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
@@ -129,6 +131,8 @@ class OurRun:
             learning_rate=self._config.learning_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
             good_step=self._good_step(cause) if kind == "nonfinite" else None,
+            fault=fault(kind, f"{cause.reason}: {cause.message}" if cause else _exception_before_it_began(ending)),
+            duration_s=ending.duration_s,
         )
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
@@ -202,3 +206,8 @@ class OurRun:
         if status is None or self._before is None:
             return status
         return status if (status.attempt, status.pid) != (self._before.attempt, self._before.pid) else None
+
+
+def _exception_before_it_began(ending: Ending) -> str | None:
+    """What the output tells; a refusal is none, because another writer may hold the folder for a minute."""
+    return None if ending.returncode == BAD_CALL else ending.evidence.exception

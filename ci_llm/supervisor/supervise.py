@@ -93,9 +93,10 @@ class Supervision:
         environment, command = self._training.environment(), self._training.command()
         self._story.say(f"attempt {number} of {most}: {shlex.join(command)}")
         self._interrupts.plan = f"ending attempt {number}"
-        attempt = Attempt(command, environment, grace_s=self._training.grace_s, wake_fd=self._wake_fd)
-        with attempt:
-            ending = attempt.run(lambda: self._orders(attempt.evidence))
+        evidence = Evidence(self._training.own_patterns)
+        grace_s = self._training.grace_s
+        with Attempt(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as attempt:
+            ending = attempt.run(lambda: self._orders(evidence))
         self._interrupts.plan = "launching nothing more"
         return ending
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from ci_llm.supervisor.attempt import Ending, Order
 from ci_llm.supervisor.decide import Decision, Outcome
 from ci_llm.supervisor.evidence import Evidence
+from ci_llm.supervisor.patterns import OwnPatterns
 
 
 class Training(Protocol):
@@ -16,10 +17,12 @@ class Training(Protocol):
     Attributes:
         grace_s: seconds from the order to end until the kill.
         starts_anew: an attempt that failed leaves nothing that a later one goes on with, tracker runs included.
+        own_patterns: what its output says in words of its own.
     """
 
     grace_s: float
     starts_anew: bool
+    own_patterns: OwnPatterns
 
     def begin(self) -> list[str]:
         """Clear away what a supervisor left that was killed; returns what is supervised, in lines for people."""

@@ -58,11 +58,23 @@ def test_folder_and_name_default_to_configs_and_config(words: list[str], path: P
         ["--no-delete-wandb-run"],
         ["--train-scripts", "x"],
         ["--config", "a.yaml", "--config-name", "b"],
+        ["--nonfinite-pattern", "(open"],
     ],
 )
 def test_a_wrong_option_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         read_call(words)
+
+
+def test_own_patterns_are_regular_expressions() -> None:
+    call = read_call(
+        ["--nonfinite-pattern", "^blown", "--nonfinite-pattern", "gone", "--out-of-memory-pattern", "full$"]
+    )
+    assert call.own_patterns.nonfinite_in("blown up")
+    assert call.own_patterns.nonfinite_in("it is gone")
+    assert not call.own_patterns.nonfinite_in("not blown")
+    assert call.own_patterns.out_of_memory_in("the card is full")
+    assert call.options_for_other_scripts() == ["--nonfinite-pattern", "--out-of-memory-pattern"]
 
 
 def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:

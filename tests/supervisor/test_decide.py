@@ -127,6 +127,37 @@ def test_three_attempts_in_vain_are_enough(kind: Kind) -> None:
     assert "3 attempts in a row without progress" in decision.why
 
 
+SAME = "ImportError: no module named flash_attn"
+
+
+def crashed(fault: str | None = SAME, duration_s: float = 2.0, *, progress: bool = False) -> Outcome:
+    return Outcome("crashed", f"exit code 1: {fault}", fault=fault, duration_s=duration_s, progress=progress)
+
+
+@pytest.mark.parametrize(
+    ("history", "outcome", "gives_up"),
+    [
+        ([], crashed(), False),
+        ([crashed()], crashed(), True),
+        ([ran("nonfinite"), crashed()], crashed(), True),
+        ([crashed("KeyError: 'x'")], crashed(), False),
+        ([crashed(None)], crashed(None), False),  # nobody knows why, or it may pass by itself
+        ([crashed(duration_s=61.0)], crashed(), False),
+        ([crashed()], crashed(duration_s=61.0), False),
+        ([crashed(progress=True)], crashed(), False),
+        ([crashed()], crashed(progress=True), False),
+        ([crashed(), ran("killed")], crashed(), True),  # three in a row without progress
+        ([crashed(), ran("nonfinite")], crashed(), False),  # something was changed in between
+    ],
+)
+def test_the_same_early_crash_twice_is_enough(history: list[Outcome], outcome: Outcome, gives_up: bool) -> None:
+    assert (decide(history, outcome, Policy()).exit_code == 1) == gives_up
+
+
+def test_the_exception_is_in_the_reason() -> None:
+    assert SAME in decide([crashed()], crashed(), Policy()).why
+
+
 def test_progress_starts_the_count_anew() -> None:
     history = [ran("killed"), ran("killed", progress=True), ran("killed")]
     assert decide(history, ran("killed"), Policy()).exit_code is None

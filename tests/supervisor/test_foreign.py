@@ -129,6 +129,24 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     assert "    half way" in told
 
 
+def test_the_same_crash_at_the_start_is_tried_twice_and_told(folder: Path) -> None:
+    (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
+    with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    told = log_of(folder)
+    exception = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert f"giving up: the same crash twice, each within 60 s: exit code 1: {exception}" in told
+    assert "attempt 3" not in told
+
+
+def test_nan_in_words_of_ones_own(folder: Path) -> None:
+    (folder / "own.py").write_text("print('blown up')\n")
+    words = ["--nonfinite-pattern", "blown up$", "--train-script", "own.py", "--max-retries", 1]
+    with Terminal(*words, cwd=folder) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    assert "nonfinite: blown up" in log_of(folder)
+
+
 def test_bytes_pass_unchanged_and_both_streams_are_terminals(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "bar.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
