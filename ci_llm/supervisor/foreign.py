@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from ci_llm.supervisor.verdict import judge_by_output
 
 GRACE_S: Final = 10.0
 MAX_REQUEUES: Final = 100
+_HINT: Final = "another key may set the rate (--lr-key names it), or a checkpoint that the script resumes from"
 
 
 class ForeignScript:
@@ -38,10 +40,9 @@ class ForeignScript:
         ConfigError: script or configuration cannot be found, or a key that was named is in neither.
     """
 
-    starts_anew = True
-
     def __init__(self, call: Call) -> None:
         self._call = call
+        self.starts_anew = not (call.on_retry or call.checkpoint)
         self.grace_s = GRACE_S if call.grace_s is None else call.grace_s
         if call.stop_signal is not None:
             signal_number(call.stop_signal)
@@ -66,6 +67,8 @@ class ForeignScript:
         self._batch_key = settings.find_key(call.batch_size_key, "--batch-size-key", BATCH_SIZE_KEYS)
         self._scaled_keys = settings.find_scaled_keys(call.scale_with_batch)
         self._cuts = CutWatch(number(self._value(self._lr_key)))
+        self._doubt: str | None = None
+        self._hint: str | None = _HINT
 
     # What is run
 
@@ -78,6 +81,8 @@ class ForeignScript:
             lines.append("no learning rate found: NaN cannot be helped (name its key by --lr-key)")
         if self._batch_key is None:
             lines.append("no batch size found: out of memory cannot be helped (name its key by --batch-size-key)")
+        if resuming := self._resumption.words():
+            lines.append(f"the script goes on: {shlex.join(resuming)} (to begin anew, move its checkpoints away)")
         leftovers = self._temporary.sweep() if self._temporary else []
         return lines + [f"removed {path}, left by a supervisor that was killed" for path in leftovers]
 
@@ -120,12 +125,15 @@ class ForeignScript:
             batch_size=integer(self._value(self._batch_key)),
             lasting_s=self._call.policy.lasting_s,
         )
-        doubt = self._cuts.doubt(rate, ending.evidence.learning_rate)
+        doubt = self._doubt = self._cuts.doubt(rate, ending.evidence.learning_rate)
         return replace(
             outcome,
-            progress=outcome.progress or self._resumption.newest() != self._checkpoint_before,
+            progress=outcome.progress or (outcome.kind != "nonfinite" and self._has_saved()),
             detail="; ".join(filter(None, (outcome.detail, doubt and f"the cut is not believed: {doubt}"))),
         )
+
+    def _has_saved(self) -> bool:
+        return self._resumption.newest() != self._checkpoint_before
 
     # What is adjusted
 
@@ -139,6 +147,9 @@ class ForeignScript:
             new[self._batch_key] = str(decision.batch_size)
             new |= self._scaled()
         lines = [f"{key}: {self._value(key)} -> {value}" for key, value in new.items()]
+        if self._doubt and self._hint:
+            lines.append(self._hint)
+            self._hint = None  # once is enough
         self._adjusted |= new
         in_copy = {key: value for key, value in self._adjusted.items() if self._goes_into_copy(key)}
         if new and in_copy and self._temporary is not None:

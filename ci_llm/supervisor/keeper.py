@@ -79,10 +79,10 @@ def _keep(command: list[str], orders: _Orders, report_fd: int, grace_s: float) -
 
 
 def _end(number: int, grace_s: float, session: int, orders: _Orders) -> list[str]:
-    """End the command by a signal. Where TERM is not that signal, what is left after the grace hears it as well."""
+    """End the command by a signal. What is deaf to it, as a job in the background of a shell is to INT, is then asked
+    by TERM, and has the grace once more."""
     if number not in (_TERM, _KILL):
         tree.ask(number, grace_s, session=session, insisted=orders.insisted)
-        grace_s = min(grace_s, _SETTLE_S)
     return tree.end(grace_s, session=session, insisted=orders.insisted)
 
 

@@ -37,8 +37,8 @@ class Resumption:
                 where=f"--on-retry {on_retry}",
                 cure="--checkpoint 'out/checkpoint-*' says what the script's checkpoints look like",
             )
-        job = read_job(environ)
-        self._retries = job is not None and job.restarts > 0
+        self._job = read_job(environ)
+        self._retries = self._job is not None and self._job.restarts > 0
 
     def note_retry(self) -> None:
         """From now on every attempt is a second one."""
@@ -61,11 +61,13 @@ class Resumption:
         """What the same call does after an interruption, as the end of a sentence."""
         if not self._words:
             return "the script begins anew next time, unless it resumes by itself (--on-retry can tell it to)"
-        if words := self.words() if self._pattern else []:
+        if self._pattern is None:
+            told = shlex.join(self._words)
+            put_back = "" if self._job is None else ", which a job gets that SLURM puts back"
+            return f"the same command begins anew; with {told} it goes on{put_back}"
+        if words := self.words():
             return f"the same command goes on, with {shlex.join(words)}"
-        if self._pattern:
-            return f"the same command begins anew, for there is no {self._pattern}"
-        return f"the same command begins anew; with {shlex.join(self._words)} it goes on"
+        return f"the same command begins anew, for there is no {self._pattern}"
 
 
 def _split(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +13,7 @@ from ci_llm.supervisor.overrides import overrides, value_of
 LEARNING_RATE_KEYS: Final = ("training.learning_rate", "learning_rate")
 BATCH_SIZE_KEYS: Final = ("training.meta_batch_size", "training.batch_size", "batch_size")
 _SCALED_KEY: Final = ("training.", ".constant_product")
-_SWEEPER: Final = "hydra.sweeper.params."
+_SWEEPER: Final = "hydra.sweeper.params"
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,10 @@ class Settings:
         """What Hydra's sweeper sets the key to in a multirun."""
         if not self._is_multirun():
             return None
-        swept = _SWEEPER + key
-        return value_of(self.line, swept) or self.in_file.get(swept) or self.in_groups.get(swept)
+        dotted = f"{_SWEEPER}.{key}"
+        in_braces = re.search(rf"[{{,]\s*{re.escape(key)}\s*:([^,}}]+)", value_of(self.line, _SWEEPER) or "")
+        on_line = in_braces[1].strip() if in_braces else value_of(self.line, dotted)
+        return on_line or self.in_file.get(dotted) or self.in_groups.get(dotted)
 
     def find_key(self, named: str | None, option: str, usual: Iterable[str]) -> str | None:
         """The key that was named, or the first usual one that has a number.
