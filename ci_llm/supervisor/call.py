@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
   python safe_train.py --train-script fit.py --config-flag --config --config my.yaml --lr-key optim.lr
   python safe_train.py --lr-key lr -- python fit.py --lr 1e-3
   python safe_train.py --config my.yaml --lr-key optim.lr -- accelerate launch fit.py my.yaml
-  python safe_train.py --on-retry --init_from=resume --checkpoint out/ckpt.pt -- python train.py config/gpt2.py
+  python safe_train.py --on-retry --init_from=resume --goes-on-from out/ckpt.pt -- python train.py config/gpt2.py
 
 exit codes: 0 completed, 2 bad call, 75 interrupted (run me again), 1 gave up, 130 aborted by a second
 Ctrl-C"""
@@ -35,7 +35,7 @@ class Call:
     Attributes:
         words: key=value and everything else that is not ours; passed on.
         command: what stood after `--`.
-        config, config_path, config_name, config_flag, lr_key, batch_size_key, on_retry, checkpoint, stop_signal: None
+        config, config_path, config_name, config_flag, lr_key, batch_size_key, on_retry, goes_on_from, stop_signal: None
             where not given.
     """
 
@@ -54,7 +54,7 @@ class Call:
     scale_with_batch: tuple[str, ...] = ()
     override_style: str = "hydra"
     on_retry: str | None = None
-    checkpoint: str | None = None
+    goes_on_from: str | None = None
     stop_signal: str | None = None
 
     @property
@@ -75,7 +75,7 @@ class Call:
             "--scale-with-batch": self.scale_with_batch,
             "--override-style": self.override_style != "hydra",
             "--on-retry": self.on_retry,
-            "--checkpoint": self.checkpoint,
+            "--goes-on-from": self.goes_on_from,
             "--stop-signal": self.stop_signal,
         }
         return [option for option, value in given.items() if value]
@@ -117,7 +117,7 @@ def read_call(arguments: Sequence[str]) -> Call:
         scale_with_batch=tuple(known.scale_with_batch),
         override_style=known.override_style,
         on_retry=known.on_retry,
-        checkpoint=known.checkpoint,
+        goes_on_from=known.goes_on_from,
         stop_signal=known.stop_signal,
     )
 
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     again = parser.add_argument_group("how another script goes on from its own checkpoints")
     again.add_argument("--on-retry", metavar="WORDS", help="what it gets in addition from the second attempt on")
     again.add_argument(
-        "--checkpoint",
+        "--goes-on-from",
         metavar="GLOB",
         help="its checkpoints: WORDS are given whenever there is one, {checkpoint} in them is the newest",
     )

@@ -42,7 +42,7 @@ class ForeignScript:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self.starts_anew = not (call.on_retry or call.checkpoint)
+        self.starts_anew = not (call.on_retry or call.goes_on_from)
         self.grace_s = GRACE_S if call.grace_s is None else call.grace_s
         if call.stop_signal is not None:
             signal_number(call.stop_signal)
@@ -57,7 +57,7 @@ class ForeignScript:
         self._digest = _digest(self._original)
         self._temporary = TemporaryConfigs(self._original) if self._original else None
         self._in_use = self._original
-        self._resumption = Resumption(call.on_retry, call.checkpoint)
+        self._resumption = Resumption(call.on_retry, call.goes_on_from)
         self._checkpoint_before = self._resumption.newest()
         self._line = self._given_line()
         self._adjusted: dict[str, str] = {}

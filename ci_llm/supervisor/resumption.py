@@ -18,24 +18,24 @@ _NEWEST: Final = "{checkpoint}"
 class Resumption:
     """The words of --on-retry, and when they are due.
 
-    Without --checkpoint that is from the second attempt on, and from the first of a job that SLURM has put back. With
+    Without --goes-on-from that is from the second attempt on, and from the first of a job that SLURM has put back. With
     it, whenever a file or folder matches: the first attempt of a call then goes on from what an earlier call left.
 
     Args:
         on_retry: the words as typed; `{checkpoint}` in them stands for the newest match.
-        checkpoint: a glob pattern.
+        goes_on_from: a glob pattern of its checkpoints.
 
     Raises:
         ConfigError: the words cannot be read, or name a checkpoint that nobody can find.
     """
 
-    def __init__(self, on_retry: str | None, checkpoint: str | None, environ: Mapping[str, str] = os.environ) -> None:
-        self._words, self._pattern = _split(on_retry or ""), checkpoint
-        if checkpoint is None and any(_NEWEST in word for word in self._words):
+    def __init__(self, on_retry: str | None, goes_on_from: str | None, environ: Mapping[str, str] = os.environ) -> None:
+        self._words, self._pattern = _split(on_retry or ""), goes_on_from
+        if goes_on_from is None and any(_NEWEST in word for word in self._words):
             raise ConfigError(
                 f"{_NEWEST} stands for nothing",
                 where=f"--on-retry {on_retry}",
-                cure="--checkpoint 'out/checkpoint-*' says what the script's checkpoints look like",
+                cure="--goes-on-from 'out/checkpoint-*' says what the script's checkpoints look like",
             )
         self._job = read_job(environ)
         self._retries = self._job is not None and self._job.restarts > 0

@@ -48,6 +48,13 @@ def test_folder_and_name_default_to_configs_and_config(
 
 
 @pytest.mark.parametrize(
+    "word", ["--checkpoint=a", "--checkpoint_path=a", "--checkpoint-dir", "--resume_from=a", "--signal=a", "--style=b"]
+)
+def test_what_scripts_call_their_own_options_is_passed_on(word: str) -> None:
+    assert read_call([word]).words == (word,)
+
+
+@pytest.mark.parametrize(
     ("words", "on_retry", "command"),
     [
         (["--on-retry", "--init_from=resume", "--", "fit"], "--init_from=resume", ("fit",)),

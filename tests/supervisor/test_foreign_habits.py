@@ -247,7 +247,7 @@ def test_words_for_the_second_attempt_let_a_script_go_on_from_its_checkpoint(tmp
 @pytest.mark.slow
 def test_before_there_is_a_checkpoint_a_script_is_not_told_to_go_on_from_it(tmp_path: Path) -> None:
     (tmp_path / "faults").write_text("0 25")
-    words = ["--on-retry", "--init_from=resume", "--checkpoint", "out/ck*"]
+    words = ["--on-retry", "--init_from=resume", "--goes-on-from", "out/ck*"]
     told = run(tmp_path, *words, "--", *GPT)
     assert begins(told) == ["scratch at step 0", "scratch at step 0", "resume at step 20"]
 
@@ -256,7 +256,7 @@ def test_before_there_is_a_checkpoint_a_script_is_not_told_to_go_on_from_it(tmp_
 def test_a_checkpoint_that_an_earlier_call_left_is_gone_on_from(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ckpt").write_text("30")
-    told = run(tmp_path, "--on-retry", "--init_from=resume", "--checkpoint", "out/ckpt", "--", *GPT)
+    told = run(tmp_path, "--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT)
     assert "the script goes on: --init_from=resume (to begin anew, move its checkpoints away)" in told
     assert begins(told) == ["resume at step 30"]
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_an_earlier_call_left_is_gone_on_from(tmp_path: Path) 
 def test_new_checkpoints_are_progress(tmp_path: Path) -> None:
     """Five crashes in a row, and each attempt came further than the one before."""
     (tmp_path / "faults").write_text("11 21 31 41 51")
-    words = ["--on-retry", "--init_from=resume", "--checkpoint", "out/ckpt", "--", *GPT, "--max_iters=60"]
+    words = ["--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT, "--max_iters=60"]
     assert "resume at step 50" in run(tmp_path, *words)
 
 
