@@ -34,6 +34,7 @@ class Policy:
         max_retries: attempts after the first.
         min_learning_rate, min_batch_size: what a cut never goes below.
         reduction: divides the learning rate after non-finite values, the batch after out of memory.
+        hard_reduction: divides the learning rate once `patience` cuts in a row were in vain.
         patience: attempts in a row that change nothing and bring nothing, after which it gives up.
         lasting_s: a script that reports no steps has made progress if it ran this long.
         early_s: the same crash twice in a row, each within this time, will come a third time.
@@ -45,6 +46,7 @@ class Policy:
     min_learning_rate: float = 1e-6
     min_batch_size: int = 1
     reduction: float = 1.5
+    hard_reduction: float = 10.0
     patience: int = 3
     lasting_s: float = 600.0
     early_s: float = 60.0
@@ -103,13 +105,13 @@ def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Deci
     if outcome.kind == "completed":
         return Decision("finish", "completed", exit_code=0)
     if outcome.stopping or outcome.kind == "interrupted":
-        return Decision("requeue", "interrupted: the same command goes on", exit_code=75)
+        return Decision("requeue", "interrupted", exit_code=75)
     if outcome.kind == "refused":
         return Decision("give up", "the call or the configuration must change", exit_code=2)
     if len(history) >= policy.max_retries:
         return _give_up(f"all {policy.max_retries} retries are used up")
     if outcome.kind == "nonfinite":
-        return _cut_learning_rate(outcome, policy)
+        return _cut_learning_rate(history, outcome, policy)
     if outcome.kind == "out_of_memory":
         return _cut_batch(outcome, policy)
     return _try_again(history, outcome, policy)
@@ -119,16 +121,18 @@ def _give_up(why: str) -> Decision:
     return Decision("give up", why, exit_code=1)
 
 
-def _cut_learning_rate(outcome: Outcome, policy: Policy) -> Decision:
+def _cut_learning_rate(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Decision:
     rate = outcome.learning_rate
     if rate is None:
         return _give_up("non-finite values, and no learning rate is known that could be cut")
     if rate <= policy.min_learning_rate:
         return _give_up(f"non-finite values at {rate:.3g}, and the learning rate may not go below it")
+    cuts_in_vain = len(list(takewhile(lambda one: one.kind == "nonfinite" and not one.progress, reversed(history))))
+    reduction = policy.reduction if cuts_in_vain < policy.patience else policy.hard_reduction
     return Decision(
         "relaunch",
         "non-finite values",
-        learning_rate=max(rate / policy.reduction, policy.min_learning_rate),
+        learning_rate=max(rate / reduction, policy.min_learning_rate),
         resume_at_most_step=outcome.good_step,
     )
 

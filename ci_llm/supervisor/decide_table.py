@@ -13,6 +13,7 @@ _VAIN: Final = (_RAN, _RAN)
 _EARLY: Final = replace(
     _RAN, detail="exit code 1: ImportError: no torch", fault="ImportError: no torch", duration_s=2.0
 )
+_CUT: Final = replace(_RAN, kind="nonfinite")
 
 #: (how the attempt ended, the situation, attempts before it, its outcome), row by row.
 CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
@@ -28,6 +29,7 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
         (),
         replace(_RAN, kind="nonfinite", good_step=250),
     ),
+    ("nonfinite", "after three cuts in vain", (_CUT,) * 3, _CUT),
     ("nonfinite", "near the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1.2e-6)),
     ("nonfinite", "at the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1e-6)),
     ("nonfinite", "the learning rate is unknown", (), replace(_RAN, kind="nonfinite", learning_rate=None)),

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def supervise(arguments: Sequence[str]) -> int:
-    """`python safe_train.py ...`; returns the exit code: 0 completed, 2 bad call, 75 interrupted, 1 gave up.
+    """`python safe_train.py ...`; returns the exit code: 0 completed, 2 bad call, 75 interrupted, 1 gave up,
+    130 aborted by a second Ctrl-C.
 
     Raises:
         BadInput: the call is wrong, and nothing was launched.
@@ -33,7 +34,7 @@ def supervise(arguments: Sequence[str]) -> int:
 
 def _supervise(call: Call) -> int:
     # Loaded here, so that --help answers at once.
-    from ci_llm.interrupts import STOP_SIGNALS, Interrupts
+    from ci_llm.interrupts import ABORTED_EXIT_CODE, STOP_SIGNALS, Interrupts
     from ci_llm.supervisor import tree
     from ci_llm.supervisor.story import LOG_NAME, Story
     from ci_llm.supervisor.supervise import Supervision
@@ -63,7 +64,7 @@ def _supervise(call: Call) -> int:
             return supervision.run()
         except KeyboardInterrupt:  # the second Ctrl-C
             story.say("aborted")
-            return 1
+            return ABORTED_EXIT_CODE
 
 
 def _training(call: Call) -> Training:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ci_llm.supervisor import patterns
+from ci_llm.supervisor.printed_rate import printed_rate
 from ci_llm.supervisor.tracebacks import EMPTY_WORDS, Tracebacks
 
 #: With exit code 0, running out of memory counts only among the last lines: who goes on after it has recovered.
@@ -44,6 +45,7 @@ class Evidence:
 
     Attributes:
         nonfinite, out_of_memory, killed: the first line that said so.
+        learning_rate: the last one that it printed, as it stands there.
         wandb_runs: the runs it named, by id; `wandb_resumed`: they existed before.
         last_lines: the end of the output, for people.
     """
@@ -54,6 +56,7 @@ class Evidence:
         self.nonfinite: str | None = None
         self.out_of_memory: str | None = None
         self.killed: str | None = None
+        self.learning_rate: str | None = None
         self.wandb_runs: dict[str, patterns.WandbRun] = {}
         self.wandb_resumed = False
         self.last_lines: deque[str] = deque(maxlen=RECENT_LINES)
@@ -92,6 +95,7 @@ class Evidence:
             self._note_nonfinite(line)
         if self._own.out_of_memory_in(line):
             self._note_out_of_memory(line)
+        self.learning_rate = printed_rate(line) or self.learning_rate
         if patterns.worth_a_look(line):
             self._examine(line)
 

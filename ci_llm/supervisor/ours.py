@@ -26,7 +26,7 @@ from ci_llm.status import (
     read_status,
 )
 from ci_llm.supervisor import tree
-from ci_llm.supervisor.attempt import Ending, Order
+from ci_llm.supervisor.attempt import Ending
 from ci_llm.supervisor.decide import Decision, Outcome
 from ci_llm.supervisor.evidence import Evidence
 from ci_llm.supervisor.patterns import OwnPatterns
@@ -52,6 +52,7 @@ class OurRun:
 
     starts_anew = False
     own_patterns = OwnPatterns()  # it tells in status.json
+    called_again = "the same command goes on"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
@@ -88,7 +89,7 @@ class OurRun:
             **os.environ,
         }
 
-    def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
+    def orders(self, evidence: Evidence) -> tuple[str, str] | None:
         """Kill what gives no sign of life: its heartbeat thread is stuck as well, so that it would not hear a TERM.
 
         The age of a heartbeat is measured here: clocks jump, and those of two machines differ.
@@ -102,7 +103,11 @@ class OurRun:
             return None
         if (sign := (evidence.num_lines, status.heartbeat)) != self._sign:
             self._sign, self._heard_at = sign, now
-        return ("kill", "hang") if now - self._heard_at > HANG_AFTER_S else None
+        return ("SIGKILL", "hang") if now - self._heard_at > HANG_AFTER_S else None
+
+    def stop_signal(self, stop_reason: str) -> str:
+        """The one that every launcher hands on."""
+        return "SIGTERM"
 
     def save_now(self) -> str:
         """Ask the main process of the run for a checkpoint, by the signal that it listens to."""

@@ -34,16 +34,38 @@ def test_the_command_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "path", "name"),
+    ("words", "folder_and_name"),
     [
-        (["--config-path", "d"], Path("d"), "config"),
-        (["--config-name", "n"], Path("configs"), "n"),
-        ([], None, None),
+        (["--config-path", "d"], (Path("d"), "config")),
+        (["--config-name", "n"], (Path("configs"), "n")),
+        ([], None),
     ],
 )
-def test_folder_and_name_default_to_configs_and_config(words: list[str], path: Path | None, name: str | None) -> None:
+def test_folder_and_name_default_to_configs_and_config(
+    words: list[str], folder_and_name: tuple[Path, str] | None
+) -> None:
+    assert read_call(words).folder_and_name == folder_and_name
+
+
+@pytest.mark.parametrize(
+    "word", ["--checkpoint=a", "--checkpoint_path=a", "--checkpoint-dir", "--resume_from=a", "--signal=a", "--style=b"]
+)
+def test_what_scripts_call_their_own_options_is_passed_on(word: str) -> None:
+    assert read_call([word]).words == (word,)
+
+
+@pytest.mark.parametrize(
+    ("words", "on_retry", "command"),
+    [
+        (["--on-retry", "--init_from=resume", "--", "fit"], "--init_from=resume", ("fit",)),
+        (["--on-retry=--resume", "--", "fit", "--on-retry", "-x"], "--resume", ("fit", "--on-retry", "-x")),
+        (["--on-retry", "--resume last", "--", "fit"], "--resume last", ("fit",)),
+        (["--on-retry", "ckpt=last", "--", "fit"], "ckpt=last", ("fit",)),
+    ],
+)
+def test_words_for_the_retry_may_look_like_options(words: list[str], on_retry: str, command: tuple[str, ...]) -> None:
     call = read_call(words)
-    assert (call.config_path, call.config_name) == (path, name)
+    assert (call.on_retry, call.command, call.words) == (on_retry, command, ())
 
 
 @pytest.mark.parametrize(
@@ -55,6 +77,9 @@ def test_folder_and_name_default_to_configs_and_config(words: list[str], path: P
         ["--grace", "-3"],
         ["--grace", "inf"],
         ["--config"],
+        ["--on-retry"],
+        ["--on-retry", "--", "fit"],
+        ["--override-style", "click"],
         ["--no-delete-wandb-run"],
         ["--train-scripts", "x"],
         ["--config", "a.yaml", "--config-name", "b"],
