@@ -332,6 +332,18 @@ def send(pid: int, signal_name: str) -> bool:
     return True
 
 
+def signal_number(name: str) -> int:
+    """The number of "SIGTERM", say; of any signal that a process can be sent, SIGKILL included.
+
+    Raises:
+        ConfigError: this system has no such signal.
+    """
+    number = signal.Signals.__members__.get(name)
+    if number is None:
+        raise ConfigError(f"there is no signal {name!r}", hint=f"for instance {STOP_SIGNALS[0]}")
+    return int(number)
+
+
 def notify_of_parent_death(signal_name: str) -> bool:
     """Ask Linux for a signal when the thread that forked this process ends; False on other systems."""
     if sys.platform != "linux":

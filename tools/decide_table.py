@@ -10,6 +10,10 @@ from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 
 _RAN: Final = Outcome("crashed", learning_rate=2e-4, batch_size=32)
 _VAIN: Final = (_RAN, _RAN)
+_EARLY: Final = replace(
+    _RAN, detail="exit code 1: ImportError: no torch", fault="ImportError: no torch", duration_s=2.0
+)
+_CUT: Final = replace(_RAN, kind="nonfinite")
 
 #: (how the attempt ended, the situation, attempts before it, its outcome), row by row.
 CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
@@ -25,6 +29,7 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
         (),
         replace(_RAN, kind="nonfinite", good_step=250),
     ),
+    ("nonfinite", "after three cuts in vain", (_CUT,) * 3, _CUT),
     ("nonfinite", "near the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1.2e-6)),
     ("nonfinite", "at the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1e-6)),
     ("nonfinite", "the learning rate is unknown", (), replace(_RAN, kind="nonfinite", learning_rate=None)),
@@ -38,6 +43,7 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("disk_full", "second time without progress", (_RAN,), replace(_RAN, kind="disk_full")),
     ("crashed", "", (), _RAN),
     ("crashed", "second time without progress", (_RAN,), _RAN),
+    ("crashed", "the same exception twice, within a minute", (_EARLY,), _EARLY),
     ("crashed", "third time, but with progress", _VAIN, replace(_RAN, progress=True)),
     ("killed, hang, disk_full, crashed", "third time without progress", _VAIN, replace(_RAN, kind="killed")),
 )

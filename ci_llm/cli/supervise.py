@@ -18,7 +18,8 @@ from typing import Final
 
 
 def supervise(arguments: Sequence[str]) -> int:
-    """`python safe_train.py ...`; returns the exit code: 0 completed, 2 bad call, 75 interrupted, 1 gave up.
+    """`python safe_train.py ...`; returns the exit code: 0 completed, 2 bad call, 75 interrupted, 1 gave up,
+    130 aborted by a second Ctrl-C.
 
     Raises:
         BadInput: the call is wrong, and nothing was launched.
@@ -35,7 +36,7 @@ def supervise(arguments: Sequence[str]) -> int:
 
 def _supervise(call: Options) -> int:
     # Loaded here, so that --help answers at once.
-    from ci_llm.interrupts import STOP_SIGNALS, Interrupts
+    from ci_llm.interrupts import ABORTED_EXIT_CODE, STOP_SIGNALS, Interrupts
     from ci_llm.supervisor import process_tree
     from ci_llm.supervisor.log import LOG_NAME, SupervisorLog
     from ci_llm.supervisor.loop import Supervision
@@ -65,7 +66,7 @@ def _supervise(call: Options) -> int:
             return supervision.run()
         except KeyboardInterrupt:  # the second Ctrl-C
             story.say("aborted")
-            return 1
+            return ABORTED_EXIT_CODE
 
 
 def _training(call: Options) -> Training:

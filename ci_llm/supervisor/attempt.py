@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, cast
+from typing import Final, cast
 
 import psutil
 
 from ci_llm.core.typed_json import load_json
+from ci_llm.interrupts import signal_number
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.output_scan import Evidence, LineSplitter
 from ci_llm.supervisor.relay import Relay
-from ci_llm.supervisor.shim import END, KILL, start_keeper
-
-Order = Literal["end", "kill"]
+from ci_llm.supervisor.shim import start_keeper
 
 _TURN_S: Final = 0.25  # how late a new window size or an order may be noticed
 _FLUSH_S: Final = 1.0
@@ -55,12 +54,21 @@ class Attempt:
     """A running command; a context manager at whose end nothing of it is left.
 
     Args:
-        grace_s: seconds between the order to end and the kill.
+        evidence: collects what the output says.
+        grace_s: seconds between the signal to end and the kill.
         wake_fd: a file that becomes readable when `orders` have something new.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, grace_s: float, wake_fd: int) -> None:
-        self.evidence = Evidence()
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        evidence: Evidence,
+        grace_s: float,
+        wake_fd: int,
+    ) -> None:
+        self.evidence = evidence
         self.relay = Relay(self._splitter)
         self._wake_fd = wake_fd
         self._ending = AttemptResult(self.evidence)
@@ -84,13 +92,13 @@ class Attempt:
             os.close(report_end)
             self.relay.close_child_ends()
 
-    def run(self, orders: Callable[[], tuple[Order, str] | None]) -> AttemptResult:
+    def run(self, orders: Callable[[], tuple[str, str] | None]) -> AttemptResult:
         """Pass the output on until nothing of the command is left.
 
         Args:
-            orders: asked several times per second; says whether the attempt shall end now, and why.
+            orders: asked several times per second; says by which signal the attempt shall end now, and why.
         """
-        given: set[Order] = set()
+        given: set[str] = set()
         while not self._is_over():
             order = orders()
             if order is not None and order[0] not in given:
@@ -101,11 +109,11 @@ class Attempt:
             self.relay.turn([], _TURN_S)
         return self._conclude()
 
-    def order(self, order: Order, why: str) -> None:
-        """Have the attempt ended: at once ("kill"), or with its grace."""
+    def order(self, signal_name: str, why: str) -> None:
+        """Have the attempt ended: at once ("SIGKILL"), or by another signal and with its grace."""
         self._ending.ordered = self._ending.ordered or why
         with contextlib.suppress(BrokenPipeError):  # the keeper has gone: `_conclude` does what it has not done
-            os.write(self._control, END if order == "end" else KILL)
+            os.write(self._control, bytes([signal_number(signal_name)]))
 
     def _splitter(self) -> Callable[[bytes], None]:
         lines = LineSplitter(self.evidence.note)
@@ -154,7 +162,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.order("kill", "abort")
+            self.order("SIGKILL", "abort")
         os.close(self._control)
         self._keeper.wait()
         process_tree.end(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,7 +14,14 @@ from ci_llm.supervisor.policy import Kind, Outcome
 _KILLS: Final = (-9, 137)  # by a signal, and as a shell or a container reports one
 _REQUESTS: Final = (-15, -2, -1, 143, 130, 129)  # SIGTERM, SIGINT, SIGHUP
 _NO_SPACE: Final = ("No space left on device", "Disk quota exceeded")
-_BAD_CALL: Final = 2
+BAD_CALL: Final = 2
+#: Exceptions that may pass by themselves: a network, another process, a device that somebody else still holds.
+_PASSING: Final = re.compile(
+    r"connect|time(?:d|s)? ?out|temporar|unavailable|in use\b|\bbusy|locked|reset|refused|name resolution|gaierror"
+    r"|network|\bSSL|HTTP|Too Many Requests|try again|retry|stale file|input/output|NCCL|CUDA|HIP error|driver",
+    re.IGNORECASE,
+)
+_NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 #: Reasons of our trainer, and of its exceptions, that mean a kind of their own; every other is a crash.
 _REASONS: Final[dict[str, Kind]] = {
@@ -42,7 +50,16 @@ def classify_by_output(
         progress=ending.duration_s >= lasting_s,
         learning_rate=learning_rate,
         batch_size=batch_size,
+        fault=fault(kind, ending.evidence.exception),
+        duration_s=ending.duration_s,
     )
+
+
+def fault(kind: Kind, exception: str | None) -> str | None:
+    """What two crashes have in common if they are the same; None for one that may pass by itself, or is unknown."""
+    if kind != "crashed" or exception is None or _PASSING.search(exception):
+        return None
+    return _NUMBERS.sub("#", exception)
 
 
 def classify_by_status(
@@ -78,7 +95,7 @@ def classify_by_status(
 def _before_it_began(ending: AttemptResult, has_begun: bool) -> tuple[Kind, str]:
     if ending.returncode == 0:
         return "completed", "nothing was left to do"
-    if ending.returncode == _BAD_CALL and not has_begun:
+    if ending.returncode == BAD_CALL and not has_begun:
         return "refused", _last_words(ending)
     return _kind_by_output(ending)
 
@@ -100,8 +117,8 @@ def _kind_by_output(ending: AttemptResult) -> tuple[Kind, str]:
     if code in _REQUESTS:
         return "interrupted", f"it was told to stop: {_in_words(code)}"
     if any(text in line for line in said.last_lines for text in _NO_SPACE):
-        return "disk_full", _last_words(ending)
-    return "crashed", f"{_in_words(code)}: {_last_words(ending)}"
+        return "disk_full", said.last_words
+    return "crashed", f"{_in_words(code)}: {said.last_words}"
 
 
 def _killed(ending: AttemptResult, detail: str) -> tuple[Kind, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ci_llm.interrupts import Interrupts
-from ci_llm.supervisor.attempt import Attempt, AttemptResult, Order
+from ci_llm.supervisor.attempt import Attempt, AttemptResult
 from ci_llm.supervisor.log import SupervisorLog
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
@@ -82,7 +82,7 @@ class Supervision:
         self._say_all(f"  {line}" for line in changes)
         if self._interrupts.wait(decision.wait_s):
             decision = decide([], self._judged(outcome), self._policy)
-            self._story.say(f"  {decision.why}")
+            self._tell_next(decision)
         return decision
 
     def _judged(self, outcome: Outcome) -> Outcome:
@@ -93,18 +93,19 @@ class Supervision:
         environment, command = self._training.environment(), self._training.command()
         self._story.say(f"attempt {number} of {most}: {shlex.join(command)}")
         self._interrupts.plan = f"ending attempt {number}"
-        attempt = Attempt(command, environment, grace_s=self._training.grace_s, wake_fd=self._wake_fd)
-        with attempt:
-            ending = attempt.run(lambda: self._orders(attempt.evidence))
+        evidence = Evidence(self._training.own_patterns)
+        grace_s = self._training.grace_s
+        with Attempt(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as attempt:
+            ending = attempt.run(lambda: self._orders(evidence))
         self._interrupts.plan = "launching nothing more"
         return ending
 
-    def _orders(self, evidence: Evidence) -> tuple[Order, str] | None:
+    def _orders(self, evidence: Evidence) -> tuple[str, str] | None:
         if self._interrupts.take_save_request():
             self._story.say(self._training.save_now(), at_line_start=False)
         order = self._training.orders(evidence)
-        if order is None and self._interrupts.stop_reason is not None:
-            return "end", self._interrupts.stop_reason
+        if order is None and (reason := self._interrupts.stop_reason) is not None:
+            return self._training.stop_signal(reason), reason
         return order
 
     # What is told
@@ -116,8 +117,12 @@ class Supervision:
             self._story.say(f"  had to be killed: {', '.join(ending.left_behind)}")
         if outcome.kind in _FAILURES and ending.evidence.last_lines:
             self._story.record(["  its last lines:", *(f"    {line}" for line in ending.evidence.last_lines)])
+        self._tell_next(decision)
+
+    def _tell_next(self, decision: Decision) -> None:
         if decision.action != "finish":
-            self._story.say(f"  {_NEXT[decision.action].format(why=decision.why, wait_s=decision.wait_s)}")
+            again = self._training.called_again
+            self._story.say(f"  {_NEXT[decision.action].format(why=decision.why, wait_s=decision.wait_s, again=again)}")
 
     def _conclude(self, decision: Decision) -> None:
         """The story in one piece, once more than one attempt was needed or the last one failed."""
@@ -137,7 +142,7 @@ class Supervision:
 
 
 _NEXT: Final = {
-    "requeue": "{why}",
+    "requeue": "{why}: {again}",
     "relaunch": "relaunching: {why}",
     "wait": "waiting {wait_s:g} s, then relaunching: {why}",
     "give up": "giving up: {why}",

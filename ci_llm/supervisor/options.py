@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ci_llm.errors import ConfigError
+from ci_llm.supervisor.patterns import OwnPatterns
 from ci_llm.supervisor.policy import Policy
 
 _DESCRIPTION = """Run a training until it is done: watch its output, and after a failure launch it again, with a smaller
@@ -21,8 +23,11 @@ _EXAMPLES = """examples:
   python safe_train.py --train-script train.py --config-path configs --config-name config training.learning_rate=1e-3
   python safe_train.py --train-script fit.py --config-flag --config --config my.yaml --lr-key optim.lr
   python safe_train.py --lr-key lr -- python fit.py --lr 1e-3
+  python safe_train.py --config my.yaml --lr-key optim.lr -- accelerate launch fit.py my.yaml
+  python safe_train.py --on-retry --init_from=resume --goes-on-from out/ckpt.pt -- python train.py config/gpt2.py
 
-exit codes: 0 completed, 2 bad call, 75 interrupted (run me again), 1 gave up"""
+exit codes: 0 completed, 2 bad call, 75 interrupted (run me again), 1 gave up, 130 aborted by a second
+Ctrl-C"""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class Options:
     Attributes:
         words: key=value and everything else that is not ours; passed on.
         command: what stood after `--`.
-        config, config_path, config_name, config_flag, script, lr_key, batch_size_key: None where not given.
+        config, config_path, config_name, config_flag, lr_key, batch_size_key, on_retry, goes_on_from, stop_signal: None
+            where not given.
     """
 
     policy: Policy
@@ -48,15 +54,34 @@ class Options:
     lr_key: str | None = None
     batch_size_key: str | None = None
     scale_with_batch: tuple[str, ...] = ()
+    own_patterns: OwnPatterns = field(default_factory=OwnPatterns)
+    override_style: str = "hydra"
+    on_retry: str | None = None
+    goes_on_from: str | None = None
+    stop_signal: str | None = None
+
+    @property
+    def folder_and_name(self) -> tuple[Path, str] | None:
+        """Where Hydra's primary configuration is, if either was given."""
+        if self.config_path is None and self.config_name is None:
+            return None
+        return self.config_path or Path("configs"), self.config_name or "config"
 
     def options_for_other_scripts(self) -> list[str]:
         """The options given that say how a script that is not ours gets its configuration."""
         given = {
             "--config-path": self.config_path,
+            "--config-name": self.config_name,
             "--config-flag": self.config_flag,
             "--lr-key": self.lr_key,
             "--batch-size-key": self.batch_size_key,
             "--scale-with-batch": self.scale_with_batch,
+            "--nonfinite-pattern": self.own_patterns.nonfinite,
+            "--out-of-memory-pattern": self.own_patterns.out_of_memory,
+            "--override-style": self.override_style != "hydra",
+            "--on-retry": self.on_retry,
+            "--goes-on-from": self.goes_on_from,
+            "--stop-signal": self.stop_signal,
         }
         return [option for option, value in given.items() if value]
 
@@ -68,7 +93,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         ConfigError: it means none.
         SystemExit: with 0, after `--help`.
     """
-    own, command = _split(list(arguments))
+    own, command = _split(_with_dashes_as_value(list(arguments)))
     parser = _parser()
     known, words = parser.parse_known_args(own)
     _refuse_near_misses(words, parser)
@@ -77,8 +102,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         min_learning_rate=known.min_lr,
         min_batch_size=known.min_batch_size,
     )
-    named = known.config_path is not None or known.config_name is not None
-    if named and known.config is not None:
+    if (known.config_path or known.config_name) and known.config is not None:
         raise ConfigError(
             "two configurations", where="command line", hint="either --config FILE, or --config-path and --config-name"
         )
@@ -87,8 +111,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
         words=tuple(words),
         command=tuple(command),
         config=known.config,
-        config_path=(known.config_path or Path("configs")) if named else None,
-        config_name=(known.config_name or "config") if named else None,
+        config_path=known.config_path,
+        config_name=known.config_name,
         config_flag=known.config_flag,
         script=known.train_script,
         grace_s=known.grace,
@@ -96,7 +120,20 @@ def parse_options(arguments: Sequence[str]) -> Options:
         lr_key=known.lr_key,
         batch_size_key=known.batch_size_key,
         scale_with_batch=tuple(known.scale_with_batch),
+        own_patterns=OwnPatterns(tuple(known.nonfinite_pattern), tuple(known.out_of_memory_pattern)),
+        override_style=known.override_style,
+        on_retry=known.on_retry,
+        goes_on_from=known.goes_on_from,
+        stop_signal=known.stop_signal,
     )
+
+
+def _with_dashes_as_value(arguments: list[str]) -> list[str]:
+    """`--on-retry --a=b` as one word: argparse would take the second for an option of ours."""
+    place = arguments.index("--on-retry") if "--on-retry" in arguments else len(arguments)
+    if "--" in arguments[: place + 2] or place + 1 >= len(arguments):
+        return arguments
+    return [*arguments[:place], f"--on-retry={arguments[place + 1]}", *arguments[place + 2 :]]
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -139,6 +176,29 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a key that shrinks with the batch; repeatable",
     )
+    says = parser.add_argument_group("what its output says")
+    for failure in ("nonfinite", "out-of-memory"):
+        says.add_argument(
+            f"--{failure}-pattern",
+            metavar="REGEX",
+            type=_regex,
+            action="append",
+            default=[],
+            help=f"a line that matches means {failure}, as the known ones do; repeatable",
+        )
+    what.add_argument(
+        "--override-style",
+        choices=("hydra", "argparse"),
+        default="hydra",
+        help="a key that must be added is key=value for Hydra, --key=value for argparse; hydra",
+    )
+    again = parser.add_argument_group("how another script goes on from its own checkpoints")
+    again.add_argument("--on-retry", metavar="WORDS", help="what it gets in addition from the second attempt on")
+    again.add_argument(
+        "--goes-on-from",
+        metavar="GLOB",
+        help="its checkpoints: WORDS are given whenever there is one, {checkpoint} in them is the newest",
+    )
     how = parser.add_argument_group("how far to go")
     how.add_argument(
         "--max-retries", type=_at_least(int, 0), default=10, metavar="N", help="attempts after the first; 10"
@@ -148,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--grace", type=_at_least(float, 0), metavar="S", help="seconds from TERM to KILL; 120 for ours, 10 for others"
     )
+    how.add_argument("--stop-signal", metavar="NAME", help="what another script is stopped by; the signal that came")
     how.add_argument("--no-delete-wandb-runs", action="store_true", help="keep the W&B runs of failed attempts")
     how.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -172,6 +233,13 @@ def _positive(text: str) -> float:
 
 
 _positive.__name__ = "positive number"
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"not a regular expression, {error}: {text}") from error
 
 
 def _refuse_near_misses(words: Sequence[str], parser: argparse.ArgumentParser) -> None:

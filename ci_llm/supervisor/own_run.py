@@ -26,9 +26,10 @@ from ci_llm.core.run_status import (
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
-from ci_llm.supervisor.attempt import AttemptResult, Order
-from ci_llm.supervisor.classify import classify_by_status
+from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, fault
 from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.patterns import OwnPatterns
 from ci_llm.supervisor.policy import Decision, Outcome
 
 GRACE_S: Final = 120.0
@@ -50,6 +51,8 @@ class OwnRun:
     """
 
     starts_anew = False
+    own_patterns = OwnPatterns()  # it tells in status.json
+    called_again = "the same command goes on"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
@@ -86,7 +89,7 @@ class OwnRun:
             **os.environ,
         }
 
-    def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
+    def orders(self, evidence: Evidence) -> tuple[str, str] | None:
         """Kill what gives no sign of life: its heartbeat thread is stuck as well, so that it would not hear a TERM.
 
         The age of a heartbeat is measured here: clocks jump, and those of two machines differ.
@@ -100,7 +103,11 @@ class OwnRun:
             return None
         if (sign := (evidence.num_lines, status.heartbeat)) != self._sign:
             self._sign, self._heard_at = sign, now
-        return ("kill", "hang") if now - self._heard_at > HANG_AFTER_S else None
+        return ("SIGKILL", "hang") if now - self._heard_at > HANG_AFTER_S else None
+
+    def stop_signal(self, stop_reason: str) -> str:
+        """The one that every launcher hands on."""
+        return "SIGTERM"
 
     def save_now(self) -> str:
         """Ask the main process of the run for a checkpoint, by the signal that it listens to."""
@@ -129,6 +136,8 @@ class OwnRun:
             learning_rate=self._config.learning_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
             good_step=self._good_step(cause) if kind == "nonfinite" else None,
+            fault=fault(kind, f"{cause.reason}: {cause.message}" if cause else _exception_before_it_began(ending)),
+            duration_s=ending.duration_s,
         )
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
@@ -202,3 +211,8 @@ class OwnRun:
         if status is None or self._before is None:
             return status
         return status if (status.attempt, status.pid) != (self._before.attempt, self._before.pid) else None
+
+
+def _exception_before_it_began(ending: AttemptResult) -> str | None:
+    """What the output tells; a refusal is none, because another writer may hold the folder for a minute."""
+    return None if ending.returncode == BAD_CALL else ending.evidence.exception

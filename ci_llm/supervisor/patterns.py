@@ -1,43 +1,127 @@
 """What the output of a script gives away: non-finite losses, memory that ran out, kills, tracker runs.
 
 Whole tokens only: "nano", "finance loss" and "nancy" never match, and neither does a sentence about what would happen
-("stops if loss is NaN").
+("stops if loss is NaN"), what did not ("0 nan losses found") or what was best so far ("best_val_loss=inf").
+
+Every pattern looks at a bounded piece of the line, so that none takes long on a line of any length.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 from urllib.parse import unquote
 
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 #: Nothing below can match a line without one of these; most lines end here.
-_WORTH_A_LOOK: Final = re.compile(r"nan|memory|alloc|exhausted|kill|exitcode|wandb", re.IGNORECASE)
+_WORTH_A_LOOK: Final = re.compile(
+    r"nan|\binf|finite|invalid loss|loss scale|memory|alloc|exhausted|oom|kill|exitcode|wandb", re.IGNORECASE
+)
+#: How far to the left of a match its sentence is read.
+_REACH: Final = 160
+#: How many non-finite values of a line are looked at.
+_MOST_VALUES: Final = 32
 _HYPOTHETICAL: Final = re.compile(
     r"\b(?:if|when|whenever|whether|unless|until|in case|avoid|avoids|prevent|prevents)\b[^.:;!?]*$", re.IGNORECASE
 )
+_DENIED: Final = re.compile(
+    r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
+)
 
-_LOSS: Final = r"(?<![A-Za-z])loss(?:es)?(?:_\w+)?(?:/\w+)?"
-_NAN: Final = r"[-+]?nan(?![\w-]|\.\w)"
-_WRAPPED: Final = r"(?:\w+(?:\.\w+)*\()?"  # tensor(nan, np.float32(nan
+#: A line of the script's source, as `rich` shows it around the one that raised.
+_SOURCE: Final = re.compile(r"│[\s❱]*\d+\s*│.*(?:[(=]|\b(?:raise|assert|return)\b)")
 
+# A loss with a value: the value is found first, then what stands to its left says whose it is.
+
+_VALUE: Final = re.compile(
+    r"(?<![\w.+-])[-+]?(?:(?P<nan>nan)|inf(?:inity)?)"
+    r"(?:(?=Epoch \d|Batch \d)"  # the bar of Keras, cut short
+    # otherwise a whole token; Lightning pads its width: nan.0
+    r"|(?:\.0*)?(?![\w-]|\.\w|/(?!inf|nan)[a-z]|\s*-+>|\s+(?:values?|checks?|handling|detection|filter|guard)\b))"
+    r"(?!\s*[:=?]\s*(?:false|no|none|off|0)\b)",
+    re.IGNORECASE,
+)
+_OF_WHAT: Final = (
+    r"(?:train(?:ing)?|val(?:id(?:ation)?)?|eval(?:uation)?|test|dev|mean|avg|average|total|sum|value|now|gen|disc|[dg]"
+    r"|(?:at |in |for )?(?:step|epoch|iter(?:ation)?|batch)|\d{1,9})"
+)
+_LOSS: Final = (
+    r"(?:(?<![a-z])|(?<=log)|(?<=train)|(?<=val)|(?<=valid)|(?<=test)|(?<=eval)|(?<=total))loss(?:es)?"
+    r"(?P<rest>(?:[_/.][\w/.]{0,60})?)"
+    rf"(?:\s{{0,3}}[(\[]?{_OF_WHAT}[)\]]?){{0,3}}"
+)
+_WRAPPED: Final = r"(?:\w{1,20}(?:\.\w{1,20}){0,3}\()?"  # tensor(nan, np.float32(nan
+_LIST: Final = r"\[(?:[-+.\de]{1,20}[,\s]\s{0,3}){0,8}"  # [1.0, nan
+_BECAME: Final = (
+    r"(?:returned in \S{1,60}\s+)?(?:has\s+|have\s+)?"
+    r"(?:is|was|are|were|becomes?|became|turned(?:\s+(?:to|into))?|went(?:\s+to)?|reached|got|hit|equals)"
+    r"(?:\s+(?:now|either|an?|inf|infinite|infinity|nan|or))*\s+"
+)
+_NAMED: Final = re.compile(
+    rf"{_LOSS}[\"'`\]]?(?:"
+    rf"\s*[:=]\s*[\"'(]?{_WRAPPED}(?:{_LIST})?"  # loss: nan, 'loss': 'nan', losses: [1.0, nan
+    rf"|\s+(?P<became>{_BECAME})"  # the loss is now nan
+    r"|\s*[|│┃║]\s*"  # a cell of a table
+    r"|\s*[:=]?\s*[-+.\de]{1,20}\s*\((?:avg:?\s*)?(?P<mean>\s*)"  # Loss: 2.3 (nan): the mean so far
+    rf"|(?P<bare>\s+){_WRAPPED}"  # loss nan
+    r")\Z",
+    re.IGNORECASE,
+)
+_AFTER_BARE: Final = re.compile(r"\s*(?:[,;|│┃)\]}/(]|$)|\t|\s{2}")
+#: Losses that are not the present one, and quantities that only belong to one.
+_BEST: Final = re.compile(
+    r"(?<![a-z])(?:(?:best|lowest|smallest|prev(?:ious)?)(?:[_/.-][a-z]{1,20}){0,3}"
+    r"|min(?:imum)?|max(?:imum)?|old|target|delta|std)"
+    r"(?:[_/. -]?(?:train|val|valid|validation|eval|test|dev|avg|mean|model|so far)){0,3}[_/. -]*\Z",
+    re.IGNORECASE,
+)
+_NO_LOSS: Final = re.compile(
+    r"(?:^|[_/.])(?:scale|scaler|scaling|weights?|std|stddev|var|delta|diff|change|min|max|best|limit|threshold|clip|fn|mask)"
+    r"(?:[_/.]|$)",
+    re.IGNORECASE,
+)
+
+_BAD: Final = r"(?:nan|inf(?:inite|inity)?|non-?finite)(?:\s*(?:/|or|and)\s*(?:nan|inf(?:inite|inity)?))?"
+#: What trainers say without a value, in the words of the trainer named.
 NONFINITE: Final = (
-    re.compile(rf"{_LOSS}[\"']?\s*[=:]\s*[\"'\[]?{_WRAPPED}{_NAN}", re.IGNORECASE),
-    re.compile(rf"{_LOSS}\s+(?:is|became|was)\s+(?:now\s+)?{_NAN}(?!\s*[:=])", re.IGNORECASE),
-    re.compile(rf"{_LOSS}\s+{_NAN}\s*(?:[,;|)\]}}/]|$)", re.IGNORECASE),
-    re.compile(r"(?<![\w-])(?<!no )nan loss(?:es)? (?:detected|encountered|found|at)\b", re.IGNORECASE),
-    re.compile(r"\b(?:detected|encountered|found|got) (?:an? )?nan loss(?:es)?\b", re.IGNORECASE),
+    re.compile(rf"(?<![\w-]){_BAD} loss(?:es)? (?:w\w+ )?(?:detected|encountered|found|at|during)\b", re.IGNORECASE),
+    re.compile(rf"\b(?:detected|encountered|found|got|hit) (?:an? |[1-9]\d* )?{_BAD} loss(?:es)?\b", re.IGNORECASE),
+    re.compile(r"(?<![a-z])loss (?:is|was|became|has become) (?:not finite|non-?finite|infinite)\b", re.IGNORECASE),
+    re.compile(r"\bInvalid loss, terminating training"),  # Keras
+    re.compile(r"[\"']loss[\"']: [\"']?0(?:\.0*)?[\"']?, [\"']grad_norm[\"']: [\"']?nan\b"),  # HF Trainer, filtered
+    re.compile(r"\bfound NaN in local forward loss\b|\bnumber of nan iterations: {1,5}[1-9]"),  # Megatron
+    re.compile(r"\bloss scale: 1\.0 \| grad norm: -?nan\b"),  # Megatron without a scaler: it leaves the loss out
+    re.compile(r"\bMinimum loss scale reached\b|\bgradients are Nan/Inf\b"),  # fairseq
+    re.compile(r"\bloss scale already at minimum\b"),  # DeepSpeed
+    re.compile(r"\binvalid value \(nan\) encountered in\b"),  # JAX with jax_debug_nans
+    re.compile(r"\bLossTensor is inf or nan\b"),  # TensorFlow
+    re.compile(r"\bDetected nan and/or inf values in\b"),  # Lightning
+    re.compile(r"^\d+/\d+\s+[\d.]+G\s+(?:[\d.]+\s+){0,6}nan\s"),  # Ultralytics: columns under box_loss, cls_loss
+    # PyTorch: clip_grad_norm_, detect_anomaly, sampling from a model whose weights are NaN
+    re.compile(r"\bThe total norm of order \S{1,8} for gradients from \S{1,20} is non-finite\b"),
+    re.compile(r"\breturned nan values in its \d{1,3}(?:st|nd|rd|th) output\b"),
+    re.compile(r"\bprobability tensor contains either `inf`, `nan`"),
 )
 OUT_OF_MEMORY: Final = (
-    re.compile(r"\b(?:CUDA|HIP|XPU|MPS|GPU|Device)(?: backend)?(?: error:)? out of memory\b", re.IGNORECASE),
-    re.compile(r"(?<![A-Za-z])OutOfMemoryError\b"),
+    re.compile(
+        r"\b(?:CUDA|HIP|XPU|MPS|GPU|Device|\w{2,4}Malloc)(?: backend| driver)?(?: error:| failed:)? out of memory\b",
+        re.IGNORECASE,
+    ),
+    re.compile(r"(?:Error|Exception|failure)[:\d ]{1,6} [\w :'(]{0,60}?\bout of memory\b", re.IGNORECASE),
+    re.compile(r"(?<!ran )\bout of memory (?:(?:while )?trying to allocate|allocating) \d", re.IGNORECASE),  # XLA
+    re.compile(r"\bfailed to allocate (?:memory\b|\d[\d.]{0,20} ?(?:bytes|[KMGT]i?B?)\b)", re.IGNORECASE),
+    re.compile(r"(?<![A-Za-z])OutOfMemoryError\b|\bResourceExhaustedError\b|\bOOM when allocating tensor\b"),
     re.compile(r"\bRESOURCE[_ ]EXHAUSTED\b", re.IGNORECASE),
     re.compile(r"\bXLA memory error\b", re.IGNORECASE),
     re.compile(r"\bDevice memory exhausted\b", re.IGNORECASE),
     re.compile(r"\bDefaultCPUAllocator: (?:not enough memory|can't allocate memory)"),
-    re.compile(r"\bCU(?:DA_ERROR_OUT_OF_MEMORY|(?:BLAS|DNN)_STATUS_ALLOC_FAILED)\b"),
-    re.compile(r"\bstd::bad_alloc\b|\bCannot allocate memory\b|^(?:\w+\.)*(?:_Array)?MemoryError\b"),
+    re.compile(r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(?:STATUS_)?ALLOC_FAILED\b"),
+    re.compile(r"ERROR_OUT_OF_(?:DEVICE_|HOST_)?MEMORY\b|\bhipErrorOutOfMemory\b|\bcudaErrorMemoryAllocation\b"),
+    re.compile(r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b|\bDetected \d+ oom[-_]kill event"),  # Metal, SLURM
+    re.compile(r"\bstd::bad_alloc\b|\bCannot allocate memory\b"),
+    re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.){0,5}(?:_Array)?MemoryError(?::|$)"),
 )
 KILLED: Final = (
     re.compile(r"\bkilled by signal: Killed\b"),  # a loader worker of PyTorch
@@ -59,6 +143,22 @@ class WandbRun:
     project: str | None = None
 
 
+@dataclass(frozen=True)
+class OwnPatterns:
+    """What a user's own script prints, in regular expressions beside those of this file."""
+
+    nonfinite: tuple[re.Pattern[str], ...] = ()
+    out_of_memory: tuple[re.Pattern[str], ...] = ()
+
+    def nonfinite_in(self, line: str) -> bool:
+        """Whether the line reports a loss that is NaN."""
+        return any(pattern.search(line) for pattern in self.nonfinite)
+
+    def out_of_memory_in(self, line: str) -> bool:
+        """Whether the line reports that memory ran out."""
+        return any(pattern.search(line) for pattern in self.out_of_memory)
+
+
 def plain(line: str) -> str:
     """The line without colours and cursor movements."""
     return _ANSI.sub("", line)
@@ -66,12 +166,13 @@ def plain(line: str) -> str:
 
 def worth_a_look(line: str) -> bool:
     """Whether any pattern of this file could match."""
-    return _WORTH_A_LOOK.search(line) is not None
+    return _WORTH_A_LOOK.search(line) is not None and not _SOURCE.match(line)
 
 
 def says_nonfinite(line: str) -> bool:
-    """Whether the line reports a loss that is NaN."""
-    return _any(NONFINITE, line)
+    """Whether the line reports a loss that is NaN or infinite, or that training ended because of one."""
+    values = islice(_VALUE.finditer(line), _MOST_VALUES)
+    return any(_is_of_a_loss(line, value) for value in values) or _any(NONFINITE, line)
 
 
 def says_out_of_memory(line: str) -> bool:
@@ -100,6 +201,26 @@ def wandb_run(line: str) -> WandbRun | None:
     return WandbRun(named[1]) if named else None
 
 
+def _is_of_a_loss(line: str, value: re.Match[str]) -> bool:
+    """Whether what stands before a non-finite value is the name of a loss, which reports it now."""
+    left = line[max(0, value.start() - _REACH) : value.start()]
+    named = _NAMED.search(left) if "loss" in left.lower() else None
+    if named is None:
+        return False
+    if named["bare"] is not None and not _AFTER_BARE.match(line, value.end()):
+        return False
+    if named["mean"] is not None and value["nan"] is None:
+        return False
+    before = left[: named.start()]
+    if _BEST.search(before) or _NO_LOSS.search(named["rest"]):
+        return False
+    return not _HYPOTHETICAL.search(before) and not (named["became"] and _DENIED.search(before))
+
+
 def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
-    matches = (pattern.search(line) for pattern in patterns)
-    return any(match and not _HYPOTHETICAL.search(line[: match.start()]) for match in matches)
+    return any((match := pattern.search(line)) is not None and _happened(line, match) for pattern in patterns)
+
+
+def _happened(line: str, match: re.Match[str]) -> bool:
+    before = line[max(0, match.start() - _REACH) : match.start()]
+    return not _HYPOTHETICAL.search(before) and not _DENIED.search(before)

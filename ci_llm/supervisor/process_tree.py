@@ -12,11 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import psutil
 
 from ci_llm.core.run_status import is_alive
+from ci_llm.interrupts import signal_number
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _FIRST_LOOK_S: Final = 0.01
@@ -57,13 +59,31 @@ def end(
 ) -> list[str]:
     """End every descendant: TERM, and KILL for what is left after `grace_s` seconds, or once `insisted` says so.
 
-    What a process starts after its TERM is not asked: it may need just that to save. Its orphans are.
-
     Args:
         settle_s: seconds in which they may go by themselves before anything is sent.
 
     Returns:
         what had to be killed, as "python (pid 17)".
+    """
+    ask(signal_number("SIGTERM"), grace_s, settle_s=settle_s, session=session, insisted=insisted)
+    killed: dict[int, str] = {}
+    for alive in _looks(session, until=time.monotonic() + _KILL_S):
+        killed |= {process.pid: _describe(process) for process in alive}
+        _tell_all(process.kill for process in alive)
+    return list(killed.values())
+
+
+def ask(
+    number: int,
+    grace_s: float,
+    *,
+    settle_s: float = 0.0,
+    session: int | None = None,
+    insisted: Callable[[], bool] = lambda: False,
+) -> None:
+    """Send every descendant a signal and wait until all are gone, for `grace_s` seconds, or until `insisted` says so.
+
+    What a process starts after its signal is not asked: it may need just that to save. Its orphans are.
     """
     start = time.monotonic()
     asked: set[int] = set()
@@ -73,13 +93,8 @@ def end(
         if time.monotonic() - start >= settle_s:
             pids = {process.pid for process in alive}
             new = [one for one in alive if one.pid not in asked and not (asked and one.info["ppid"] in pids)]
-            _tell_all(process.terminate for process in new)
+            _tell_all(partial(process.send_signal, number) for process in new)
             asked |= {process.pid for process in new}
-    killed: dict[int, str] = {}
-    for alive in _looks(session, until=time.monotonic() + _KILL_S):
-        killed |= {process.pid: _describe(process) for process in alive}
-        _tell_all(process.kill for process in alive)
-    return list(killed.values())
 
 
 def reap() -> None:

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from ci_llm.core.typed_json import dump_json
-from ci_llm.interrupts import Interrupts
+from ci_llm.interrupts import Interrupts, signal_number
 from ci_llm.supervisor import process_tree
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-END: Final = b"e"
-KILL: Final = b"k"
+_TERM: Final = signal_number("SIGTERM")
+_KILL: Final = signal_number("SIGKILL")
 _DEAF_TO: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _SETTLE_S: Final = 1.0  # helpers of multiprocessing go by themselves once their parent has gone
 
@@ -48,10 +48,16 @@ class _Orders:
         self.fd = fd
         self._insisted = False
 
+    def read(self) -> int:
+        """The signal by which to end; TERM if the supervisor is gone."""
+        ordered = os.read(self.fd, 1)
+        self._insisted = _KILL in ordered
+        return ordered[0] if ordered else _TERM
+
     def insisted(self) -> bool:
         """Whether what is left shall be killed now. The end of the pipe is no such order."""
         if not self._insisted and select.select([self.fd], [], [], 0)[0]:
-            self._insisted = KILL in os.read(self.fd, 16)
+            self._insisted = _KILL in os.read(self.fd, 16)
         return self._insisted
 
 
@@ -65,12 +71,21 @@ def _keep(command: list[str], orders: _Orders, report_fd: int, grace_s: float) -
     ready, _, _ = select.select([orders.fd, over_fd], [], [])
     if over_fd in ready:  # its verdict is told at once, whatever it has left behind
         _report(report_fd, {"returncode": process.returncode})
-    settle_s = _SETTLE_S if over_fd in ready else 0.0
-    killed = process_tree.end(grace_s, settle_s=settle_s, session=process.pid, insisted=orders.insisted)
+        killed = process_tree.end(grace_s, settle_s=_SETTLE_S, session=process.pid, insisted=orders.insisted)
+    else:
+        killed = _end(orders.read(), grace_s, process.pid, orders)
     if over_fd not in ready and select.select([over_fd], [], [], _SETTLE_S)[0]:
         _report(report_fd, {"returncode": process.returncode})
     process_tree.reap()
     _report(report_fd, {"killed": killed})
+
+
+def _end(number: int, grace_s: float, session: int, orders: _Orders) -> list[str]:
+    """End the command by a signal. What is deaf to it, as a job in the background of a shell is to INT, is then asked
+    by TERM, and has the grace once more."""
+    if number not in (_TERM, _KILL):
+        process_tree.ask(number, grace_s, session=session, insisted=orders.insisted)
+    return process_tree.end(grace_s, session=session, insisted=orders.insisted)
 
 
 def _when_over(process: subprocess.Popen[bytes]) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from ci_llm.supervisor.attempt import AttemptResult, Order
+from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.patterns import OwnPatterns
 from ci_llm.supervisor.policy import Decision, Outcome
 
 
@@ -15,11 +16,17 @@ class Training(Protocol):
 
     Attributes:
         grace_s: seconds from the order to end until the kill.
+        called_again: what the same call does after an interruption, as the end of a sentence.
         starts_anew: an attempt that failed leaves nothing that a later one goes on with, tracker runs included.
+        own_patterns: what its output says in words of its own.
     """
 
     grace_s: float
     starts_anew: bool
+    own_patterns: OwnPatterns
+
+    @property
+    def called_again(self) -> str: ...
 
     def begin(self) -> list[str]:
         """Clear away what a supervisor left that was killed; returns what is supervised, in lines for people."""
@@ -33,8 +40,12 @@ class Training(Protocol):
         """The environment of the next attempt. Called once per attempt, just before it is launched."""
         ...
 
-    def orders(self, evidence: Evidence) -> tuple[Order, str] | None:
-        """Whether the running attempt shall end, and why."""
+    def orders(self, evidence: Evidence) -> tuple[str, str] | None:
+        """Whether the running attempt shall end: by which signal ("SIGTERM"; "SIGKILL": at once), and why."""
+        ...
+
+    def stop_signal(self, stop_reason: str) -> str:
+        """The signal by which the attempt learns that the supervisor was told to stop, by "signal:SIGINT" say."""
         ...
 
     def save_now(self) -> str:

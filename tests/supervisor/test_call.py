@@ -34,16 +34,38 @@ def test_the_command_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "path", "name"),
+    ("words", "folder_and_name"),
     [
-        (["--config-path", "d"], Path("d"), "config"),
-        (["--config-name", "n"], Path("configs"), "n"),
-        ([], None, None),
+        (["--config-path", "d"], (Path("d"), "config")),
+        (["--config-name", "n"], (Path("configs"), "n")),
+        ([], None),
     ],
 )
-def test_folder_and_name_default_to_configs_and_config(words: list[str], path: Path | None, name: str | None) -> None:
+def test_folder_and_name_default_to_configs_and_config(
+    words: list[str], folder_and_name: tuple[Path, str] | None
+) -> None:
+    assert parse_options(words).folder_and_name == folder_and_name
+
+
+@pytest.mark.parametrize(
+    "word", ["--checkpoint=a", "--checkpoint_path=a", "--checkpoint-dir", "--resume_from=a", "--signal=a", "--style=b"]
+)
+def test_what_scripts_call_their_own_options_is_passed_on(word: str) -> None:
+    assert parse_options([word]).words == (word,)
+
+
+@pytest.mark.parametrize(
+    ("words", "on_retry", "command"),
+    [
+        (["--on-retry", "--init_from=resume", "--", "fit"], "--init_from=resume", ("fit",)),
+        (["--on-retry=--resume", "--", "fit", "--on-retry", "-x"], "--resume", ("fit", "--on-retry", "-x")),
+        (["--on-retry", "--resume last", "--", "fit"], "--resume last", ("fit",)),
+        (["--on-retry", "ckpt=last", "--", "fit"], "ckpt=last", ("fit",)),
+    ],
+)
+def test_words_for_the_retry_may_look_like_options(words: list[str], on_retry: str, command: tuple[str, ...]) -> None:
     call = parse_options(words)
-    assert (call.config_path, call.config_name) == (path, name)
+    assert (call.on_retry, call.command, call.words) == (on_retry, command, ())
 
 
 @pytest.mark.parametrize(
@@ -55,14 +77,29 @@ def test_folder_and_name_default_to_configs_and_config(words: list[str], path: P
         ["--grace", "-3"],
         ["--grace", "inf"],
         ["--config"],
+        ["--on-retry"],
+        ["--on-retry", "--", "fit"],
+        ["--override-style", "click"],
         ["--no-delete-wandb-run"],
         ["--train-scripts", "x"],
         ["--config", "a.yaml", "--config-name", "b"],
+        ["--nonfinite-pattern", "(open"],
     ],
 )
 def test_a_wrong_option_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         parse_options(words)
+
+
+def test_own_patterns_are_regular_expressions() -> None:
+    call = parse_options(
+        ["--nonfinite-pattern", "^blown", "--nonfinite-pattern", "gone", "--out-of-memory-pattern", "full$"]
+    )
+    assert call.own_patterns.nonfinite_in("blown up")
+    assert call.own_patterns.nonfinite_in("it is gone")
+    assert not call.own_patterns.nonfinite_in("not blown")
+    assert call.own_patterns.out_of_memory_in("the card is full")
+    assert call.options_for_other_scripts() == ["--nonfinite-pattern", "--out-of-memory-pattern"]
 
 
 def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:

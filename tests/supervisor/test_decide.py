@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ def test_nonfinite_cuts_the_learning_rate_and_nothing_else() -> None:
     assert decision.action == "relaunch"
     assert decision.learning_rate == pytest.approx(2e-4 / 1.5)
     assert (decision.batch_size, decision.resume_at_most_step, decision.wait_s) == (None, None, 0)
+
+
+def test_cuts_get_harder_once_three_were_in_vain() -> None:
+    rates, history = [1e-1], []
+    while (decision := decide(history, Outcome("nonfinite", learning_rate=rates[-1]), Policy())).learning_rate:
+        history.append(Outcome("nonfinite", learning_rate=rates[-1]))
+        rates.append(decision.learning_rate)
+    assert [f"{rate:.3g}" for rate in rates] == [
+        "0.1",
+        "0.0667",
+        "0.0444",
+        "0.0296",
+        *["0.00296", "0.000296", "2.96e-05", "2.96e-06", "1e-06"],
+    ]
+    history[-1] = replace(history[-1], progress=True)
+    assert decide(history, Outcome("nonfinite", learning_rate=3e-3), Policy()).learning_rate == 2e-3
 
 
 def test_nonfinite_goes_back_where_a_run_can() -> None:
@@ -125,6 +142,37 @@ def test_three_attempts_in_vain_are_enough(kind: Kind) -> None:
     decision = after("crashed", "killed", kind)
     assert (decision.action, decision.exit_code) == ("give up", 1)
     assert "3 attempts in a row without progress" in decision.why
+
+
+SAME = "ImportError: no module named flash_attn"
+
+
+def crashed(fault: str | None = SAME, duration_s: float = 2.0, *, progress: bool = False) -> Outcome:
+    return Outcome("crashed", f"exit code 1: {fault}", fault=fault, duration_s=duration_s, progress=progress)
+
+
+@pytest.mark.parametrize(
+    ("history", "outcome", "gives_up"),
+    [
+        ([], crashed(), False),
+        ([crashed()], crashed(), True),
+        ([ran("nonfinite"), crashed()], crashed(), True),
+        ([crashed("KeyError: 'x'")], crashed(), False),
+        ([crashed(None)], crashed(None), False),  # nobody knows why, or it may pass by itself
+        ([crashed(duration_s=61.0)], crashed(), False),
+        ([crashed()], crashed(duration_s=61.0), False),
+        ([crashed(progress=True)], crashed(), False),
+        ([crashed()], crashed(progress=True), False),
+        ([crashed(), ran("killed")], crashed(), True),  # three in a row without progress
+        ([crashed(), ran("nonfinite")], crashed(), False),  # something was changed in between
+    ],
+)
+def test_the_same_early_crash_twice_is_enough(history: list[Outcome], outcome: Outcome, gives_up: bool) -> None:
+    assert (decide(history, outcome, Policy()).exit_code == 1) == gives_up
+
+
+def test_the_exception_is_in_the_reason() -> None:
+    assert SAME in decide([crashed()], crashed(), Policy()).why
 
 
 def test_progress_starts_the_count_anew() -> None:

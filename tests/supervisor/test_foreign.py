@@ -129,6 +129,24 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     assert "    half way" in told
 
 
+def test_the_same_crash_at_the_start_is_tried_twice_and_told(folder: Path) -> None:
+    (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
+    with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    told = log_of(folder)
+    exception = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert f"giving up: the same crash twice, each within 60 s: exit code 1: {exception}" in told
+    assert "attempt 3" not in told
+
+
+def test_nan_in_words_of_ones_own(folder: Path) -> None:
+    (folder / "own.py").write_text("print('blown up')\n")
+    words = ["--nonfinite-pattern", "blown up$", "--train-script", "own.py", "--max-retries", 1]
+    with Terminal(*words, cwd=folder) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    assert "nonfinite: blown up" in log_of(folder)
+
+
 def test_bytes_pass_unchanged_and_both_streams_are_terminals(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "bar.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
@@ -270,7 +288,7 @@ def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
         terminal.signal(signal.SIGINT)
         terminal.read_until("again to abort now")
         terminal.signal(signal.SIGINT)
-        assert terminal.wait() == 1, terminal.text
+        assert terminal.wait() == 130, terminal.text  # as train.py: nobody gave up
         assert not [process for process in processes if is_alive(process.pid)]
     assert "aborted" in log_of(folder)
     assert_clean(folder)
@@ -294,7 +312,7 @@ def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path
         assert terminal.wait() == 75, terminal.text
     assert "SIGTERM: launching nothing more" in terminal.text
     told = log_of(folder)
-    assert "interrupted: the same command goes on" in told
+    assert "interrupted: the script begins anew next time, unless it resumes by itself" in told
     assert "attempt 2" not in told
 
 

@@ -152,6 +152,7 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
         (["batch_size=none"], ["batch_size is 'none'"]),
         (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
         (["--lr-key", "lr"], ["our own trainer takes no --lr-key"]),
+        (["--config-name", "x"], ["our own trainer takes no --config-name\n"]),
         (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
         (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
     ],
@@ -247,7 +248,7 @@ def test_checkpoints_from_before_a_setback_are_no_progress(tmp_path: Path, monke
 def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
     run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
-    assert run.orders(Evidence()) == ("kill", "hang")
+    assert run.orders(Evidence()) == ("SIGKILL", "hang")
 
 
 def test_a_run_that_still_speaks_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +263,7 @@ def test_a_run_whose_heart_beats_does_not_hang(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(time, "monotonic", lambda hour=hour: started + 3600 * hour)
         assert run.orders(Evidence()) is None
     monkeypatch.setattr(time, "monotonic", lambda: started + 3600 * 3)
-    assert run.orders(Evidence()) == ("kill", "hang")
+    assert run.orders(Evidence()) == ("SIGKILL", "hang")
 
 
 def test_a_clock_that_jumps_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 
 from ci_llm.supervisor import patterns
 from ci_llm.supervisor.output_scan import RECENT_LINES, Evidence, LineSplitter
-from ci_llm.supervisor.patterns import WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
+from ci_llm.supervisor.patterns import OwnPatterns, WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
+from tests.supervisor.trainer_lines import ROOMY, SHORT_OF_MEMORY, SICK, WELL, Lines
 
 NONFINITE = [
     # documented
@@ -70,7 +74,7 @@ OUT_OF_MEMORY = [
     "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 TiB",
     "OSError: [Errno 12] Cannot allocate memory",
 ]
-ROOMY = [
+ROOM_ENOUGH = [
     "to avoid CUDA out of memory, cut the batch",
     "if Device memory exhausted is shown, restart",
     "memory: 3 GiB",
@@ -79,27 +83,75 @@ ROOMY = [
 ]
 
 
-@pytest.mark.parametrize("line", NONFINITE)
+def lines(*tables: Lines | list[str]) -> pytest.MarkDecorator:
+    """Every line of the tables, as evidence takes it."""
+    return pytest.mark.parametrize(
+        "line", [(one if isinstance(one, str) else one[1]).strip() for t in tables for one in t]
+    )
+
+
+@lines(NONFINITE, SICK)
 def test_says_nonfinite(line: str) -> None:
     assert says_nonfinite(line)
     assert patterns.worth_a_look(line)
+
+
+@lines(NONFINITE)
+def test_says_nonfinite_in_capitals(line: str) -> None:
     assert says_nonfinite(line.upper())
 
 
-@pytest.mark.parametrize("line", [*HARMLESS, *OUT_OF_MEMORY, *ROOMY])
+@lines(HARMLESS, WELL, OUT_OF_MEMORY, SHORT_OF_MEMORY, ROOM_ENOUGH, ROOMY)
 def test_does_not_say_nonfinite(line: str) -> None:
     assert not says_nonfinite(line)
 
 
-@pytest.mark.parametrize("line", OUT_OF_MEMORY)
+@lines(OUT_OF_MEMORY, SHORT_OF_MEMORY)
 def test_says_out_of_memory(line: str) -> None:
     assert says_out_of_memory(line)
     assert patterns.worth_a_look(line)
 
 
-@pytest.mark.parametrize("line", [*ROOMY, *HARMLESS, *NONFINITE])
+@lines(ROOM_ENOUGH, ROOMY, HARMLESS, WELL, NONFINITE, SICK)
 def test_does_not_say_out_of_memory(line: str) -> None:
     assert not says_out_of_memory(line)
+
+
+MEGABYTE = 1 << 20
+LONG_S = 120.0  # 2 s on an idle core; a pattern that tries all ways takes hours
+
+
+PIECES = (
+    *(
+        "nan ",
+        "inf inf ",
+        "nan loss ",
+        "loss",
+        "loss ",
+        "loss=",
+        "loss nan-",
+        "loss_",
+        "loss/",
+        "loss: [1, ",
+        "'loss': ",
+    ),
+    *("best_", "if ", "out of memory ", "Error: ", "RuntimeError: a ", "10G 1 ", "a.", "A", "1 ", " ", "([("),
+    *("\x1b[", "\x1b]", "nan" + " " * 5000, "│" + " " * 5000, "│ 1 │"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_line_takes_long(piece: str) -> None:
+    """A megabyte without a line end, in the chunks in which a relay reads it."""
+    data = (piece * (MEGABYTE // len(piece))).encode()
+    evidence = Evidence()
+    splitter = LineSplitter(evidence.note)
+    started = time.process_time()
+    for start in range(0, len(data), 1 << 16):
+        splitter.feed(data[start : start + (1 << 16)])
+    splitter.feed(b"", final=True)
+    assert time.process_time() - started < LONG_S
 
 
 @pytest.mark.parametrize(
@@ -163,6 +215,33 @@ def test_a_line_without_end_is_cut() -> None:
         splitter.feed(b"x" * 1000)
     assert max(map(len, lines)) < 10_000
     assert sum(map(len, lines)) > 90_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "│ ❱ 12 │   │   raise ValueError('loss is nan')                │",
+        "│   13 │   │   print(f'CUDA out of memory')                   │",
+    ],
+)
+def test_source_around_an_exception_is_not_what_happened(line: str) -> None:
+    assert not patterns.worth_a_look(line)
+
+
+def test_what_stands_late_in_a_long_line_is_heard() -> None:
+    evidence = Evidence()
+    LineSplitter(evidence.note).feed(b"x" * 10_000 + b" loss=nan \n")
+    assert evidence.nonfinite is not None
+
+
+def test_own_patterns_stand_beside_the_known_ones() -> None:
+    own = OwnPatterns((re.compile("^blown up"),), (re.compile("card is full"),))
+    evidence = Evidence(own)
+    evidence.note("\x1b[31mblown up\x1b[0m at step 3")
+    evidence.note("the card is full")
+    evidence.note("Loss=nan")
+    assert (evidence.nonfinite, evidence.out_of_memory) == ("blown up at step 3", "the card is full")
+    assert evidence.ended_out_of_memory
 
 
 def test_the_first_sign_and_the_last_lines_are_kept() -> None:

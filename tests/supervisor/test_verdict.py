@@ -48,6 +48,11 @@ def ending(*lines: str, **facts: Any) -> AttemptResult:
         (ending(returncode=130), "interrupted", "it was told to stop: exit code 130"),
         (ending("OSError: [Errno 28] No space left on device", returncode=1), "disk_full", "OSError: [Errno 28]"),
         (ending("Traceback", "KeyError: 3", returncode=1), "crashed", "exit code 1: KeyError: 3"),
+        (
+            ending("Traceback (most recent call last):", "KeyError: 3", "wandb: View run", "HYDRA", returncode=1),
+            "crashed",
+            "exit code 1: KeyError: 3",
+        ),
         (ending(returncode=-11), "crashed", "signal 11: it said nothing"),
         (ending(error="No such file", returncode=None), "refused", "it cannot be started: No such file"),
     ],
@@ -57,6 +62,30 @@ def test_a_script_that_tells_nothing(end: AttemptResult, kind: Kind, detail: str
     assert outcome.kind == kind
     assert outcome.detail.startswith(detail)
     assert (outcome.learning_rate, outcome.batch_size, outcome.progress) == (0.1, 3, False)
+
+
+@pytest.mark.parametrize(
+    ("exception", "fault"),
+    [
+        ("ImportError: cannot import name 'x'", "ImportError: cannot import name 'x'"),
+        ("ValueError: object at 0x7f12ab at line 17", "ValueError: object at # at line #"),
+        ("requests.exceptions.ConnectionError: Max retries exceeded", None),
+        ("socket.timeout: timed out", None),
+        ("OSError: [Errno 98] Address already in use", None),
+        ("RuntimeError: CUDA error: device-side assert triggered", None),
+        ("OSError: [Errno 5] Input/output error", None),
+        ("huggingface_hub.errors.HfHubHTTPError: 503 Server Error", None),
+    ],
+)
+def test_what_two_crashes_have_in_common(exception: str, fault: str | None) -> None:
+    end = ending("Traceback (most recent call last):", exception, returncode=1, duration_s=3.0)
+    outcome = classify_by_output(end, learning_rate=None, batch_size=None, lasting_s=600)
+    assert (outcome.kind, outcome.fault, outcome.duration_s) == ("crashed", fault, 3.0)
+
+
+def test_only_a_crash_has_a_fault() -> None:
+    end = ending("Traceback (most recent call last):", "ValueError: 3", "Loss=nan", returncode=1)
+    assert classify_by_output(end, learning_rate=None, batch_size=None, lasting_s=600).fault is None
 
 
 def test_a_script_that_ran_for_long_has_made_progress() -> None:

@@ -1,0 +1,88 @@
+"""A run that the first release saved at step 12 of 24, and that a kill ended, goes on here to the bits it had there.
+
+The fixture holds the killed run, and of the undisturbed one the manifest and the adapters at step 24.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.forkserver import ForkServer
+from tests.support.trials import train_watched
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first wave")]
+
+FIXTURES = Path(__file__).parents[1] / "fixtures/first_wave"
+KEYS: dict[str, Any] = {
+    "num_agents": 2,
+    "lora_rank": 2,
+    "lora_alpha": 4,
+    "lora_dropout": 0.1,
+    "dropconnect_p": 0.05,
+    "max_train_samples": 40,
+    "max_train_steps": 24,
+    "batch_size": 2,
+    "learning_rate": 4e-3,
+    "num_warmup_steps_ratio": 0.08,
+    "lr_scheduler_type": "cosine",
+    "max_seq_length": 256,
+    "num_workers": 0,
+    "logging_steps": 1,
+    "eval_samples": 4,
+    "max_new_tokens_eval": 8,
+    "save_steps": 12,
+    "save_interval_seconds": "null",
+    "report_to": "none",
+    "output_dir": "killed",
+}
+LONG_AGO = 1_700_000_000
+SAME_WEIGHTS = 1e-3  # what another processor or library makes of 12 steps: Adam turns a rounded sign into a full step
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.support.trials") as server:
+        yield server
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("vanilla", 1), ("distributed", 2)])
+def test_a_run_of_the_first_release_ends_with_its_bits(
+    server: ForkServer, tmp_path: Path, backend: str, ranks: int
+) -> None:
+    shutil.copytree(FIXTURES / backend / "killed", tmp_path / "killed", copy_function=shutil.copyfile)
+    for path in (tmp_path / "killed/.attempt-1").iterdir():  # its heartbeat is as old as the checkout otherwise
+        os.utime(path, (LONG_AGO, LONG_AGO))
+    arguments = [f"{key}={value}" for key, value in {**KEYS, "checkpoint_backend": backend}.items()]
+    log = tmp_path / "log"
+    codes = server.run(train_watched, log, ranks=ranks, folder=str(tmp_path), arguments=arguments, fate=None)
+    said = log.read_text()
+    assert codes == [0] * ranks, said
+    assert "step 12 of 24, verified" in said
+    final, there = tmp_path / "killed/checkpoint_step_24", FIXTURES / backend / "final"
+    if "exactness: bitwise" in said:
+        assert digests(final) == digests(there)
+    for agent in ("agent0", "agent1"):
+        ours, theirs = (load_file(folder / agent / "adapter_model.safetensors") for folder in (final, there))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], atol=SAME_WEIGHTS, rtol=0)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of every tensor of the agents and of their moments."""
+    files: Any = json.loads((folder / "manifest.json").read_text())["files"]
+    return {
+        f"{file}: {name}": digest
+        for file, record in files.items()
+        if file.startswith(("agent", "optimizer")) and "tensors" in record
+        for name, digest in record["tensors"].items()
+    }
