@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.events import DEADLINE_S
+
 ROOT = Path(__file__).parent.parent
-DEADLINE_S = 300.0  # nobody comes near it, under any load: it only ends a test that will never end
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ACCELERATE_USE_CPU": "true",

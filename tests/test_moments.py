@@ -34,7 +34,7 @@ def train(server: ForkServer, folder: Path, moment: Moment | None = None, **opti
     """One attempt; the exit codes of its processes."""
     folder.mkdir(exist_ok=True)
     defaults = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "stall_s": 0.0, "times": 1}
-    settings: dict[str, Any] = defaults | {"keys": {}} | options
+    settings: dict[str, Any] = defaults | {"committed": None, "keys": {}} | options
     return server.run(
         moments.train_signalled,
         folder / "log",
@@ -42,6 +42,7 @@ def train(server: ForkServer, folder: Path, moment: Moment | None = None, **opti
         words=arguments(**settings.pop("keys")),
         place=moment.place if moment else None,
         call=moment.call if moment else 0,
+        behind=moment is not None and moment.behind,
         **settings,
     )
 
@@ -72,7 +73,7 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
         assert status.status == "completed"
     else:
         assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
-        assert status.step == moment.step or moment.step is None
+        assert status.step == moment.step
         assert f"step {status.step} is saved" in said or (status.step == 0 and "no step is saved" in said)
         assert status.next_command
     assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
@@ -139,7 +140,7 @@ def test_which_signals_stop_and_which_save_is_configured(server: ForkServer, tmp
 
 def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: ForkServer, tmp_path: Path) -> None:
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
-    assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0) == [130]
+    assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0, committed=2) == [130]
     said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
     assert "SIGINT: saving step 3 (again to abort now)" in said
     assert "interrupted (signal:SIGINT): step 2 is saved" in said
