@@ -118,12 +118,17 @@ def train_signalled(
         tripwire: the call of `place` that no other process may come to any more.
         stall_s: how long the call takes from then on.
         times: how often the signal is sent.
-        behind: whether the main thread waits in step 3 until another one has sent it.
+        behind: whether the main thread and the one that sends it wait for each other, in step 3.
         committed: step whose checkpoint must be committed before the signal is sent; the process waits for it.
     """
-    struck = threading.Event()
+    waiting, struck = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        assert struck.wait(DEADLINE_S)
 
     def strike() -> None:
+        assert not behind or waiting.wait(DEADLINE_S)
         if committed is not None:
             wait_until_committed(Path(folder, "run"), committed)
         for _ in range(times):
@@ -139,7 +144,7 @@ def train_signalled(
     elif place is not None and tripwire is not None:
         interfere(place, tripwire, lambda: os._exit(99))
     if behind:
-        interfere("ci_llm.run.loop.apply_gradients", 3, lambda: struck.wait(DEADLINE_S))
+        interfere("ci_llm.run.loop.apply_gradients", 3, wait)
     return main(["train", *words])
 
 

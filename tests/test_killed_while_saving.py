@@ -1,6 +1,6 @@
 """Killed before any operation on the disk, the trainer goes on, to the bits of the run that was never killed.
 
-The crash sweep strikes the manager at every system call; here the whole program is struck at ten, drawn by seed.
+The crash sweep strikes the manager at every system call; here the whole program is struck at a few, drawn by seed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ci_llm.durable import Filesystem
+from tests.campaign import size
 from tests.disks import CHANGES
 from tests.forkserver import ForkServer
 from tests.trials import Cell, Trials, account, differences, train_watched
@@ -50,7 +51,7 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
 
 
 @pytest.mark.slow
-def test_ten_points_drawn_by_seed_go_on_training(tmp_path: Path) -> None:
+def test_points_drawn_by_seed_go_on_training(tmp_path: Path) -> None:
     modules = ("tests.trials", "tests.test_killed_while_saving")
     with ForkServer(*modules) as server:
         trials = Trials(server, tmp_path)
@@ -64,7 +65,7 @@ def test_ten_points_drawn_by_seed_go_on_training(tmp_path: Path) -> None:
         assert strike(alive, -1) == [0]
         total = int((alive / "operations").read_text())
         assert total > 200
-        for number in random.Random(20).sample(range(total), 10):
+        for number in random.Random(20).sample(range(total), size(4, 10)):
             folder = trials.new_folder()
             assert strike(folder, number) == [-signal.SIGKILL], f"operation {number} of {total}"
             assert trials.train(CELL, folder, **SAVING) == [0], (folder / "log").read_text()
@@ -90,7 +91,7 @@ def test_either_of_two_that_write_their_parts_may_die(tmp_path: Path, victim: in
         assert list(alive.glob("run/checkpoint_step_12/optimizer-0000*-of-00002.safetensors"))
         assert not differences(reference, account(alive))
         total = int((alive / "operations").read_text())
-        for number in random.Random(victim).sample(range(total), 2):
+        for number in random.Random(victim).sample(range(total), size(1, 2)):
             folder = trials.new_folder()
             assert strike(folder, number)[victim] == -signal.SIGKILL, f"operation {number} of {total}"
             taking_over = keys if victim else SAVING
