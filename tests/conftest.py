@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import campaign
+from tests.forkserver import ForkServer
 
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.mkdtemp(prefix="ci-llm-tests-")
         os.environ["HF_DATASETS_CACHE"] = cache
         config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """The fork server of all tests that need no environment of their own."""
+    with ForkServer("tests.trials") as started:
+        yield started
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class ForkServer:
     """The client's end; a context manager, at whose end the server and all its children are gone.
 
     Args:
-        modules: what the server imports before it forks; a trial is a function of one of them.
+        modules: what the server imports at once; the module of a trial follows when it is first asked for.
         environment: variables for the server and its children, beside those of this process.
     """
 
@@ -107,7 +107,9 @@ def serve(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(_fork_all(json.loads(line))), flush=True)
+        request = json.loads(line)
+        importlib.import_module(request["target"][0])
+        print(json.dumps(_fork_all(request)), flush=True)
 
 
 def _fork_all(request: dict[str, Any]) -> dict[str, Any]:

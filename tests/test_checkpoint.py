@@ -536,12 +536,6 @@ def test_a_manager_that_only_saves_leaves_the_signals_alone(managers: Any) -> No
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.loops") as server:
-        yield server
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path, signalled: int) -> None:

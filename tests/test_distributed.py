@@ -6,7 +6,6 @@ import errno
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +29,6 @@ from tests.forkserver import ForkServer
 
 POINTS = 48
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.crews") as server:
-        yield server
 
 
 class World:

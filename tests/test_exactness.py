@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.children import ROOT, Child
 from tests.forkserver import ENVIRONMENT, ForkServer, free_port
 from tests.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
-# One fork server, and references that trials share.
+# References that trials share.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exactness")]
 
 ONE_PROCESS = matrix(moment=MOMENTS, accumulation=(1, 4), dropout=(0.0, 0.1), workers=(0, 2))
@@ -58,10 +57,8 @@ SAMPLE_THROUGH_TRAIN_PY = [THROUGH_TRAIN_PY[0], THROUGH_TRAIN_PY[-1]]
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    folder = tmp_path_factory.mktemp("exactness")
-    with ForkServer("tests.trials") as server:
-        yield Trials(server, folder)
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("exactness"))
 
 
 # Killed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +21,6 @@ from tests.faults import Fault, fired, said, train
 from tests.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing hang")]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.faults") as server:
-        yield server
 
 
 def stacks(folder: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +26,6 @@ BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_trai
 BIG |= {"max_train_steps": 3, "model_dtype": "fp64"}
 #: A third of what 16 rows of three agents in fp64 need besides what the first step has left in the heap: 0.3 GB.
 SPARE_BYTES = 100 << 20
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.faults") as server:
-        yield server
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,7 @@ from ci_llm.status import read_failures, read_status
 from tests.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tests.forkserver import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing")]  # one fork server, and a reference that tests share
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.faults") as server:
-        yield server
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing")]  # a reference that tests share
 
 
 @pytest.fixture(scope="module")

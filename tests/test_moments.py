@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from tests.forkserver import ForkServer
 from tests.moments import EVAL_STEPS, MOMENTS, STEPS, Moment, arguments
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.moments") as server:
-        yield server
 
 
 def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:

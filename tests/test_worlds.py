@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -25,7 +24,7 @@ from ci_llm.embedded import BASE_FOLDER
 from tests.forkserver import ForkServer
 from tests.trials import Fate, train_watched
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worlds")]  # references that tests share
 
 AGENTS = 2
 GLOBAL_BATCH = 8
@@ -109,9 +108,8 @@ def arguments(**keys: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    with ForkServer("tests.trials") as server:
-        yield Worlds(server, tmp_path_factory.mktemp("worlds"))
+def worlds(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds(server, tmp_path_factory.mktemp("worlds"))
 
 
 # ------------------------------------------------------------------------------------------- what a run tells
