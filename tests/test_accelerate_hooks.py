@@ -29,7 +29,6 @@ from tests.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
 from tests.forkserver import ForkServer
 from tests.test_store import flip
 
-
 pytestmark = pytest.mark.xdist_group("accelerate hooks")  # references that tests share
 
 
