@@ -81,8 +81,8 @@ MOMENTS = {
     "the optimizer moves": Moment("torch.optim.AdamW.step", 4, step=5),
     "a line of metrics": Moment("ci_llm.logs.run_log.RunLog.metrics", 1, step=2),
     "a checkpoint is copied": Moment("ci_llm.checkpoints.behind.Behind.begin", step=3),
-    "a checkpoint is committed behind": Moment("ci_llm.checkpoints.store.commit", step=4, behind=True),
-    "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune", step=4, behind=True),
+    "a checkpoint is committed behind": Moment("ci_llm.checkpoints.store.commit", step=3, behind=True),
+    "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune", step=3, behind=True),
     "evaluation on the way": Moment("ci_llm.crowd.evaluate._score_batch", step=3),
     "the last step": Moment("ci_llm.run.loop.apply_gradients", STEPS, step=STEPS),
     "evaluation at the end": Moment("ci_llm.run.job.evaluate", step=STEPS),
@@ -118,7 +118,7 @@ def train_signalled(
         tripwire: the call of `place` that no other process may come to any more.
         stall_s: how long the call takes from then on.
         times: how often the signal is sent.
-        behind: whether the main thread and the one that sends it wait for each other, in step 3.
+        behind: whether the main thread and the one that sends it wait for each other, in step 3, after its ballot.
         committed: step whose checkpoint must be committed before the signal is sent; the process waits for it.
     """
     waiting, struck = threading.Event(), threading.Event()
