@@ -101,19 +101,20 @@ def arguments(**keys: Any) -> list[str]:
 def train_signalled(
     folder: str,
     words: list[str],
-    place: str | None,
-    call: int,
-    sent: str,
-    rank: int | None,
-    tripwire: int | None,
-    stall_s: float,
-    times: int,
-    behind: bool,
-    committed: int | None,
+    place: str | None = None,
+    call: int = 0,
+    sent: str = "SIGTERM",
+    rank: int | None = None,
+    tripwire: int | None = None,
+    stall_s: float = 0.0,
+    times: int = 1,
+    behind: bool = False,
+    committed: int | None = None,
 ) -> int:
     """A trial for the fork server: `train.py`, which sends itself a signal at a moment.
 
     Args:
+        place, call: the moment; None: never.
         rank: of the only process that does; None: all of them.
         tripwire: the call of `place` that no other process may come to any more.
         stall_s: how long the call takes from then on.

@@ -26,18 +26,11 @@ pytestmark = pytest.mark.slow
 def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:
     """One attempt; the exit codes of its processes."""
     folder.mkdir(exist_ok=True)
-    defaults = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "stall_s": 0.0, "times": 1}
-    settings: dict[str, Any] = defaults | {"committed": None, "keys": {}} | options
-    return server.run(
-        moments.train_signalled,
-        folder / "log",
-        folder=str(folder),
-        words=arguments(**settings.pop("keys")),
-        place=moment.place if moment else None,
-        call=moment.call if moment else 0,
-        behind=moment is not None and moment.behind,
-        **settings,
-    )
+    keys: Any = options.pop("keys", {})
+    if moment is not None:
+        options |= {"place": moment.place, "call": moment.call, "behind": moment.behind}
+    how: dict[str, Any] = {"folder": str(folder), "words": arguments(**keys)} | options
+    return server.run(moments.train_signalled, folder / "log", **how)
 
 
 def learned(folder: Path) -> dict[str, bytes]:
