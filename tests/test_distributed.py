@@ -25,9 +25,10 @@ from ci_llm.checkpoints.snapshot import hand_off, read_snapshot, snapshot_of
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 from ci_llm.typed_json import dump_json
 from tests import crews
+from tests.campaign import size
 from tests.forkserver import ForkServer
 
-POINTS = 48
+POINTS = size(12, 48)
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 
