@@ -20,7 +20,7 @@ from tests import campaign
 pytestmark = pytest.mark.slow
 
 SWEEP = Path(__file__).parent.parent / "benchmarks" / "crash_sweep.py"
-POINTS = 150  # of 7,000
+POINTS = 200  # of 7,000
 
 
 def why_not() -> str | None:
