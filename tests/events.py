@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-DEADLINE_S = 300.0  # nobody comes near it, under any load: it only ends a test that will never end
+DEADLINE_S = 600.0  # nobody comes near it, under any load: it only ends a test that will never end
 _LOOK_S = 0.01
 
 

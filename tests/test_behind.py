@@ -273,7 +273,7 @@ last_line = threading.Event()
 
 class Slow(Filesystem):
     def write(self, handle, data):
-        assert threading.current_thread() is threading.main_thread() or last_line.wait(300)
+        assert threading.current_thread() is threading.main_thread() or last_line.wait(600)
         return super().write(handle, data)
 
 folder = Path(sys.argv[1])

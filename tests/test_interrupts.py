@@ -263,7 +263,7 @@ def test_a_signal_is_heard_during_one_matmul_of_torch() -> None:
 import torch
 from ci_llm.interrupts import Interrupts
 with Interrupts(announce=lambda line: print("announced", inside)):
-    matrix, inside = torch.ones(4000, 4000, dtype=torch.float64), True
+    matrix, inside = torch.ones(6000, 6000, dtype=torch.float64), True
     print("inside")
     matrix @ matrix
     inside = False

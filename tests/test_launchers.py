@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     "CUDA_VISIBLE_DEVICES": "",
     "GLOO_SOCKET_IFNAME": "lo",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",  # a machine under load starts slowly, and is told to end before that
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # a machine under load starts slowly, and is told to end before that
 }
 LONG = {"max_train_steps": 100_000, "eval_steps": "null", "save_steps": "null"}
 MUCH_TO_JUDGE = {"max_train_steps": 3, "eval_steps": "null", "eval_samples": 400, "generation_eval_samples": 200}
