@@ -99,7 +99,7 @@ def test_in_training(launcher: str, server: ForkServer, tmp_path: Path) -> None:
     assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
     assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
     ranks = 1 if "1 process" in launcher else 2
-    called_again = {"folder": str(tmp_path), "words": arguments(max_train_steps=status.step + 1)}
-    codes = server.run(train_signalled, tmp_path / "log", ranks=ranks, **called_again)
+    words = [f"--config={ROOT / 'configs.yaml'}", *arguments(max_train_steps=status.step + 1)]
+    codes = server.run(train_signalled, tmp_path / "log", ranks=ranks, folder=str(tmp_path), words=words)
     assert codes == [0] * ranks, (tmp_path / "log").read_text()
     assert read_status(tmp_path / "run").status == "completed"
