@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +16,11 @@ from ci_llm.run.state import TrainState
 from ci_llm.run.watchdog import Watchdog
 from ci_llm.stacks import Stacks
 from ci_llm.status import read_failures, read_status
+from tests.events import DEADLINE_S
 from tests.faults import Fault, fired, said, train
 from tests.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing hang")]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.faults") as server:
-        yield server
 
 
 def stacks(folder: Path) -> list[str]:
@@ -107,12 +101,12 @@ with Stacks() as stacks:
 
 
 def test_a_silent_child_leaves_the_others_time_to_answer() -> None:
-    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=DEADLINE_S)
 
 
 def test_a_run_at_work_is_left_alone(server: ForkServer, tmp_path: Path) -> None:
     """Evaluation, generation and a pause are progress or rest, even where a step is short."""
-    keys = {"hang_timeout": 20, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
+    keys = {"hang_timeout": 60, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
     assert train(server, tmp_path, max_train_steps=6, **keys) == [0], said(tmp_path)
 
 
