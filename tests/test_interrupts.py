@@ -263,7 +263,7 @@ def test_a_signal_is_heard_during_one_matmul_of_torch() -> None:
 import torch
 from ci_llm.interrupts import Interrupts
 with Interrupts(announce=lambda line: print("announced", inside)):
-    matrix, inside = torch.ones(4000, 4000, dtype=torch.float64), True
+    matrix, inside = torch.ones(6000, 6000, dtype=torch.float64), True
     print("inside")
     matrix @ matrix
     inside = False
@@ -361,7 +361,7 @@ import sys
 from ci_llm.interrupts import Interrupts, die_with_parent
 with Interrupts(announce=lambda line: None) as interrupts:
     print("armed", die_with_parent())
-    print("heard", interrupts.wait(60), interrupts.stop_reason)
+    print("heard", interrupts.wait(300), interrupts.stop_reason)
 """
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-u', '-c', sys.argv[1]])"
     with Child.python(launcher, trainer) as child:

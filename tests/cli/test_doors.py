@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli import entry, main
+from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60
 
 
 def run(*words: str | Path, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ def test_one_process_explains_and_no_other_ends_without_a_word(
 @pytest.mark.parametrize("script", ["train.py", "safe_train.py", "dry_run_sanity_check.py"])
 def test_outside_of_the_environment_the_cure_is_one_line(script: str) -> None:
     bare = [sys.executable, "-S", ROOT / script]  # -S: no package that was installed is found
-    done = subprocess.run(bare, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(bare, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert done.returncode == 2
     assert "is not installed for" in done.stderr
     assert f"make install, then .venv/bin/python {script}" in done.stderr

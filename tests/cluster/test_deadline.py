@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ci_llm.cluster.deadline import MARGIN_S, MEASUREMENTS, Deadline, Pace, Walltime, find_deadline, spare_s, upper
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
+from tests.support.events import DEADLINE_S
 
-DEADLINE_S = 60.0
 durations = st.lists(st.floats(min_value=0, max_value=1e6), max_size=120)
 
 

@@ -19,6 +19,7 @@ from ci_llm.config import Config, describe_keys, groups, keys_as_markdown, load_
 from ci_llm.config.aliases import ALIASES, WORDS
 from ci_llm.config.schema import NO_EFFECT
 from ci_llm.errors import ConfigError
+from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 PRESETS = [ROOT / "configs.yaml", *sorted((ROOT / "configs").glob("*.yaml"))]
@@ -139,7 +140,7 @@ def test_presets_are_valid_and_say_what_they_are_for(path: Path) -> None:
 def test_import_is_light() -> None:
     code = "import ci_llm.config, sys; print([*{'torch', 'transformers', 'numpy'} & set(sys.modules)])"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from ci_llm.logs import hardware
 from ci_llm.logs.hardware import FILE_NAME, SAMPLES_KEPT, Gpus, HardwareMonitor, read_host
+from tests.support.events import DEADLINE_S
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def test_samples_host_until_stopped(tmp_path: Path, written: threading.Semaphore
     monitor = HardwareMonitor(tmp_path, interval_s=0.001)
     monitor.start()
     for _ in range(3):
-        assert written.acquire(timeout=30)
+        assert written.acquire(timeout=DEADLINE_S)
     monitor.stop()
     content = read(tmp_path)
     assert len(content["samples"]) >= 3
@@ -86,7 +87,7 @@ def test_a_disk_that_refuses_is_said_once_and_survived(tmp_path: Path, written: 
     monitor = HardwareMonitor(tmp_path / "missing", interval_s=0.001, warn=said.append)
     monitor.start()
     for _ in range(3):
-        assert written.acquire(timeout=30)
+        assert written.acquire(timeout=DEADLINE_S)
     monitor.stop()
     assert len(said) == 1
     assert FILE_NAME in said[0]

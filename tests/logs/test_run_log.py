@@ -20,6 +20,7 @@ import pytest
 from ci_llm.errors import ConfigError
 from ci_llm.logs.progress import ProgressLine
 from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, RunLog
+from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,7 +157,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
     assert "still here" in log_text(tmp_path)
@@ -398,5 +399,5 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
 def test_import_is_light() -> None:
     code = "import ci_llm.logs.run_log, ci_llm.logs.hardware, sys; print([*{'torch', 'accelerate'} & set(sys.modules)])"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
