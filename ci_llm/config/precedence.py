@@ -1,4 +1,4 @@
-"""Which source decides a key: the command line over the file over the launcher over the defaults; and words about it."""
+"""Which source decides a key: the command line over the file over the launcher over the defaults; and says so."""
 
 from __future__ import annotations
 
