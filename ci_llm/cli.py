@@ -173,7 +173,8 @@ def _help_train() -> int:
     from ci_llm.config import describe_keys
 
     print("python train.py [--config FILE] [key=value | --key value | --key=value ...]")
-    print("The command line wins over the file (configs.yaml by default), the file over these defaults.")
+    print("The command line wins over the file, the file over what `accelerate launch` says, that over these defaults.")
+    print("The file: configs.yaml of the current folder, else the project's own, where --config names no other.")
     print(
         "example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine\n"
     )

@@ -125,7 +125,7 @@ def train_signalled(
         interfere(place, call, strike)
     elif place is not None and tripwire is not None:
         interfere(place, tripwire, lambda: os._exit(99))
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def train_stuck(folder: str, words: list[str]) -> int:
@@ -133,7 +133,7 @@ def train_stuck(folder: str, words: list[str]) -> int:
     torch.set_num_threads(1)
     os.chdir(folder)
     Processes.shutdown = lambda _self: False  # type: ignore[method-assign]
-    main(["train", *words])
+    main(["train", "--config", os.devnull, *words])
     return 99
 
 
@@ -143,7 +143,7 @@ def train_apart(folder: str, words: list[str]) -> int:
     own = Path(folder, os.environ.get("RANK", "0"))
     own.mkdir(exist_ok=True)
     os.chdir(own)
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:
@@ -160,7 +160,7 @@ def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, 
 
     if after_s and rank == int(os.environ.get("RANK", "0")):
         threading.Timer(after_s, strike).start()
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def interfere(place: str, call: int, act: Callable[[], object]) -> None:
