@@ -161,6 +161,5 @@ def test_a_run_like_this_one_names_each_key_once(
     command = ("/usr/bin/python", "/venv/bin/torchrun", "train.py", *words)
     assert interruption.command_line(launch("torchrun", command, tuple(words)), changes) == f"torchrun train.py {rest}"
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "my_program.py"])  # which calls the trainer by itself
-    own = f"{interruption.shell_line([sys.executable])} -m ci_llm train"
-    line = interruption.command_line(launch("python", words=tuple(words)), changes)
-    assert line == f"{own} {rest}" or not words
+    own = f"{interruption.shell_line([sys.executable])} -m ci_llm train" if words else "python my_program.py"
+    assert interruption.command_line(launch("python", words=tuple(words)), changes) == f"{own} {rest}"
