@@ -43,7 +43,7 @@ _DECLINED: Final = (
     ("ACCELERATE_USE_FSDP", "false", "the trainable state is a few MB, and the frozen base is not sharded"),
     ("ACCELERATE_USE_MEGATRON_LM", "false", "it brings a training loop of its own"),
     ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", "every process holds the whole base and trains on rows of its own"),
-    ("ACCELERATE_DYNAMO_BACKEND", "no", "packed rows have another length in every step: compiled, they are no faster"),
+    ("ACCELERATE_DYNAMO_BACKEND", "no", "packed rows differ in length from step to step, and are no faster compiled"),
 )
 _ACCELERATE_LAUNCH: Final = frozenset({"launch", "accelerate-launch", "accelerate.commands.launch"})
 _MPIRUNS: Final = frozenset({"mpirun", "mpiexec", "orterun", "prterun"})
@@ -258,7 +258,7 @@ def _asked_for_more(launch: Launch, environ: Mapping[str, str], num_gpus: int, r
     if rows and number:
         share = {2: "half", 3: "a third", 4: "a quarter"}.get(number, f"1/{number}")
         told += f"; the effective batch of a run that begins like this is {share}: {rows} rows and not {number * rows}"
-    return told if num_gpus else f"{told}; this runs them on the CPU: {_on_the_cpu(launch, environ)}"
+    return told if num_gpus else f"{told}; this starts them on the CPU:\n          {_on_the_cpu(launch, environ)}"
 
 
 def _on_the_cpu(launch: Launch, environ: Mapping[str, str]) -> str:

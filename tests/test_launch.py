@@ -246,9 +246,11 @@ def test_the_line_that_starts_as_many_as_were_asked_for_is_ready_to_paste(typed:
     command, launched = ["/odd/python", "-m", "accelerate.commands.accelerate_cli"], shlex.split(typed)
     words = launched[launched.index("train.py") + 1 :]
     launch = read({"MASTER_ADDR": "here"}, [*command, *launched], words)
-    assert remarked(launch)[0].endswith(f"on the CPU: {shlex.join(command)} {pasted}")
-    line = remarked(launch, ACCELERATE_USE_CPU="True")[0]
-    assert line.endswith(f"on the CPU: ACCELERATE_USE_CPU=true {shlex.join(command)} {pasted}")
+    told, line = remarked(launch)[0].splitlines()
+    assert told.endswith("; this starts them on the CPU:")
+    assert line.strip() == f"{shlex.join(command)} {pasted}"
+    _, line = remarked(launch, ACCELERATE_USE_CPU="True")[0].splitlines()
+    assert line.strip() == f"ACCELERATE_USE_CPU=true {shlex.join(command)} {pasted}"
 
 
 @pytest.mark.parametrize(
