@@ -299,7 +299,7 @@ def train_with_faults(folder: str, words: list[str], faults: list[dict[str, Any]
     torch.set_num_threads(1)
     os.chdir(folder)
     arm([Fault(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}) for values in faults])
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 # ----------------------------------------------------------------------------------------- in the test's process

@@ -2,8 +2,12 @@
 
 from ci_llm.config.config import Change as Change
 from ci_llm.config.config import Config as Config
+from ci_llm.config.config import Reading as Reading
 from ci_llm.config.config import describe_keys as describe_keys
 from ci_llm.config.config import groups as groups
 from ci_llm.config.config import keys_as_markdown as keys_as_markdown
 from ci_llm.config.config import load_config as load_config
 from ci_llm.config.config import parse_config as parse_config
+from ci_llm.config.config import read_config as read_config
+from ci_llm.config.config import words_without as words_without
+from ci_llm.config.default_file import default_file as default_file

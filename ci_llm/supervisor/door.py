@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.errors import ConfigError, LaunchError
-from ci_llm.supervisor.call import Call, read_call
+from ci_llm.supervisor.call import DEFAULT_SCRIPT, Call, read_call
 
 if TYPE_CHECKING:
     from ci_llm.supervisor.training import Training
@@ -68,11 +68,15 @@ def _supervise(call: Call) -> int:
 
 
 def _training(call: Call) -> Training:
+    from ci_llm.config import default_file
     from ci_llm.supervisor.foreign import ForeignScript
     from ci_llm.supervisor.whose import is_ours, our_words
 
     extra = [*(["--config", str(call.config)] if call.config else []), *call.words]
-    words = our_words(call.command) if call.command else [] if is_ours(call.script) else None
+    script = call.script
+    if not call.options_for_other_scripts() and script == DEFAULT_SCRIPT:
+        script = default_file(script.name) or script
+    words = our_words(call.command) if call.command else [] if is_ours(script) else None
     if words is None:
         return ForeignScript(call)
     if meant_for_others := call.options_for_other_scripts():
@@ -83,5 +87,5 @@ def _training(call: Call) -> Training:
         )
     from ci_llm.supervisor.ours import OurRun
 
-    command = call.command or (sys.executable, str(call.script))
+    command = call.command or (sys.executable, str(script))
     return OurRun([*command, *extra], [*words, *extra], grace_s=call.grace_s)

@@ -13,7 +13,7 @@ from typing import Final
 
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
-from ci_llm.launch import SUPERVISED
+from ci_llm.launch import SUPERVISED, outside_of_a_step
 from ci_llm.slurm import put_back
 from ci_llm.supervisor.attempt import Ending
 from ci_llm.supervisor.call import Call
@@ -75,7 +75,7 @@ class ForeignScript:
 
     def begin(self) -> list[str]:
         """Remove the temporary configurations of a supervisor that was killed; returns what is supervised."""
-        lines = []
+        lines = outside_of_a_step(os.environ)
         if self._original is not None:
             lines.append(f"configuration: {self._original}, which stays as it is")
         if self._lr_key is None:

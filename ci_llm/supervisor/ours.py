@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.config import load_config
+from ci_llm.config import default_file, load_config
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.launch import SUPERVISED
@@ -57,8 +56,7 @@ class OurRun:
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
         self._command = command
-        default = Path("configs.yaml")
-        self._config = load_config(default if default.is_file() else None, words)
+        self._config = load_config(default_file(), words)
         self._folder = self._config.run_folder
         self._recovery = read_recovery(self._folder)
         self._before: Status | None = None
