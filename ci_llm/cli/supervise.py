@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.errors import ConfigError, LaunchError
-from ci_llm.supervisor.options import Options, parse_options
+from ci_llm.supervisor.options import DEFAULT_SCRIPT, Options, parse_options
 
 if TYPE_CHECKING:
     from ci_llm.supervisor.target import Training
@@ -71,10 +71,14 @@ def _supervise(call: Options) -> int:
 
 def _training(call: Options) -> Training:
     from ci_llm.cli.supervise import is_own_script, our_words
+    from ci_llm.config import default_file
     from ci_llm.supervisor.external_script import ExternalScript
 
     extra = [*(["--config", str(call.config)] if call.config else []), *call.words]
-    words = our_words(call.command) if call.command else [] if is_own_script(call.script) else None
+    script = call.script
+    if not call.options_for_other_scripts() and script == DEFAULT_SCRIPT:
+        script = default_file(script.name) or script
+    words = our_words(call.command) if call.command else [] if is_own_script(script) else None
     if words is None:
         return ExternalScript(call)
     if meant_for_others := call.options_for_other_scripts():
@@ -85,7 +89,7 @@ def _training(call: Options) -> Training:
         )
     from ci_llm.supervisor.own_run import OwnRun
 
-    command = call.command or (sys.executable, str(call.script))
+    command = call.command or (sys.executable, str(script))
     return OwnRun([*command, *extra], [*words, *extra], grace_s=call.grace_s)
 
 

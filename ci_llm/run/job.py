@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,11 @@ from ci_llm.run.shutdown import command_line, leave, record_failure, walltime_wa
 PROBE_BYTES = 1 << 20
 
 
-def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
+def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: Sequence[str] = ()) -> int:
     """Train as `config` says and return the exit code (see the contract on exit codes in docs/).
+
+    Args:
+        sources: lines for people about where the values of `config` come from.
 
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
@@ -76,7 +79,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
         on_disk_full=config.on_disk_full,
         say=log.say,
     )
-    for note in [*processes.notes, *config.notices()]:
+    for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         log.say(note)
     code = 1
     try:
@@ -325,5 +328,5 @@ def _is_concluded(run: Run) -> bool:
 
 
 def _say_next(run: Run) -> None:
-    for line in next_steps(run.config.run_folder, command_line(run.processes.launch)):
+    for line in next_steps(run.config, partial(command_line, run.processes.launch)):
         run.log.say(line)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.patterns import OwnPatterns
@@ -29,6 +29,8 @@ _EXAMPLES = """examples:
 exit codes: 0 completed, 2 bad call, 75 interrupted (run me again), 1 gave up, 130 aborted by a second
 Ctrl-C"""
 
+DEFAULT_SCRIPT: Final = Path("train.py")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -48,7 +50,7 @@ class Options:
     config_path: Path | None = None
     config_name: str | None = None
     config_flag: str | None = None
-    script: Path = Path("train.py")
+    script: Path = DEFAULT_SCRIPT
     grace_s: float | None = None
     delete_wandb_runs: bool = True
     lr_key: str | None = None
@@ -160,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     what = parser.add_argument_group("what to run")
-    what.add_argument("--train-script", type=Path, default=Path("train.py"), metavar="FILE", help="train.py by default")
+    what.add_argument("--train-script", type=Path, default=DEFAULT_SCRIPT, metavar="FILE", help="train.py by default")
     what.add_argument("--config", type=Path, metavar="FILE", help="the configuration; ours: configs.yaml by default")
     what.add_argument("--config-path", type=Path, metavar="DIR", help="of another script: its folder of configurations")
     what.add_argument("--config-name", metavar="NAME", help="and the name in it; configs and config by default")

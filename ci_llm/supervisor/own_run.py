@@ -6,13 +6,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import attempts_in_vain, put_back
-from ci_llm.config import load_config
+from ci_llm.config import default_file, load_config
 from ci_llm.core.recovery import read_recovery, write_recovery
 from ci_llm.core.run_status import (
     VANISHED_AFTER_S,
@@ -57,8 +56,7 @@ class OwnRun:
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
         self._command = command
-        default = Path("configs.yaml")
-        self._config = load_config(default if default.is_file() else None, words)
+        self._config = load_config(default_file(), words)
         self._folder = self._config.run_folder
         self._recovery = read_recovery(self._folder)
         self._before: Status | None = None

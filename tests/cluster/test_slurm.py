@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import stat
 import subprocess
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from ci_llm.cluster.slurm import (
     record_attempt,
 )
 from ci_llm.core.run_status import RunStatus
+from tests.support.children import Child
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,3 +234,25 @@ def test_the_scripts_ask_for_nothing_that_a_small_cluster_lacks(script: Path) ->
     assert options.keys() == {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "requeue", "open-mode"}
     assert (options["ntasks-per-node"], options["cpus-per-task"], options["open-mode"]) == ("1", "2", "append")
     assert len(re.findall(r"^##SBATCH ", text, re.MULTILINE)) == 2
+
+
+SRUN = """#!/bin/bash
+trap 'echo heard $0; exit 0' USR1 USR2
+echo running
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_what_slurm_tells_the_batch_shell_alone_is_handed_on_to_the_step(number: int, tmp_path: Path) -> None:
+    """By `--signal=B:USR1@600`; srun hands it on in its turn, as its manual says. The shell would have died of it."""
+    for name, text in (("srun", SRUN), ("scontrol", f"#!/bin/sh\necho Command={ROOT}/slurm/train.sbatch\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_SUBMIT_DIR": str(tmp_path), "CI_LLM_PYTHON": "true"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    with Child("bash", ROOT / "slurm" / "train.sbatch", env={**job, "PATH": path}) as batch:
+        batch.read_until("running")
+        batch.signal(number)
+        batch.read_until("heard")
+        assert batch.wait() == 0

@@ -97,6 +97,7 @@ def test_in_training(launcher: str, server: ForkServer, tmp_path: Path) -> None:
         said = stop(child, tmp_path)
     status = read_status(tmp_path / "run")
     assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
+    assert f"{' '.join(LAUNCHERS[launcher])} " in str(status.next_command), "the launcher's, which has gone by then"
     assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
     ranks = 1 if "1 process" in launcher else 2
     words = [f"--config={ROOT / 'configs.yaml'}", *arguments(max_train_steps=status.step + 1)]

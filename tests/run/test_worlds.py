@@ -1,6 +1,6 @@
 """One, two, three or four processes: the same samples in the same optimizer steps, and the same weights.
 
-Real processes, gloo, the real job. The witness of `tests.support.trials` tells which rows each process saw at each step.
+Real processes, gloo, the real job. The witness of `tests.support.trials` tells which rows each process saw.
 """
 
 from __future__ import annotations

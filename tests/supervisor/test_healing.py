@@ -32,6 +32,7 @@ def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
     """The story of a supervised run that has to complete."""
     values = {"kind": fault.kind, "steps": fault.steps, "agents": fault.agents}
     (folder / "train.py").write_text(DOOR.replace("{fault}", repr(values)).replace("{cut!r}", repr(cut)))
+    (folder / "configs.yaml").touch()  # the defaults, and not the project's own
     words = [f"{key}={value}" for key, value in (KEYS | keys).items()]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with Terminal("--train-script", "train.py", *words, cwd=folder, hasty=True, env=env) as terminal:

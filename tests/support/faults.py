@@ -27,7 +27,8 @@ from ci_llm.cli.main import main
 from ci_llm.crowd import scoring
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
-from ci_llm.run import hang, job, loop, shutdown
+from ci_llm.run import hang as hang_watch
+from ci_llm.run import job, loop, shutdown
 from ci_llm.run.heartbeat import SilenceTimer
 from tests.support.events import DEADLINE_S, wait_until, wait_until_committed
 from tests.support.forkserver import ForkServer
@@ -267,7 +268,7 @@ def watch_once_it_hangs() -> None:
             tick(silence, seconds)
 
     SilenceTimer.tick = count  # type: ignore[method-assign]
-    hang.OTHERS_S = DEADLINE_S  # type: ignore[misc]
+    hang_watch.OTHERS_S = DEADLINE_S  # type: ignore[misc]
 
 
 def arm(faults: Sequence[Fault]) -> None:
@@ -299,7 +300,7 @@ def train_with_faults(folder: str, words: list[str], faults: list[dict[str, Any]
     torch.set_num_threads(1)
     os.chdir(folder)
     arm([Fault(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}) for values in faults])
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 # ----------------------------------------------------------------------------------------- in the test's process

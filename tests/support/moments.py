@@ -146,7 +146,7 @@ def train_signalled(
         interfere(place, tripwire, lambda: os._exit(99))
     if behind:
         interfere("ci_llm.run.loop.apply_gradients", 3, wait)
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def train_stuck(folder: str, words: list[str]) -> int:
@@ -154,7 +154,7 @@ def train_stuck(folder: str, words: list[str]) -> int:
     torch.set_num_threads(1)
     os.chdir(folder)
     Processes.shutdown = lambda _self: False  # type: ignore[method-assign]
-    main(["train", *words])
+    main(["train", "--config", os.devnull, *words])
     return 99
 
 
@@ -164,7 +164,7 @@ def train_apart(folder: str, words: list[str]) -> int:
     own = Path(folder, os.environ.get("RANK", "0"))
     own.mkdir(exist_ok=True)
     os.chdir(own)
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:
@@ -181,7 +181,7 @@ def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, 
 
     if after_s and rank == int(os.environ.get("RANK", "0")):
         threading.Timer(after_s, strike).start()
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def interfere(place: str, call: int, act: Callable[[], object]) -> None:

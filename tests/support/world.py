@@ -18,7 +18,9 @@ from typing import Any
 from ci_llm.cluster.launch import read_launch
 from ci_llm.interrupts import Interrupts, die_with_parent
 
-CONFIG = SimpleNamespace(mixed_precision="bf16", model_dtype=None)
+CONFIG = SimpleNamespace(
+    mixed_precision="bf16", model_dtype=None, global_batch_size=None, batch_size=6, gradient_accumulation_steps=2
+)
 
 
 def talk(processes: Any, folder: Path) -> dict[str, Any]:
