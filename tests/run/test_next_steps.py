@@ -16,7 +16,7 @@ from ci_llm.config import Config, load_config
 from ci_llm.run.report import next_steps
 from ci_llm.run.shutdown import command_line
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PRESET = "configs/qwen2.5_0.5b_gsm8k.yaml"
 
 
