@@ -24,6 +24,8 @@ _EXAMPLES = """examples:
 
 exit codes: 0 completed, 2 bad call, 75 interrupted (run me again), 1 gave up"""
 
+_FOR_OTHERS = ("--config-path", "--config-name", "--config-flag", "--lr-key", "--batch-size-key", "--scale-with-batch")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -32,6 +34,7 @@ class Call:
     Attributes:
         words: key=value and everything else that is not ours; passed on.
         command: what stood after `--`.
+        for_other_scripts: the options typed that say how a script that is not ours gets its configuration.
         config, config_path, config_name, config_flag, script, lr_key, batch_size_key: None where not given.
     """
 
@@ -42,23 +45,13 @@ class Call:
     config_path: Path | None = None
     config_name: str | None = None
     config_flag: str | None = None
+    for_other_scripts: tuple[str, ...] = ()
     script: Path = Path("train.py")
     grace_s: float | None = None
     delete_wandb_runs: bool = True
     lr_key: str | None = None
     batch_size_key: str | None = None
     scale_with_batch: tuple[str, ...] = ()
-
-    def options_for_other_scripts(self) -> list[str]:
-        """The options given that say how a script that is not ours gets its configuration."""
-        given = {
-            "--config-path": self.config_path,
-            "--config-flag": self.config_flag,
-            "--lr-key": self.lr_key,
-            "--batch-size-key": self.batch_size_key,
-            "--scale-with-batch": self.scale_with_batch,
-        }
-        return [option for option, value in given.items() if value]
 
 
 def read_call(arguments: Sequence[str]) -> Call:
@@ -90,6 +83,7 @@ def read_call(arguments: Sequence[str]) -> Call:
         config_path=(known.config_path or Path("configs")) if named else None,
         config_name=(known.config_name or "config") if named else None,
         config_flag=known.config_flag,
+        for_other_scripts=tuple(option for option in _FOR_OTHERS if getattr(known, option[2:].replace("-", "_"))),
         script=known.train_script,
         grace_s=known.grace,
         delete_wandb_runs=not known.no_delete_wandb_runs,
@@ -111,6 +105,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", cure="python safe_train.py --help")
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own says nothing where the output is refused
 
 
 def _parser() -> argparse.ArgumentParser:
