@@ -313,10 +313,10 @@ def require_written(run: Run) -> None:
     """
     run.manager.wait_until_finished()
     result = run.manager.last_result
-    note, cause = run.processes.broadcast_object((result.note, result.cause) if result else ("", None))
-    if cause is not None:
+    cause = run.processes.broadcast_object(result.cause if result else None)
+    if cause is not None:  # what was dropped, and why, was said when it happened
         raise CheckpointError(
-            note,
+            "the run is not complete: what it wrote last is not on the disk",
             where=str(run.config.run_folder),
             cure="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause
