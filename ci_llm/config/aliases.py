@@ -122,6 +122,7 @@ OF_OTHERS: dict[str, tuple[str, str]] = {
     # PyRecover
     "distributed": ("PyRecover's switch for several processes", _LAUNCHER),
     "profile": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
+    "profile_nsys": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
     "use_flash_attention": (
         "PyRecover's attention kernel",
         "leave it away: packed rows take a fused kernel wherever it agrees with the base",
