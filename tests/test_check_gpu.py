@@ -19,6 +19,8 @@ from ci_llm.crowd import attention
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 
 CPU = torch.device("cpu")
+GPU_CHECKS = {check.name: check.run for check in CHECKS if check.name.startswith("gpu ")}
+PAGE = Path(__file__).parent.parent / "docs/dry_run.md"
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +47,7 @@ def test_every_path_passes_where_it_works(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_each_check_says_that_nothing_was_checked() -> None:
-    ours = [Check(check.name, (), check.run) for check in CHECKS if check.name.startswith("gpu ")]
-    assert len(ours) == 6
+    ours = [Check(name, (), run) for name, run in GPU_CHECKS.items()]
     for outcome in try_all(ours, scene(CPU), stopped=lambda: None):
         assert (outcome.verdict, outcome.lines) == ("inapplicable", ("no GPU here: not checked",))
 
@@ -117,3 +118,9 @@ def test_running_out_of_memory_under_another_name_is_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu, "is_out_of_memory", lambda _: False)
     with pytest.raises(CiLlmError, match="running out of memory is not known as such"):
         gpu.memory(CPU)
+
+
+def test_the_page_has_a_row_for_each_of_them() -> None:
+    rows = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("| gpu ")]
+    assert rows == ["gpu ... (six checks)", *GPU_CHECKS]
+    assert len(GPU_CHECKS) == 6

@@ -186,3 +186,11 @@ def test_the_page_names_what_takes_the_place_of_a_program(page: str, program: st
 def test_the_weight_of_the_original_is_not_passed_over_in_silence() -> None:
     [said] = [line for line in cli._configuration(["lambda_sw=0.5"]).notices() if "lambda_sw" in line]
     assert "diversity=swd_raw" in said
+
+
+def test_the_readme_says_what_people_search_for_and_what_no_machine_has_shown() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "ensemble" in readme.split("```")[0]
+    limits = readme.split("## Limits, said plainly")[1].split("\n## ")[0]
+    assert "None of them has run on a GPU yet" in " ".join(limits.split())
+    assert "`ci-llm check`" in limits
