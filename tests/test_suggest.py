@@ -73,3 +73,11 @@ def test_a_data_set_to_evaluate_on_is_not_trained_on() -> None:
         load_config(None, ["eval_dataset=test.jsonl"])
     assert "dataset_name, which may be a folder with train.jsonl and test.jsonl" in str(refusal.value)
     assert "did you mean" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("typed", ["diversity=cosine", "lr_scheduler_type=none", "lr_scheduler_type=exponential"])
+def test_another_value_is_not_taken_for_a_slip(typed: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, [typed])
+    assert "did you mean" not in str(refusal.value)
+    assert " | " in refusal.value.what
