@@ -124,9 +124,10 @@ def test_a_run_with_a_rate_far_too_large_says_so_in_all_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["num_agents=2", "lora_rank=2", "batch_size=4", "max_train_samples=20", "num_workers=0", "report_to=none"]
-    words += ["eval_samples=4", "generation_eval_samples=0", "eval_steps=null", "logging_steps=2", "max_train_steps=30"]
+    words += ["eval_samples=4", "generation_eval_samples=0", "eval_steps=null", "logging_steps=2", "max_seq_length=256"]
     run = tmp_path / "run"
-    assert main(["train", *words, "max_seq_length=256", "learning_rate=10", f"output_dir={run}"]) == 0
+    words += ["learning_rate=10", f"output_dir={run}"]
+    assert main(["train", *words, "max_train_steps=30"]) == 0
     said = capsys.readouterr().out
     assert said.count("learning_rate 10 is too large") == 1
     assert "completed at step 30, but the loss of every agent has risen from" in said
@@ -135,3 +136,7 @@ def test_a_run_with_a_rate_far_too_large_says_so_in_all_its_results(
     assert json.loads((run / "evaluation.json").read_text())["warning"] == warning
     assert warning in (run / "final_checkpoint/README.md").read_text()
     assert warning in (run / "training.log").read_text()
+    first_loss = read_status(run).first_loss
+    assert main(["train", *words, "max_train_steps=32"]) == 0  # too few steps to see for itself
+    assert f"completed at step 32, but {warning}" in capsys.readouterr().out
+    assert (read_status(run).warning, read_status(run).first_loss) == (warning, first_loss)

@@ -187,7 +187,7 @@ def tell_whether_they_learn(run: Run) -> None:
         rate = f"learning_rate {run.config.learning_rate:g}"
         run.log.say(f"warning   {run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
     elif before is not None and run.status.warning is None:
-        run.log.say("warning   it is over: the loss is below that of the beginning again")
+        run.log.say("warning   it is over: the agents learn again")
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
