@@ -203,7 +203,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: p
         (["num_agents=0"], "whole number of at least 1"),
         (["dataset_name=/nowhere.jsonl"], "does not exist"),
         (["lora_target_modules=[nothing]"], "matches nothing"),
-        (["model_name=/nowhere/model"], "cannot be loaded"),
+        (["model_name=/nowhere/model"], "there is no such folder"),
         (["mixed_precision=fp16"], "fp16 needs a GPU"),
         (["max_seq_length=2"], "No row is left"),
         (["max_seq_length=600"], "rows of up to 600 tokens, but the base has 512 positions"),

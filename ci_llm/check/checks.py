@@ -13,7 +13,11 @@ from ci_llm.errors import CiLlmError
 S = TypeVar("S")
 S_contra = TypeVar("S_contra", contravariant=True)
 
-Verdict = Literal["passed", "failed", "skipped"]
+Verdict = Literal["passed", "failed", "skipped", "inapplicable"]
+
+
+class Inapplicable(Exception):
+    """There is nothing to try here, such as a path of a GPU where there is none; says what was not checked."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Check(Generic[S]):
 
     Attributes:
         needs: names of checks without which this one cannot be tried.
-        run: returns what was found, in lines; raises what is wrong, best as a `CiLlmError`.
+        run: returns what was found, in lines; raises what is wrong, best as a `CiLlmError`, or `Inapplicable`.
     """
 
     name: str
@@ -66,6 +70,8 @@ def _tried(check: Check[S], scene: S, debug: bool) -> Outcome:
     start = time.monotonic()
     try:
         lines, verdict = check.run(scene).splitlines() or [""], "passed"
+    except Inapplicable as nothing:
+        lines, verdict = [str(nothing)], "inapplicable"
     except Exception as error:  # noqa: BLE001  whatever it is, the dry run is here to name it
         if debug:
             traceback.print_exc()

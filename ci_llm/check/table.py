@@ -11,8 +11,8 @@ from rich.text import Text
 
 from ci_llm.check.checks import Outcome
 
-MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
-STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim"}
+MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped", "inapplicable": "-"}
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim", "inapplicable": "dim"}
 
 
 class Report:
@@ -31,7 +31,7 @@ class Report:
     def show(self, outcome: Outcome) -> None:
         """One more line: what was found; of a failure what, where and the cure."""
         mark = MARKS[outcome.verdict]
-        took = f"{outcome.seconds:.1f} s" if outcome.verdict != "skipped" else ""
+        took = f"{outcome.seconds:.1f} s" if outcome.verdict in ("passed", "failed") else ""
         if self._console.is_terminal:
             row = Table.grid(padding=(0, 2, 0, 0))
             for width in (max(map(len, MARKS.values())), self._width, len("00.0 s")):

@@ -25,6 +25,8 @@ def score_table(record: Mapping[str, Any]) -> str:
         lines.append(f"crowd - {name}: {gain['value']:+.3f} ± {gain['interval95']:.3f}")
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
     lines.append(f"exact match of {what}, over {record['n']} held-out rows; ± is a 95 % interval, paired over rows")
+    if record.get("warning"):
+        lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
 
 

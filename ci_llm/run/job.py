@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -31,6 +32,7 @@ from ci_llm.run.card import model_card, next_steps, score_table
 from ci_llm.run.failure import record_failure
 from ci_llm.run.interruption import command_line, leave, walltime_watched
 from ci_llm.run.judge import asked_to_stop, evaluate, evaluation_metrics, examine_crowd, recollect
+from ci_llm.run.learning import Learning
 from ci_llm.run.lifeboat import Lifeboat
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.remembered import obey, remember
@@ -39,8 +41,10 @@ from ci_llm.run.run import Run
 from ci_llm.run.watchdog import Watchdog
 from ci_llm.slurm import read_job, record_attempt
 from ci_llm.stacks import Stacks
-from ci_llm.status import RunStatus
+from ci_llm.status import RunStatus, last_status
 from ci_llm.walltime import find_deadline
+
+_LOGGER = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
 
@@ -143,7 +147,8 @@ def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> 
         raise
     if stop is None:
         run.status.finish("completed")
-        run.log.say(f"completed at step {run.state.step}")
+        but = f", but {run.status.warning}" if run.status.warning else ""
+        run.log.say(f"completed at step {run.state.step}{but}")
         _say_next(run)
         return 0
     leave(run, stop)
@@ -207,6 +212,9 @@ def _begin(run: Run) -> int:
     )
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
+    earlier = last_status(run.config.run_folder) if step and processes.is_main else None
+    run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
+    run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
     run.status.start(step)
     steps, rows = run.total_steps, run.state.effective_batch
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
@@ -257,6 +265,7 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
+    _LOGGER.debug("step %d: save begins; the one before: %s", run.state.step, run.manager.last_result)
     with run.pulse.resting():  # a disk that is full may be waited for
         run.manager.save(run.state.step, contents(run), force=True, info=describe(run), keep=kept_steps(run))
 
@@ -295,6 +304,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
+        "warning": run.status.warning,
     }
 
 
@@ -306,10 +316,10 @@ def require_written(run: Run) -> None:
     """
     run.manager.wait_until_finished()
     result = run.manager.last_result
-    note, cause = run.processes.broadcast_object((result.note, result.cause) if result else ("", None))
-    if cause is not None:
+    cause = run.processes.broadcast_object(result.cause if result else None)
+    if cause is not None:  # what was dropped, and why, was said when it happened
         raise CheckpointError(
-            note,
+            "the run is not complete: what it wrote last is not on the disk",
             where=str(run.config.run_folder),
             cure="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause

@@ -19,6 +19,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.processes import Processes
 from ci_llm.run.health import Bounds
+from ci_llm.run.learning import Learning
 from ci_llm.run.pulse import Pulse
 from ci_llm.run.snapshots import LastGood
 from ci_llm.run.state import TrainState
@@ -73,6 +74,7 @@ class Run:
     meter: Meter = field(default_factory=Meter)
     pace: Pace = field(default_factory=Pace)
     pulse: Pulse = field(default_factory=Pulse)
+    learning: Learning = field(default_factory=Learning)
 
     @property
     def micro_batch_size(self) -> int:

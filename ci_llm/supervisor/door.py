@@ -79,13 +79,20 @@ def _training(call: Call) -> Training:
     words = our_words(call.command) if call.command else [] if is_ours(script) else None
     if words is None:
         return ForeignScript(call)
-    if meant_for_others := call.options_for_other_scripts():
-        raise ConfigError(
-            f"our own trainer takes no {' and no '.join(meant_for_others)}",
-            where="command line",
-            cure="--config FILE and key=value; what is adjusted after a failure travels in recovery.json",
-        )
+    if call.options_for_other_scripts():
+        raise _no_options_of_ours(call)
     from ci_llm.supervisor.ours import OurRun
 
     command = call.command or (sys.executable, str(script))
     return OurRun([*command, *extra], [*words, *extra], grace_s=call.grace_s)
+
+
+def _no_options_of_ours(call: Call) -> ConfigError:
+    """Where Hydra's two options mean a file that is there, it is named."""
+    meant = Path(call.config_path or "", f"{call.config_name}.yaml")
+    file = f"--config {meant if meant.is_file() else 'FILE'}"
+    return ConfigError(
+        f"our own trainer takes no {' and no '.join(call.options_for_other_scripts())}",
+        where="command line",
+        cure=f"write {file} and key=value; what is adjusted after a failure travels in recovery.json",
+    )
