@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ci_llm.data.rows import TrainedOn
+
 
 def score_table(record: Mapping[str, Any]) -> str:
     """Agents beside the crowd, from an `evaluation.json`."""
@@ -20,10 +22,22 @@ def score_table(record: Mapping[str, Any]) -> str:
         lines.append(f"{'majority vote':<14}{exact['vote']:>12.3f}")
     for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
         gain = exact[key]
-        lines.append(f"crowd - {name}: {gain['value']:+.3f} ± {gain['interval95']:.3f}")
+        interval = "" if gain["interval95"] is None else f" ± {gain['interval95']:.3f}"
+        lines.append(f"crowd - {name}: {gain['value']:+.3f}{interval}")
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
-    lines.append(f"exact match of {what}, over {record['n']} held-out rows; ± is a 95 % interval, paired over rows")
+    interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
+    lines.append(f"exact match of {what}, over {rows_judged(record['n'], record['rows_trained_on'])}{interval}")
     return "\n".join(lines)
+
+
+def rows_judged(count: int, trained_on: TrainedOn) -> str:
+    """Rows of an evaluation, and what they can show, in words."""
+    kinds = {
+        "none": "held-out rows",
+        "some": "rows, some of them trained on",
+        "all": "rows that were trained on: none was held out",
+    }
+    return f"{count} {kinds[trained_on]}"
 
 
 def model_card(record: Mapping[str, Any], base_name: str, dataset: str, step: int, folder: Path) -> str:
