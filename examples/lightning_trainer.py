@@ -35,7 +35,7 @@ class Net(lightning.LightningModule):
 
 def train(folder: Path, workers: int = 0, **changes: object) -> str | None:
     """Why it was interrupted, if it was; `changes` are arguments of the Trainer."""
-    torch.manual_seed(0)
+    lightning.seed_everything(0)
     x = torch.randn(100, 8)
     rows = TensorDataset(x, x.sum(1, keepdim=True))
     loader = DataLoader(rows, 4, shuffle=True, num_workers=workers)

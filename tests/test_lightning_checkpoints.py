@@ -49,7 +49,6 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name.rpartition("_")[2]) for path in (folder / "run").glob("checkpoint_step_*"))
 
 
-#: Of what Lightning saves, what one attempt counts for itself: evaluations, and epochs begun by this process.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "accumulation": ({}, 1),
     "ends within an epoch": ({"max_steps": 33, "max_epochs": None, "accumulate_grad_batches": 1}, 1),

@@ -24,7 +24,9 @@ def frozen_digest(model: nn.Module) -> str:
     for name, tensor in sorted(model.named_parameters()):
         if not tensor.requires_grad:
             raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
+            whole.update(
+                f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(memoryview(raw))}\n".encode()
+            )
     return whole.hexdigest()[:32]
 
 

@@ -40,9 +40,14 @@ def rows_judged(count: int, trained_on: TrainedOn) -> str:
     return f"{count} {kinds[trained_on]}"
 
 
-def model_card(record: Mapping[str, Any], base_name: str, dataset: str, step: int, folder: Path) -> str:
+#: What vLLM takes for --max-lora-rank.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def model_card(record: Mapping[str, Any], base_name: str, dataset: str, step: int, folder: Path, rank: int) -> str:
     """README.md of `final_checkpoint`, with the front matter that the hub reads."""
     count = len(record["exact_match"]["agents"])
+    max_rank = next((allowed for allowed in RANKS if allowed >= rank), rank)
     hub = "" if Path(base_name).is_absolute() else f"base_model: {base_name}\n"
     return f"""---
 library_name: peft
@@ -61,15 +66,34 @@ library_name: peft
 {score_table(record)}
 ```
 
-Each `agent<k>` is a plain PEFT adapter:
+All together:
+
+```python
+from ci_llm import Crowd
+
+Crowd.from_pretrained({str(folder)!r}).generate("...")
+```
+
+Each `agent<k>` is a plain PEFT adapter with its tokenizer, whose chat template is that of the training:
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained({base_name!r})
 agent = PeftModel.from_pretrained(base, {str(folder / "agent0")!r})
+tokenizer = AutoTokenizer.from_pretrained({str(folder / "agent0")!r})
 ```
+
+vLLM serves all of them on one base, each under its own name:
+
+```bash
+vllm serve {base_name} --enable-lora --max-loras {count} --max-lora-rank {max_rank} \
+  --lora-modules $(for k in {{0..{count - 1}}}; do echo agent$k={folder}/agent$k; done)
+```
+
+A weighted merge of the adapters, as by PEFT's `add_weighted_adapter`, is one more agent and not the crowd: the mean of
+weights does not give the mean of distributions. On a small base single probabilities differed by 0.9.
 
 The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
 """

@@ -273,14 +273,22 @@ def conclude(run: Run) -> str | None:
         return stop
     record = _record(run, step, scores, answers)
     run.log.say(score_table(record))
-    card = model_card(record, run.base.name, run.config.dataset_name, step, run.config.run_folder / "final_checkpoint")
+    final = run.config.run_folder / "final_checkpoint"
+    card = model_card(record, run.base.name, run.config.dataset_name, step, final, run.config.lora_rank)
     with run.pulse.resting():
         require_written(run)
-        run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
+        added = {"README.md": card.encode(), **agents_tokenizers(run)}
+        run.manager.finish(added, step=None if step == run.state.step else step)
         require_written(run)
     if run.processes.is_main and run.manager.store.still_mine():
         write_json(run.config.run_folder / "evaluation.json", record)
     return None
+
+
+def agents_tokenizers(run: Run) -> dict[str, bytes]:
+    """The tokenizer, with the chat template that was in force, beside each adapter: each may go its own way."""
+    files = {name.removeprefix("tokenizer/"): data for name, data in run.tokenizer_files.items()}
+    return {f"agent{k}/{name}": data for k in range(run.crowd.num_agents) for name, data in files.items()}
 
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
