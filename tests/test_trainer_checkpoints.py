@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -135,6 +136,26 @@ def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
     checkpoints.resume(second)
     with pytest.raises(ConfigError, match="would not go on from its newest checkpoint"):
         second.train()
+
+
+def test_handlers_are_given_back_whatever_ends_the_training(tmp_path: Path) -> None:
+    class Torn(Rows):
+        def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+            raise OSError("torn")
+
+    def handlers() -> list[Any]:
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+
+    before = handlers()
+    for rows in (Rows(), Torn()):
+        checkpoints = TrainerCheckpoints(tmp_path / f"run{type(rows).__name__}")
+        own = trainer(tmp_path, [checkpoints], rows)
+        point = checkpoints.resume(own)
+        assert handlers() != before
+        with pytest.raises(OSError, match="torn") if isinstance(rows, Torn) else contextlib.nullcontext():
+            own.train(resume_from_checkpoint=point)
+        assert handlers() == before
+        assert not {"_inner_training_loop", "_load_from_checkpoint"} & vars(own).keys()
 
 
 def test_another_loop_model_or_base_is_refused(tmp_path: Path) -> None:

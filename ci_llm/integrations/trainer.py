@@ -132,6 +132,8 @@ class _Attempt:
         self._pending: dict[str, Any] | None = None
         self.mark: int | None = None
         self._load_best = trainer.args.load_best_model_at_end
+        self._inner_loop = trainer._inner_training_loop
+        trainer._inner_training_loop = self._watched_loop  # no callback hears of an error
         self.source: str | None = None
         if saver.step is not None:
             self.source = str(saver.manager.store.path(saver.step))
@@ -141,6 +143,13 @@ class _Attempt:
     def _leave_to_us(self, folder: str, model: Any = None) -> None:
         if str(folder) != self.source:
             type(self._trainer)._load_from_checkpoint(self._trainer, folder, model)
+
+    def _watched_loop(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._inner_loop(*arguments, **named)
+        except BaseException:
+            self.end()
+            raise
 
     # Going on
 
@@ -214,9 +223,10 @@ class _Attempt:
             self.saver.save(state.global_step, lambda: self._contents(within_epoch=within), force=True)
 
     def end(self) -> None:
+        """Leave the trainer as it was; once or twice."""
         trainer = self._trainer
         trainer.args.load_best_model_at_end = self._load_best
-        for replaced in ("_load_from_checkpoint", "_run_epoch"):
+        for replaced in ("_inner_training_loop", "_load_from_checkpoint", "_run_epoch"):
             vars(trainer).pop(replaced, None)
         self.saver.close()
 
