@@ -25,7 +25,7 @@ def frozen_digest(model: nn.Module) -> str:
         if not tensor.requires_grad:
             raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
             whole.update(
-                f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(memoryview(raw))}\n".encode()
+                f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw.data)}\n".encode()
             )
     return whole.hexdigest()[:32]
 
