@@ -13,6 +13,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, TensorDataset
 
 from ci_llm.checkpoints.difference import compare
@@ -84,13 +85,13 @@ def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, t
     assert steps_of(again)[-1] == steps_of(straight)[-1]
 
 
-def fit(folder: Path, *, resume: bool = True, module: Any = None, loader: Any = None, **changes: Any) -> Any:
+def fit(folder: Path, *others: Any, resume: bool = True, module: Any = None, loader: Any = None, **changes: Any) -> Any:
     checkpoints = LightningCheckpoints(folder / "run")
     how = {"max_steps": 6, "enable_checkpointing": False, "logger": False, **QUIET, **changes}
-    trainer = lightning.Trainer(callbacks=[checkpoints], default_root_dir=folder, **how)
+    trainer = lightning.Trainer(callbacks=[checkpoints, *others], default_root_dir=folder, **how)
     rows = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 4)
     place = checkpoints.resume() if resume else None
-    trainer.fit(module or lightning_trainer.Net(), loader or rows, ckpt_path=place)
+    trainer.fit(module or lightning_trainer.Net(), loader or rows, rows, ckpt_path=place)
     return trainer
 
 
@@ -104,10 +105,21 @@ def test_another_loop_or_model_is_refused(tmp_path: Path) -> None:
     fit(tmp_path)
     with pytest.raises(ForeignCheckpoint, match="accumulate_grad_batches was 1, is 2"):
         fit(tmp_path, accumulate_grad_batches=2)
+    fewer = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 8)
+    with pytest.raises(ForeignCheckpoint, match="batches was 4, is 2"):
+        fit(tmp_path, loader=fewer, max_steps=9)
     frozen = lightning_trainer.Net()
     frozen.layers[0].weight.requires_grad = False
     with pytest.raises(ForeignCheckpoint, match="frozen weights was"):
         fit(tmp_path, module=frozen)
+
+
+def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
+    def patience() -> EarlyStopping:
+        return EarlyStopping("loss", patience=1, min_delta=1e9)
+
+    assert fit(tmp_path, patience(), max_steps=99).global_step == 8
+    assert fit(tmp_path, patience(), max_steps=99).global_step == 8
 
 
 def test_two_loaders_are_refused(tmp_path: Path) -> None:

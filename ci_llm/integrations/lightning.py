@@ -114,6 +114,7 @@ class _Attempt:
         self._loaded = False
         self._pending: dict[str, Any] | None = None
         self._logged_steps = 0
+        self._length: Any = None  # of an epoch in batches, as it was
         self._at_epoch: dict[str, Any] | None = None
         self._unused_gradients = False
 
@@ -138,7 +139,7 @@ class _Attempt:
         require_same(about["loop"], self._loop(), where)
         load_trained(self._module, saved["model"], where)
         self._pending = {**saved["processes"][self._trainer.global_rank], "batches": about["batches"]}
-        self._logged_steps = about["logged_steps"]
+        self._logged_steps, self._length = about["logged_steps"], about["length"]
         if about["complete"]:
             self._trainer.should_stop = True
         weights = {"state_dict": self._module.state_dict(), "optimizer_states": list(saved["optimizers"].values())}
@@ -157,6 +158,8 @@ class _Attempt:
             raise ConfigError(
                 "where several loaders stand is not saved", where=LightningCheckpoints.__name__, cure="give one loader"
             )
+        if self._length is not None:
+            require_same({"batches": self._length}, {"batches": trainer.num_training_batches}, self._place)
         for optimizer in trainer.optimizers:
             self._saver.manager.watch(optimizer)
         self._saver.listen()  # here, for Lightning has just taken SIGTERM for itself
@@ -239,6 +242,7 @@ class _Attempt:
         about = {
             "loop": self._loop(),
             "batches": batches,
+            "length": self._trainer.num_training_batches,
             "logged_steps": self._trainer.fit_loop.epoch_loop._batches_that_stepped,
             "complete": complete,
         }
@@ -274,7 +278,6 @@ def _put_counters(loop: dict[str, Any], *, between_epochs: bool) -> int:
         for counter in (epochs["total"], epochs["current"]):
             done = counter["ready"] - 1
             counter.update(started=done + 1, processed=done, completed=done)
-    # The fetch that comes next is the first thing to be done again.
     return int(batches["current"]["completed"])
 
 
