@@ -98,11 +98,7 @@ class _Hooks:
             )
         crowds = [model for model in map(accelerator.unwrap_model, accelerator._models) if isinstance(model, Crowd)]
         if len(crowds) != 1:
-            raise ConfigError(
-                f"{len(crowds) or 'no'} crowd was prepared by this accelerator, and there must be one",
-                where="register_hooks",
-                cure="call it after crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)",
-            )
+            raise _not_one_crowd(len(crowds), [type(accelerator.unwrap_model(model)) for model in accelerator._models])
         [self._crowd] = crowds
         self._fingerprint = fingerprint_of(self._crowd.model)
         self._samplers = {
@@ -238,6 +234,21 @@ class _Hooks:
                 where=str(folder),
                 cure="prepare the same objects in the same order, on as many processes",
             )
+
+
+def _not_one_crowd(crowds: int, models: list[type]) -> ConfigError:
+    if models and not crowds:
+        names = ", ".join(model.__name__ for model in models)
+        return ConfigError(
+            f"{names} is no Crowd, and only of a crowd do these hooks know what to save",
+            where="register_hooks",
+            cure="save any other model with ci_llm.CheckpointManager, which is as exact: docs/own_loops.md",
+        )
+    return ConfigError(
+        f"{crowds or 'no'} crowd was prepared by this accelerator, and there must be one",
+        where="register_hooks",
+        cure="call it after crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)",
+    )
 
 
 def _require_whole(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from ci_llm._version import __version__
 from ci_llm.errors import BadInput, CiLlmError, ConfigError
-from ci_llm.interrupts import ABORTED_EXIT_CODE
+from ci_llm.interrupts import ABORTED_EXIT_CODE, ends_with_process
 
 if TYPE_CHECKING:
     from ci_llm.config import Config, Reading
@@ -61,7 +61,13 @@ example: ci-llm status ci_llm_output/mine"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`ci-llm COMMAND ...`; returns the exit code."""
+    """`ci-llm COMMAND ...`; returns the exit code.
+
+    Args:
+        arguments: None if this process is the command and ends with it.
+    """
+    if arguments is None:
+        ends_with_process()
     words = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: _obey(words), debug="--debug" in words)
 

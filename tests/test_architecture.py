@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__", "entrance"),
     ("cli",),
     ("check", "supervisor", "verbs"),
-    ("run", "accelerate_hooks"),
+    ("run", "accelerate_hooks", "integrations"),
     ("crowd", "logs", "processes", "slurm", "stacks", "walltime"),
     ("checkpoints", "data"),
     ("embedded", "interrupts", "launch", "status", "rng", "ballot", "config", "recovery", "hub"),

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli import main
@@ -108,6 +108,22 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     before = base(input_ids=ids).logits
     agent = peft.PeftModel.from_pretrained(base, folder)
     assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
+
+
+def test_every_agent_of_the_final_checkpoint_goes_its_own_way(finished: Path) -> None:
+    final = finished / "final_checkpoint"
+    verify_folder(final)
+    assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to go on"
+    run_wide = AutoTokenizer.from_pretrained(final / "tokenizer")
+    for k in range(3):
+        own = AutoTokenizer.from_pretrained(final / f"agent{k}")
+        assert own.chat_template == run_wide.chat_template
+        assert own("3 + 4 = ").input_ids == run_wide("3 + 4 = ").input_ids
+        targets = json.loads((final / f"agent{k}" / "adapter_config.json").read_text())["target_modules"]
+        tensors = load_file(final / f"agent{k}" / "adapter_model.safetensors")
+        assert targets == sorted({name.split(".")[-3] for name in tensors})
+    assert "--lora-modules $(for k in {0..2}" in (final / "README.md").read_text()
+    assert "--max-lora-rank 8" in (final / "README.md").read_text(), "vLLM knows no rank of 2"
 
 
 def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

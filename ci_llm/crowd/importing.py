@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from ci_llm.checkpoints.lone import write_lone
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.foreign import ForeignAdapter, read_adapters
@@ -15,7 +13,7 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
 from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.targets import linear_layers
+from ci_llm.crowd.targets import shortest_names
 from ci_llm.errors import ModelError
 
 
@@ -42,7 +40,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         alpha=adapters[0].alpha,
         dropout=adapters[0].dropout,
         use_rslora=adapters[0].use_rslora,
-        target_modules=_targets(base.model, adapters[0]),
+        target_modules=shortest_names(base.model, adapters[0].modules),
     )
     crowd = Crowd(base.model, settings, base.name, base.tokenizer.pad_token_id or 0)
     crowd.prompter = Prompter(base.tokenizer, adapters[0].prompts)
@@ -80,10 +78,3 @@ def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
         where=str(adapters[0].source),
         cure="give it: --base-model NAME_OR_FOLDER, the base they were trained on",
     )
-
-
-def _targets(model: PreTrainedModel, adapter: ForeignAdapter) -> tuple[str, ...]:
-    """The shortest names by which PEFT's rules find exactly the modules that the adapter has tensors for."""
-    names = tuple(sorted({name.rpartition(".")[2] for name in adapter.modules}))
-    reached = {name for name in linear_layers(model) if name.rpartition(".")[2] in names}
-    return names if reached == adapter.modules else tuple(sorted(adapter.modules))

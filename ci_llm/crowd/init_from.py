@@ -1,8 +1,12 @@
-"""Agents that start from existing adapters: one for each, or one for all."""
+"""Agents that start from existing adapters, one for each or one for all; and whether they will differ."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+
+import torch
+import xxhash
 
 from ci_llm.crowd.foreign import ForeignAdapter, read_adapters
 from ci_llm.crowd.model import Crowd
@@ -32,6 +36,29 @@ def start_from(crowd: Crowd, folder: Path) -> str:
         crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
     every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
     return f"starting from {folder}: {every}"
+
+
+def require_different(crowd: Crowd, where: str) -> None:
+    """Refuse to train agents that begin alike and that nothing drives apart: they see the same rows.
+
+    Dropout and DropConnect do, because each agent draws its own. A diversity term does not: it has the same gradient
+    for all of them.
+
+    Raises:
+        ModelError: some agents would have the same bits for ever.
+    """
+    if crowd.settings.dropout or crowd.settings.dropconnect:
+        return
+    raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.agents.weights)
+    alike = max(Counter(map(xxhash.xxh3_128_digest, raw)).values())
+    if alike > 1:
+        raise ModelError(
+            f"{alike} of {crowd.num_agents} agents begin with the same weights, and nothing makes them differ:"
+            " they would stay the same to the last bit, at the cost of as many",
+            where=where,
+            cure="lora_dropout=0.1 or dropconnect_p=0.1, which each agent draws for itself; as many different adapters"
+            " as agents, or without init_from initialize_adapters_rand=true; or num_agents=1",
+        )
 
 
 def _check_scale(crowd: Crowd, adapter: ForeignAdapter) -> None:

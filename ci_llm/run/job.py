@@ -28,7 +28,7 @@ from ci_llm.logs.trackers import require_installed
 from ci_llm.processes import Processes
 from ci_llm.run.best import count_in, is_over, kept_steps, result_in_place
 from ci_llm.run.build import build, plan_ahead, schedule
-from ci_llm.run.card import model_card, next_steps, score_table
+from ci_llm.run.card import model_card, next_steps, rows_judged, score_table
 from ci_llm.run.failure import record_failure
 from ci_llm.run.interruption import command_line, leave, walltime_watched
 from ci_llm.run.judge import asked_to_stop, evaluate, evaluation_metrics, examine_crowd, recollect
@@ -273,7 +273,7 @@ def save(run: Run) -> None:
 def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
     run.interrupts.plan = "the last step is saved; leaving"
-    run.log.say(f"judging   agents and crowd on {len(run.eval_rows)} held-out rows")
+    run.log.say(f"judging   agents and crowd on {rows_judged(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = evaluate(run)
     if scores is not None:
         count_in(run, evaluation_metrics(scores))
@@ -285,21 +285,29 @@ def conclude(run: Run) -> str | None:
         return stop
     record = _record(run, step, scores, answers)
     run.log.say(score_table(record))
-    card = model_card(record, run.base.name, run.config.dataset_name, step, run.config.run_folder / "final_checkpoint")
+    final = run.config.run_folder / "final_checkpoint"
+    card = model_card(record, run.base.name, run.config.dataset_name, step, final, run.config.lora_rank)
     with run.pulse.resting():
         require_written(run)
-        run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
+        added = {"README.md": card.encode(), **agents_tokenizers(run)}
+        run.manager.finish(added, step=None if step == run.state.step else step)
         require_written(run)
     if run.processes.is_main and run.manager.store.still_mine():
         write_json(run.config.run_folder / "evaluation.json", record)
     return None
 
 
+def agents_tokenizers(run: Run) -> dict[str, bytes]:
+    """The tokenizer, with the chat template that was in force, beside each adapter: each may go its own way."""
+    files = {name.removeprefix("tokenizer/"): data for name, data in run.tokenizer_files.items()}
+    return {f"agent{k}/{name}": data for k in range(run.crowd.num_agents) for name, data in files.items()}
+
+
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
     """`evaluation.json`: of the step that is the result of the run, and which step was the best on the way."""
-    config = run.config
+    config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
-        **merged(evaluation_record(scores, config.dataset_name, config.aggregator), answers),
+        **merged(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,
