@@ -1,0 +1,201 @@
+"""Gradients of an unfinished accumulation window: kept with a checkpoint that is made inside of one, and put back.
+
+    for micro_step in range(start, n):
+        loss(...).backward()
+        if (micro_step + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.save(micro_step, objects)      # may come due between two steps of the optimizer
+
+Where gradients wait for the next step, weights and moments alone do not continue the training. So the gradients of
+every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of their own, if they
+have changed since that optimizer's last step. Where they are `None`, or left over from that step, nothing is added. On
+several processes each has gradients of its own, and all are kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ci_llm.checkpoints.collective import Line, Processes, several, together
+from ci_llm.checkpoints.snapshot import read_snapshot, take_snapshot
+from ci_llm.errors import ForeignCheckpoint
+
+KEY = "unfinished_gradients"
+#: Stands for a gradient of nothing but zeros.
+ZEROS = 0
+
+
+class Gradients:
+    """The gradients of one loop.
+
+    Args:
+        optimizers: of the loop, beside those that stand in its state.
+        accelerator: its count of micro-steps decides where a window ends; saved and restored as well.
+    """
+
+    def __init__(self, processes: Processes, optimizers: Iterable[Any] = (), accelerator: Any = None) -> None:
+        self._processes, self._accelerator = processes, accelerator
+        self._own: list[Optimizer] = []
+        self._line: Line | None = None
+        #: For each parameter its gradient after the last step, and the version of that; the hooks that note them.
+        self._after_step: weakref.WeakKeyDictionary[Optimizer, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        for optimizer in optimizers:
+            self.watch(optimizer)
+
+    def watch(self, optimizer: Any) -> None:
+        """Add an optimizer that need not be in the state. What gradients it has now are left over from before."""
+        self._own.append(inner := _inner(optimizer))
+        self._look_after_steps(inner)
+        self._note(inner)
+
+    def close(self) -> None:
+        """Leave the optimizers alone."""
+        for optimizer in list(self._hooks):
+            self._look_no_more(optimizer)
+
+    def beside(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`state`, with the gradients if any process is inside a window. A collective."""
+        if not isinstance(state, Mapping) or KEY in state:
+            return state
+        found = self._named(state)
+        [inside] = together(self._processes, lambda: [self._is_inside(found.values())])
+        if not inside:
+            return state
+        own = {"gradients": {name: _gradients(each) for name, each in found.items()}}
+        if self._accelerator is not None:
+            own["accelerator_step"] = self._accelerator.step
+        return {**state, KEY: {f"process{i}": told for i, told in enumerate(self._of_all(own))}}
+
+    def put_back(self, saved: Any, objects: Any) -> None:
+        """Make the gradients of what is in `objects` those that were saved: none, if none were.
+
+        Raises:
+            ForeignCheckpoint: they are of other optimizers, or of another number of processes.
+        """
+        found = self._named(objects)
+        for optimizer in found.values():
+            self._look_after_steps(optimizer)
+            self._after_step.pop(optimizer, None)  # what comes back is no leftover
+        if saved is None:
+            for parameter in (parameter for optimizer in found.values() for parameter in _parameters(optimizer)):
+                parameter.grad = None
+            return
+        own = saved.get(f"process{self._processes.index}")
+        count = self._count()
+        if own is None or len(saved) != count or set(own["gradients"]) - set(found):
+            there = sorted({name for each in saved.values() for name in each["gradients"]})
+            raise ForeignCheckpoint(
+                f"saved inside an accumulation window, with the gradients of {there} on {len(saved)} processes;"
+                f" here are {sorted(found)} on {count}",
+                where=KEY,
+                cure="restore into the same optimizers on as many processes, or restore a step at the end of a window",
+            )
+        for name, gradients in own["gradients"].items():
+            for index, parameter in enumerate(_parameters(found[name])):
+                parameter.grad = _as_gradient(gradients.get(index), parameter)
+        if self._accelerator is not None and "accelerator_step" in own:
+            self._accelerator.step = own["accelerator_step"]
+
+    def _named(self, state: Any) -> dict[str, Optimizer]:
+        """The optimizers by their address in the state, then those that are not in it."""
+        found = dict(_optimizers_in(state, ""))
+        known = {id(optimizer) for optimizer in found.values()}
+        others = [optimizer for optimizer in self._own if id(optimizer) not in known]
+        return found | {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(others)}
+
+    def _is_inside(self, optimizers: Iterable[Optimizer]) -> bool:
+        waiting = [self._waits(optimizer) for optimizer in optimizers]  # each is looked at, and watched from then on
+        return any(waiting)
+
+    def _waits(self, optimizer: Optimizer) -> bool:
+        """Whether gradients were added since its last step; where nobody looked then, all that are there count."""
+        gradients = [parameter.grad for parameter in _parameters(optimizer)]
+        if all(gradient is None for gradient in gradients):
+            self._look_no_more(optimizer)  # the loop clears them after a step: nothing is ever left over
+            return False
+        before = self._after_step.get(optimizer, [])
+        self._look_after_steps(optimizer)
+        return len(before) != len(gradients) or any(
+            gradient is not None and (was() is not gradient or version != gradient._version)
+            for gradient, (was, version) in zip(gradients, before, strict=True)
+        )
+
+    def _look_after_steps(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._hooks:
+            self._hooks[optimizer] = optimizer.register_step_post_hook(lambda stepped, *_: self._note(stepped))
+
+    def _note(self, optimizer: Optimizer) -> None:
+        self._after_step[optimizer] = [_mark(parameter.grad) for parameter in _parameters(optimizer)]
+
+    def _look_no_more(self, optimizer: Optimizer) -> None:
+        if (hook := self._hooks.pop(optimizer, None)) is not None:
+            hook.remove()
+            self._after_step.pop(optimizer, None)
+
+    def _count(self) -> int:
+        return torch.distributed.get_world_size() if several() else 1
+
+    def _of_all(self, own: dict[str, Any]) -> list[Any]:
+        if not several():
+            return [own]
+        self._line = self._line or Line()
+        return [_unpack(told) for told in self._line.exchange(_pack(own))]
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps the one that steps
+    return inner
+
+
+def _optimizers_in(value: Any, where: str) -> Iterator[tuple[str, Optimizer]]:
+    if isinstance(value, Optimizer):
+        yield where, _inner(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _optimizers_in(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _optimizers_in(item, f"{where}[{i}]")
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _mark(gradient: Tensor | None) -> tuple[Any, int]:
+    return (lambda: None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _gradients(optimizer: Optimizer) -> dict[int, Any]:
+    """By the number of the parameter, as in the optimizer's own state."""
+    numbered = [(i, parameter.grad) for i, parameter in enumerate(_parameters(optimizer))]
+    return {i: gradient.detach() if bool(gradient.any()) else ZEROS for i, gradient in numbered if gradient is not None}
+
+
+def _as_gradient(saved: Any, parameter: Tensor) -> Tensor | None:
+    if saved is None:
+        return None
+    if not isinstance(saved, Tensor):
+        return torch.zeros_like(parameter)
+    return saved.to(device=parameter.device, copy=True)
+
+
+def _pack(own: dict[str, Any]) -> bytes:
+    files = take_snapshot({"own": own})
+    parts = {name: b"".join(image.parts) for name, image in files.files.items()}
+    text = parts["own.json"]
+    return len(text).to_bytes(8, "little") + text + parts.get("own.safetensors", b"")
+
+
+def _unpack(told: bytes) -> Any:
+    end = 8 + int.from_bytes(told[:8], "little")
+    files = {"own.json": told[8:end], "own.safetensors": told[end:]}
+    return read_snapshot({"own": "tree" if told[end:] else "plain"}, files)["own"]
