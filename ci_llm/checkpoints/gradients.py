@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from ci_llm.errors import ForeignCheckpoint
 KEY = "unfinished_gradients"
 #: Stands for a gradient of nothing but zeros.
 ZEROS = 0
+
+#: A gradient, not kept alive, and its version.
+_Mark: TypeAlias = "tuple[weakref.ref[Tensor], int]"
 
 
 class Gradients:
@@ -45,7 +48,7 @@ class Gradients:
         self._own: list[Optimizer] = []
         self._line: Line | None = None
         #: For each parameter its gradient after the last step, and the version of that; the hooks that note them.
-        self._after_step: weakref.WeakKeyDictionary[Optimizer, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
+        self._after_step: weakref.WeakKeyDictionary[Optimizer, list[_Mark | None]] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         for optimizer in optimizers:
             self.watch(optimizer)
@@ -118,15 +121,15 @@ class Gradients:
     def _waits(self, optimizer: Optimizer) -> bool:
         """Whether gradients were added since its last step; where nobody looked then, all that are there count."""
         gradients = [parameter.grad for parameter in _parameters(optimizer)]
-        if all(gradient is None for gradient in gradients):
-            self._look_no_more(optimizer)  # the loop clears them after a step: nothing is ever left over
-            return False
         before = self._after_step.get(optimizer, [])
+        if all(gradient is None for gradient in gradients):
+            if any(before):  # the loop clears them after a step, so that nothing is ever left over
+                self._look_no_more(optimizer)
+            else:
+                self._look_after_steps(optimizer)
+            return False
         self._look_after_steps(optimizer)
-        return len(before) != len(gradients) or any(
-            gradient is not None and (was() is not gradient or version != gradient._version)
-            for gradient, (was, version) in zip(gradients, before, strict=True)
-        )
+        return len(before) != len(gradients) or not all(map(_is_left_over, gradients, before))
 
     def _look_after_steps(self, optimizer: Optimizer) -> None:
         if optimizer not in self._hooks:
@@ -170,8 +173,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _mark(gradient: Tensor | None) -> tuple[Any, int]:
-    return (lambda: None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+def _mark(gradient: Tensor | None) -> _Mark | None:
+    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _is_left_over(gradient: Tensor | None, mark: _Mark | None) -> bool:
+    return gradient is None or (mark is not None and mark[0]() is gradient and mark[1] == gradient._version)
 
 
 def _gradients(optimizer: Optimizer) -> dict[int, Any]:
