@@ -603,6 +603,7 @@ def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: 
     assert CheckpointManager(directory).all_steps() == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_every_process_can_wait_for_the_save_of_process_0(server: ForkServer, tmp_path: Path, full: bool) -> None:
     log = tmp_path / "log"

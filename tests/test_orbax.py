@@ -147,6 +147,8 @@ def test_a_state_may_be_given_as_an_argument_and_filled_in_place(tmp_path: Path)
             manager.save(4, state, args=ocp.args.StandardSave(state))
         with pytest.raises(CheckpointError, match="a state or args="):
             manager.save(4)
+        with pytest.raises(CheckpointError, match="into= or args="):
+            manager.restore(3, target, args=ocp.args.StandardRestore(target))
         with pytest.raises(CheckpointError, match="a int holds no item"):
             manager.save(4, args=7)
 

@@ -92,6 +92,7 @@ def trace(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kill_at", [2, 5, 6, 9])  # the last but one and the last batch of an epoch among them
 def test_killed_inside_an_epoch_a_plain_loop_ends_with_the_same_bits(
@@ -105,6 +106,7 @@ def test_killed_inside_an_epoch_a_plain_loop_ends_with_the_same_bits(
     assert compare(*last).identical
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_place_that_nobody_counted_is_not_guessed(workers: int, server: ForkServer, tmp_path: Path) -> None:
     how = {"folder": str(tmp_path), "workers": workers, "counted": False}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from ci_llm.checkpoints.difference import compare
 from ci_llm.checkpoints.gradients import KEY
-from ci_llm.checkpoints.lone import load_checkpoint
+from ci_llm.checkpoints.lone import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.errors import ForeignCheckpoint
 from tests.forkserver import ForkServer
@@ -76,24 +77,53 @@ def server() -> Iterator[ForkServer]:
         yield started
 
 
-@pytest.mark.parametrize("kill_at", [1, 6, 7])  # in the first window, in the second, and at its end
-@pytest.mark.parametrize(("style", "processes"), [("plain", 1), ("zeros", 1), ("accelerate", 1), ("accelerate", 2)])
+def last(folder: Path) -> Checkpoint:
+    return load_checkpoint(folder / "run" / f"checkpoint_step_{MICRO_STEPS - 1}")
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Checkpoint]:
+    """The last checkpoint of a loop that nobody disturbed."""
+
+    @functools.cache
+    def run(style: str, processes: int) -> Checkpoint:
+        folder = tmp_path_factory.mktemp("straight")
+        codes = server.run(loop, folder / "log", ranks=processes, folder=str(folder), style=style)
+        assert codes == [0] * processes, (folder / "log").read_text()
+        return last(folder)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("style", "processes", "kill_at"),
+    [
+        ("plain", 1, 1),  # in the first window
+        ("plain", 1, 6),
+        ("plain", 1, 7),  # at the end of the second
+        ("zeros", 1, 7),  # where gradients are set to zero, and are there
+        ("accelerate", 1, 6),
+        ("accelerate", 2, 6),
+    ],
+)
 def test_killed_inside_a_window_it_ends_with_the_same_bits(
-    style: str, processes: int, kill_at: int, server: ForkServer, tmp_path: Path
+    style: str,
+    processes: int,
+    kill_at: int,
+    server: ForkServer,
+    straight: Callable[[str, int], Checkpoint],
+    tmp_path: Path,
 ) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    for folder in (straight, killed):
-        folder.mkdir()
-    how: dict[str, Any] = {"style": style, "ranks": processes}
+    how: dict[str, Any] = {"folder": str(tmp_path), "style": style, "ranks": processes}
     log = tmp_path / "log"
-    assert server.run(loop, log, folder=str(straight), **how) == [0] * processes, log.read_text()
-    assert server.run(loop, log, folder=str(killed), kill_at=kill_at, **how)[0] == -signal.SIGKILL, log.read_text()
-    held = load_checkpoint(killed / "run" / f"checkpoint_step_{kill_at}").state
+    assert server.run(loop, log, kill_at=kill_at, **how)[0] == -signal.SIGKILL, log.read_text()
+    held = load_checkpoint(tmp_path / "run" / f"checkpoint_step_{kill_at}").state
     assert (KEY in held) is ((kill_at + 1) % WINDOW != 0 or style == "zeros")
-    assert server.run(loop, log, folder=str(killed), **how) == [0] * processes, log.read_text()
-    last = [load_checkpoint(folder / "run" / f"checkpoint_step_{MICRO_STEPS - 1}") for folder in (straight, killed)]
-    assert len(last[0].state[KEY]) == processes, "the run ends inside a window"
-    assert compare(*last).identical
+    assert server.run(loop, log, **how) == [0] * processes, log.read_text()
+    undisturbed = straight(style, processes)
+    assert len(undisturbed.state[KEY]) == processes, "the run ends inside a window"
+    assert compare(undisturbed, last(tmp_path)).identical
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, at: int, *, clear_first: bool) -> None:

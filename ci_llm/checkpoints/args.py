@@ -85,7 +85,10 @@ def put(state: dict[str, Any], into: MutableMapping[str, Any] | None, args: Any)
 
     Raises:
         ForeignCheckpoint: an item that the checkpoint does not hold; or as `load_into`.
+        CheckpointError: both `into` and `args`.
     """
+    if into is not None and args is not None:
+        raise CheckpointError("restore takes into= or args=, and one of them only", where="restore")
     wanted: Any = into if args is None else _item(args)
     if not isinstance(args, Mapping):
         if wanted is None:

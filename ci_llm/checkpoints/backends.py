@@ -83,14 +83,14 @@ class Vanilla:
                 return result
             finally:
                 if self._word is not None:
-                    self._word.tell(saved)
+                    self._word.tell(wanted.step, saved)
 
         return Task(entries, save)
 
     def follow(self, step: int) -> Task | None:
         if (word := self._word) is None or self._processes.index == 0:
             return None
-        return Task((), lambda take: SaveResult(step, word.hear()))
+        return Task((), lambda take: SaveResult(step, word.hear(step)))
 
 
 class Distributed:

@@ -114,20 +114,22 @@ class Word:
         self._group: Any = dist.new_group(backend="gloo")
         self._underway: list[Any] = []  # what is sent, with its memory
 
-    def tell(self, happened: bool) -> None:
-        """On process 0, once for each `hear` of the others."""
+    def tell(self, step: int, happened: bool) -> None:
+        """On process 0: what became of `step`."""
         self._underway = [(work, said) for work, said in self._underway if not work.is_completed()]
         for index in range(1, dist.get_world_size()):
-            said = torch.tensor([int(happened)])
+            said = torch.tensor([step, int(happened)])
             with contextlib.suppress(RuntimeError):  # it is gone, and hears nothing any more
                 self._underway.append((dist.isend(said, index, group=self._group), said))
 
-    def hear(self) -> bool:
+    def hear(self, step: int) -> bool:
         """On every other process. False as well if process 0 is gone: the next collective says so to everybody."""
-        said = torch.zeros(1, dtype=torch.int64)
+        said = torch.zeros(2, dtype=torch.int64)
         with contextlib.suppress(RuntimeError):
             dist.recv(said, 0, group=self._group)
-        return bool(said)
+            while said[0] < step:  # of a save that failed elsewhere, and that nobody here has waited for
+                dist.recv(said, 0, group=self._group)
+        return said.tolist() == [step, 1]
 
 
 def _distributed() -> bool:

@@ -66,8 +66,6 @@ class Gradients:
 
     def beside(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """`state`, with the gradients if any process is inside a window. A collective."""
-        if not isinstance(state, Mapping) or KEY in state:
-            return state
         found = self._named(state)
         [inside] = together(self._processes, lambda: [self._is_inside(found.values())])
         if not inside:
@@ -75,7 +73,8 @@ class Gradients:
         own = {"gradients": {name: _gradients(each) for name, each in found.items()}}
         if self._accelerator is not None:
             own["accelerator_step"] = self._accelerator.step
-        return {**state, KEY: {f"process{i}": told for i, told in enumerate(self._of_all(own))}}
+        everyones = {f"process{i}": told for i, told in enumerate(self._of_all(own))}
+        return {KEY: everyones, **state} if isinstance(state, Mapping) else state  # which is refused in a moment
 
     def put_back(self, saved: Any, objects: Any) -> None:
         """Make the gradients of what is in `objects` those that were saved: none, if none were.
