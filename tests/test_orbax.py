@@ -28,6 +28,7 @@ class Options:
     save_on_steps: Any = None
     step_prefix: str | None = None
     create: bool = True
+    read_only: bool = False
     file_options: Any = dataclasses.field(default_factory=dict)
 
 
@@ -116,12 +117,13 @@ def test_the_best_are_kept_and_the_newest(behind: bool, tmp_path: Path) -> None:
     assert ocp.CheckpointManager(tmp_path / "empty").best_step() is None
 
 
-def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [{"read_only": True}, {"options": Options(0, read_only=True, create=False)}])
+def test_a_reader_changes_nothing(said: dict[str, Any], tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as manager:
         saved(manager, range(2))
     (tmp_path / "checkpoint_step_1" / "step.json").write_text("7")
     before = sorted(tmp_path.rglob("*"))
-    reader = ocp.CheckpointManager(tmp_path, read_only=True, say=lambda line: None)
+    reader = ocp.CheckpointManager(tmp_path, say=lambda line: None, **said)
     assert not reader.save(5, {"step": 5}, force=True)
     assert not reader.should_save(5)
     assert not reader.reached_preemption(5)

@@ -87,6 +87,8 @@ class Rules:
 def _read(options: Any) -> dict[str, Any]:
     fields = options.fields if isinstance(options, CheckpointManagerOptions) else _changed(options)
     _require_known(fields)
+    if fields.get("read_only"):  # Orbax then sets its interval to 0, which is none
+        fields = {name: value for name, value in fields.items() if name != "save_interval_steps"}
     found = {KEYWORDS[name]: value for name, value in fields.items() if name in KEYWORDS}
     return {name: () if name == "save_on_steps" and value is None else value for name, value in found.items()}
 
