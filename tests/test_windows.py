@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from ci_llm.checkpoints.args import Composite, StandardRestore
 from ci_llm.checkpoints.difference import compare
 from ci_llm.checkpoints.gradients import KEY
 from ci_llm.checkpoints.lone import Checkpoint, load_checkpoint
@@ -170,5 +171,14 @@ def test_gradients_of_what_is_not_here_are_refused(tmp_path: Path) -> None:
         model(batch(1)).sum().backward()
         manager.save(1, {"model": model, "moments": optimizer.state_dict()})
         assert KEY in manager.restore(1)
-    with CheckpointManager(tmp_path) as reader, pytest.raises(ForeignCheckpoint, match="inside an accumulation window"):
-        reader.restore(1, into={"model": model, "moments": {}})
+    before = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with CheckpointManager(tmp_path) as reader:
+        with pytest.raises(ForeignCheckpoint, match="inside an accumulation window"):
+            reader.restore(1, into={"model": model, "moments": {}})
+        assert not model[0].weight.any(), "nothing is touched"
+        # Who takes one item, or plain values, is not asked for the optimizer.
+        reader.restore(1, args=Composite(model=StandardRestore(model)))
+        assert torch.equal(model[0].weight, before)
+        assert KEY in reader.restore(1, args=StandardRestore())

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ ZEROS = 0
 
 #: A gradient, not kept alive, and its version.
 _Mark: TypeAlias = "tuple[weakref.ref[Tensor], int]"
+
+
+class Restored(NamedTuple):
+    """The gradients of one process, by optimizer and number of the parameter."""
+
+    gradients: dict[Optimizer, dict[int, Any]]
+    accelerator_step: int | None
 
 
 class Gradients:
@@ -76,35 +83,41 @@ class Gradients:
         everyones = {f"process{i}": told for i, told in enumerate(self._of_all(own))}
         return {KEY: everyones, **state} if isinstance(state, Mapping) else state  # which is refused in a moment
 
-    def put_back(self, saved: Any, objects: Any) -> None:
-        """Make the gradients of what is in `objects` those that were saved: none, if none were.
+    def own_part(self, saved: Any, objects: Any, *, some: bool) -> Restored:
+        """What `put_back` is to do; nothing is touched yet.
+
+        Args:
+            saved: what a checkpoint holds under KEY; None: it was made where no gradient waited.
+            objects: what is being restored.
+            some: these are some items of the checkpoint; the gradients of others are left out.
 
         Raises:
             ForeignCheckpoint: they are of other optimizers, or of another number of processes.
         """
-        found = self._named(objects)
-        for optimizer in found.values():
-            self._look_after_steps(optimizer)
-            self._after_step.pop(optimizer, None)  # what comes back is no leftover
+        found = dict(_optimizers_in(objects, "")) if some else self._named(objects)
         if saved is None:
-            for parameter in (parameter for optimizer in found.values() for parameter in _parameters(optimizer)):
-                parameter.grad = None
-            return
-        own = saved.get(f"process{self._processes.index}")
-        count = self._count()
-        if own is None or len(saved) != count or set(own["gradients"]) - set(found):
-            there = sorted({name for each in saved.values() for name in each["gradients"]})
+            return Restored({optimizer: {} for optimizer in found.values()}, None)
+        own = saved.get(f"process{self._processes.index}", {"gradients": {}})
+        names = [name for name in own["gradients"] if name in found or not some]
+        if ((names or not some) and len(saved) != self._count()) or set(names) - set(found):
             raise ForeignCheckpoint(
-                f"saved inside an accumulation window, with the gradients of {there} on {len(saved)} processes;"
-                f" here are {sorted(found)} on {count}",
+                f"saved inside an accumulation window, with the gradients of {names} on {len(saved)} processes;"
+                f" here are {sorted(found)} on {self._count()}",
                 where=KEY,
                 cure="restore into the same optimizers on as many processes, or restore a step at the end of a window",
             )
-        for name, gradients in own["gradients"].items():
-            for index, parameter in enumerate(_parameters(found[name])):
+        by_optimizer = {optimizer: own["gradients"].get(name, {}) for name, optimizer in found.items()}
+        return Restored(by_optimizer, own.get("accelerator_step"))
+
+    def put_back(self, part: Restored) -> None:
+        """Make the gradients those that were saved, and `None` where there were none."""
+        for optimizer, gradients in part.gradients.items():
+            self._look_after_steps(optimizer)
+            self._after_step.pop(optimizer, None)  # what comes back is no leftover
+            for index, parameter in enumerate(_parameters(optimizer)):
                 parameter.grad = _as_gradient(gradients.get(index), parameter)
-        if self._accelerator is not None and "accelerator_step" in own:
-            self._accelerator.step = own["accelerator_step"]
+        if self._accelerator is not None and part.accelerator_step is not None:
+            self._accelerator.step = part.accelerator_step
 
     def _named(self, state: Any) -> dict[str, Optimizer]:
         """The optimizers by their address in the state, then those that are not in it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from ci_llm.checkpoints.args import put
+from ci_llm.checkpoints.args import put, state_of
 from ci_llm.checkpoints.collective import Processes
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.keeping import Keeping, Metrics, metrics_of
@@ -82,11 +82,12 @@ class Reading:
         manifest, files = self.store.read(step)
         state = read_snapshot(manifest.forms, files)
         self._has_restored()
-        if into is None and args is None:
+        objects = into if args is None else state_of(None, args)
+        if objects is None:
             return state
-        gradients = state.pop(KEY, None)
+        waiting = self._gradients.own_part(state.pop(KEY, None), objects, some=isinstance(args, Mapping))
         restored = put(state, into, args)
-        self._gradients.put_back(gradients, restored)
+        self._gradients.put_back(waiting)
         return restored
 
     def all_steps(self) -> list[int]:
