@@ -151,7 +151,7 @@ class _Hooks:
             for own, saved in zip(objects, state["accelerate"][name], strict=True):
                 own.load_state_dict(saved)
         for number, (loader, sampler) in self._samplers.items():
-            sampler.load_state_dict(state["samplers"][number])
+            sampler.load_state_dict({**state["samplers"][number], "position": 0})  # the loop skips what was used
             loader.iteration = sampler.epoch
         own = state["processes"][self._accelerator.process_index]
         for name, parameter in self._crowd.named_parameters():
@@ -209,7 +209,8 @@ class _Hooks:
         """The sampler's state. Loaders read ahead: the sampler may be through with an epoch that the loop is in."""
         active = self._accelerator.gradient_state.active_dataloader
         within = active is not None and _sampler_of(active) is sampler and not active.end_of_dataloader
-        return {**sampler.state_dict(), "epoch": sampler.epoch if within else sampler.next_epoch}
+        epoch = sampler.epoch if within else sampler.next_epoch
+        return {"seed": sampler.seed, "num_rows": sampler.num_rows, "epoch": epoch}
 
     def _unfinished_gradients(self) -> dict[str, Tensor]:
         if self._accelerator.sync_gradients:

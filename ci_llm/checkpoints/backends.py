@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ci_llm.checkpoints.behind import Task
-from ci_llm.checkpoints.collective import Processes
+from ci_llm.checkpoints.collective import Processes, Word, several
 from ci_llm.checkpoints.commit import Others
 from ci_llm.checkpoints.parts import Crew
 from ci_llm.checkpoints.snapshot import Snapshot, State, hand_off
@@ -26,6 +26,7 @@ class Wanted:
         store: where it goes; of the same folder on every process, and only process 0 claims it.
         describe: makes the info of the manifest.
         keep: steps that pruning spares.
+        behind: whether it will be run behind the training.
     """
 
     store: CheckpointStore
@@ -33,13 +34,14 @@ class Wanted:
     state: State
     describe: Callable[[], Mapping[str, object]]
     keep: Collection[int]
+    behind: bool
 
 
 class Backend(Protocol):
     """Prepares saves, each of which is then run here or behind the training."""
 
     def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task | None:
-        """Take the state as it is now.
+        """Take the state as it is now. Every process calls it.
 
         Args:
             be_ready: called first; raises what has to end this save.
@@ -52,24 +54,43 @@ class Backend(Protocol):
         """
         ...
 
+    def follow(self, step: int) -> Task | None:
+        """For a process that had nothing to do for a save which others have begun: wait until that is over."""
+        ...
+
 
 class Vanilla:
-    """Process 0 writes its own state; the others do nothing."""
+    """Process 0 writes its own state, and tells the others what became of it."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
+        self._word: Word | None = None
 
     def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> Task | None:
+        if wanted.behind and several():
+            self._word = self._word or Word()
         if self._processes.index:
             return None
         be_ready()
         entries, info = hand_off(wanted.state), wanted.describe()
 
         def save(take: Callable[[], Snapshot]) -> SaveResult:
-            whole = take()
-            return wanted.store.save(wanted.step, whole.files, forms=whole.forms, info=info, keep=wanted.keep)
+            saved = False
+            try:
+                whole = take()
+                result = wanted.store.save(wanted.step, whole.files, forms=whole.forms, info=info, keep=wanted.keep)
+                saved = result.saved
+                return result
+            finally:
+                if self._word is not None:
+                    self._word.tell(wanted.step, saved)
 
         return Task(entries, save)
+
+    def follow(self, step: int) -> Task | None:
+        if (word := self._word) is None or self._processes.index == 0:
+            return None
+        return Task((), lambda take: SaveResult(step, word.hear(step)))
 
 
 class Distributed:
@@ -94,6 +115,9 @@ class Distributed:
             return wanted.store.save(wanted.step, part.files, forms=forms, info=own, keep=wanted.keep, others=others)
 
         return Task(mine, lambda take: crew.save(wanted.store, wanted.step, take, commit), crew.give_up)
+
+    def follow(self, step: int) -> Task | None:
+        return None  # every process has had its part
 
 
 BACKENDS: Mapping[str, Callable[[Processes], Backend]] = {
