@@ -49,6 +49,7 @@ class Interrupts:
     The loop keeps `plan` current ("saving step 37"): it is what the announcement says. Only the main thread
     may install handlers; elsewhere `install` says so and changes nothing. A process forked from this one gets
     the handlers of before, because it is not the run. A SIGHUP that `nohup` has made ignored stays ignored.
+    At the end the handlers of before come back, except in a program that `ends_with_process`.
 
     Raises:
         ConfigError: a name is no signal, or a signal that nobody can catch.
@@ -150,6 +151,8 @@ class Interrupts:
         """Give the handlers of before back and end the thread. The notes stay readable."""
         if not self.installed:
             return
+        if _process_ends and _installed == [self]:
+            self._ignore()
         self._give_back()
         os.write(self._write_fd, _QUIT)
         if self._listener is not None:
@@ -174,6 +177,12 @@ class Interrupts:
             old = self._old_handlers.pop(number)
             if signal.getsignal(number) == self._take_note:
                 signal.signal(number, signal.SIG_DFL if old is None else old)
+
+    def _ignore(self) -> None:
+        # No handler of Python's: the interpreter gives those back on its way out, which takes a second with torch.
+        for number in self._old_handlers:
+            if signal.getsignal(number) == self._take_note:
+                signal.signal(number, signal.SIG_IGN)
 
     def _give_back(self) -> None:
         """Undo `install`, except where somebody else has installed something over it."""
@@ -249,6 +258,18 @@ class Interrupts:
 _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _installed: list[Interrupts] = []
+_process_ends = False
+
+
+def ends_with_process() -> None:
+    """For a program: what its `Interrupts` listened to is ignored once they are through, until the process has ended.
+
+    Its exit code is settled then, and a signal on the way out of the interpreter must not change it.
+    """
+    global _process_ends
+    _process_ends = True
+
+
 _before_fork = threading.local()
 
 

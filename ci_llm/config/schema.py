@@ -104,9 +104,13 @@ class AgentKeys(Keys):
         "all-linear", "Linear layers that get an adapter: all-linear, or a list of names as in PEFT"
     )
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)")
-    initialize_adapters_rand: bool = exact(True, "true: every agent its own random start; false: all the same start")
+    initialize_adapters_rand: bool = exact(
+        True, "true: every agent its own random start; false: all the same, to differ by lora_dropout or dropconnect_p"
+    )
     dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter in a step")
-    init_from: Place | None = exact(None, "folder of PEFT adapters to start from; null: fresh adapters")
+    init_from: Place | None = exact(
+        None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
+    )
 
 
 class ObjectiveKeys(Keys):

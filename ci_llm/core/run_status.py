@@ -79,6 +79,8 @@ class Status:
         next_command: what a person types to go on.
         best_step: the optimizer step after which the crowd was best in an evaluation so far.
         micro_batch_size: rows per process and micro-step, which want of memory may have made fewer than configured.
+        warning: why the result may be worth nothing, although the run goes on or is completed; None: nothing is known.
+        first_loss: nats per target at the beginning of the run, which a later attempt compares its own with.
     """
 
     status: State
@@ -93,6 +95,8 @@ class Status:
     next_command: str | None = None
     best_step: int | None = None
     micro_batch_size: int | None = None
+    warning: str | None = None
+    first_loss: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -113,7 +117,8 @@ class RunStatus:
         warn: called with one line when the disk refuses a heartbeat; the run goes on.
         interval_s: seconds between heartbeats, which is all that keeping the file current costs.
 
-    `step`, `best_step` and `micro_batch_size` may be set as often as one likes: the next heartbeat writes them.
+    `step`, `best_step`, `micro_batch_size`, `warning` and `first_loss` may be set as often as one likes: the next
+    heartbeat writes them.
     """
 
     def __init__(
@@ -132,6 +137,8 @@ class RunStatus:
         self.step = 0
         self.best_step: int | None = None
         self.micro_batch_size: int | None = None
+        self.warning: str | None = None
+        self.first_loss: float | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
@@ -168,6 +175,8 @@ class RunStatus:
                 next_command=next_command,
                 best_step=self.best_step,
                 micro_batch_size=self.micro_batch_size,
+                warning=self.warning,
+                first_loss=self.first_loss,
             )
             write_json(self._path, asdict(current))
         return self._active
@@ -213,8 +222,18 @@ def last_attempt(output_dir: Path | str) -> int | None:
     Raises:
         BadInput: the file is not of this program.
     """
+    written = last_status(output_dir)
+    return None if written is None else written.attempt
+
+
+def last_status(output_dir: Path | str) -> Status | None:
+    """What status.json says, as it was written; None if no attempt ever wrote one.
+
+    Raises:
+        BadInput: the file is not of this program.
+    """
     path = Path(output_dir, "status.json")
-    return _read(Status, path).attempt if path.exists() else None
+    return _read(Status, path) if path.exists() else None
 
 
 def _preceded(cause: Failure, interruption: Status) -> bool:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.lora import LoraSettings, StackedLoRALinear
-from ci_llm.crowd.targets import find_targets, leaves_some_out
+from ci_llm.crowd.targets import find_targets, shortest_names
 from ci_llm.errors import ForeignCheckpoint, ModelError
 
 
@@ -209,9 +209,6 @@ def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: st
 
     adapted = {n: m for n, m in model.named_modules() if isinstance(m, StackedLoRALinear)}
     conv = any(isinstance(m.base_layer, Conv1D) for m in adapted.values())
-    targets = settings.target_modules
-    if targets == "all-linear" and leaves_some_out(model):
-        targets = tuple(adapted)
     bias: Literal["none"] = "none"
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -223,7 +220,7 @@ def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: st
         use_rslora=settings.use_rslora,
         fan_in_fan_out=conv,
         bias=bias,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=list(shortest_names(model, adapted.keys())),
     ).to_dict()
     plain = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
     return {k: v for k, v in plain.items() if v is not None}

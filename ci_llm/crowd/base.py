@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
@@ -182,12 +183,14 @@ def explained(model_name: str, error: Exception) -> ModelError:
     if "Unrecognized configuration class" in text:
         kind = re.search(r"<class '[\w.]*?(\w+)'>", text)
         return _not_causal(model_name, kind.group(1) if kind else "unknown")
-    folder = Path(model_name).exists()
+    what = f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}"
+    place = Path(model_name)
+    if place.exists():
+        hint = "the folder needs config.json, model.safetensors and a tokenizer"
+        return ModelError(what, where=f"model_name: {model_name}", hint=hint)
     return ModelError(
-        f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}",
-        where=f"model_name: {model_name}",
-        hint="the folder needs config.json, model.safetensors and a tokenizer"
-        if folder
-        else "give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
+        what if may_be_on_hub(model_name) else "there is no such folder",
+        where=f"model_name: {model_name} (nothing of this name at {place.absolute()})",
+        hint="give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
         "model_name=embedded, which needs no network",
     )

@@ -20,6 +20,10 @@ from torch import Tensor
 from ci_llm.crowd.aggregate import Aggregator, aggregate
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
+from ci_llm.data.rows import TrainedOn
+
+#: With fewer the mean of differences that are 0 or 1 is far from normal.
+FEWEST_ROWS = 30
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ class Scores:
         """Nats per target token: K agents, then the crowd."""
         return (self.nll.double().sum(1) / self.tokens.sum()).tolist()
 
-    def gain(self, over: str) -> dict[str, float]:
+    def gain(self, over: str) -> dict[str, float | None]:
         """The crowd's exact match minus that of the agents' mean or of the best agent, paired over rows.
 
         Returns:
-            {"value", "interval95"}: the half-width of a normal 95 % interval over rows. It covers the choice of the
-            rows, not that of the seed; "best" is chosen on these very rows, which favours the agent.
+            {"value", "interval95"}: the half-width of a normal 95 % interval over rows, None where there is none. It
+            covers the choice of the rows, not that of the seed; "best" is chosen on these very rows, which favours the
+            agent.
         """
         right = self.right.double()
         agents = right[:-1]
@@ -62,11 +67,15 @@ class Scores:
         return paired_gain(right[-1], other)
 
 
-def paired_gain(one: Tensor, other: Tensor) -> dict[str, float]:
-    """The mean of `one - other` over rows, and the half-width of its normal 95 % interval; NaN for a single row."""
+def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:
+    """The mean of `one - other` over rows, and the half-width of its normal 95 % interval.
+
+    None stands for an interval that rows cannot tell: there are few of them, or all of them say the same.
+    """
     difference = one - other
-    spread = float(difference.std()) if len(difference) > 1 else math.nan
-    return {"value": float(difference.mean()), "interval95": 1.96 * spread / math.sqrt(len(difference))}
+    spread = float(difference.std()) if len(difference) >= FEWEST_ROWS else 0.0
+    interval = 1.96 * spread / math.sqrt(len(difference)) if spread else None
+    return {"value": float(difference.mean()), "interval95": interval}
 
 
 @torch.no_grad()
@@ -105,13 +114,20 @@ def _score_batch(crowd: Crowd, batch: Batch, aggregator: Aggregator) -> Scores:
     return Scores((wrong == 0).cpu(), nll.cpu(), tokens.cpu())
 
 
-def evaluation_record(scores: Scores, task: str, aggregator: Aggregator) -> dict[str, Any]:
-    """`evaluation.json`."""
+def evaluation_record(
+    scores: Scores, task: str, aggregator: Aggregator, trained_on: TrainedOn = "none"
+) -> dict[str, Any]:
+    """`evaluation.json`.
+
+    Args:
+        trained_on: how many of these rows are rows of the training.
+    """
     *agents, crowd = scores.exact_match
     *agent_nll, crowd_nll = scores.mean_nll
     return {
         "task": task,
         "n": scores.right.shape[1],
+        "rows_trained_on": trained_on,
         "aggregator": aggregator,
         "exact_match": {
             "agents": agents,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -83,7 +83,8 @@ def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[
     return found
 
 
-def leaves_some_out(model: PreTrainedModel) -> bool:
-    """Whether PEFT's all-linear would be more than ours."""
-    plain = [m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and not n.endswith(".base_layer")]
-    return any(m is not model.get_output_embeddings() for m in plain)
+def shortest_names(model: nn.Module, wanted: Collection[str]) -> tuple[str, ...]:
+    """The shortest list by which PEFT's rule of suffixes finds just these modules: what every reader understands."""
+    last = {name.rpartition(".")[2] for name in wanted}
+    reached = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    return tuple(sorted(last if reached == set(wanted) else wanted))

@@ -8,6 +8,7 @@ process says nothing at all. Accelerate owns launch, placement and precision; on
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -35,6 +36,7 @@ from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, en
 from ci_llm.errors import CiLlmError, LaunchError, ModelError
 
 T = TypeVar("T")
+_LOGGER = logging.getLogger(__name__)
 
 # A peer that dies closes its connections and is noticed at once; this bounds the wait for a machine that went
 # silent, and how long the main process may work alone (`main_first`).
@@ -55,7 +57,7 @@ class Processes:
         launch: how this process was started; read from the environment by default.
 
     Attributes:
-        accelerator: for what has to be visible to Accelerate: trackers, `prepare`, `no_sync`, `scaler`.
+        accelerator: Accelerate's: the device, autocast, and what its trackers are started with.
         notes: lines for people about the way the run was started.
 
     Raises:
@@ -94,6 +96,7 @@ class Processes:
             )
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self._tokens: list[Path] = []
+        _LOGGER.debug("process %d of %d on %s; %s", self.index, self.count, self.device, self.launch)
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ For loops that bring nothing of ours but the manager. Our own trainer brings its
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -101,6 +102,34 @@ class SideChannel:
         everyones = [torch.empty_like(own) for _ in range(self.count)]
         dist.all_gather(everyones, own, group=self._group)
         return everyones
+
+
+class Word:
+    """What process 0 tells the others in its own time: whether something came about. Building it is a collective.
+
+    Process 0 never waits for the others to hear it, which may be busy, or gone.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = dist.new_group(backend="gloo")
+        self._underway: list[Any] = []  # what is sent, with its memory
+
+    def tell(self, step: int, happened: bool) -> None:
+        """On process 0: what became of `step`."""
+        self._underway = [(work, said) for work, said in self._underway if not work.is_completed()]
+        for index in range(1, dist.get_world_size()):
+            said = torch.tensor([step, int(happened)])
+            with contextlib.suppress(RuntimeError):  # it is gone, and hears nothing any more
+                self._underway.append((dist.isend(said, index, group=self._group), said))
+
+    def hear(self, step: int) -> bool:
+        """On every other process. False as well if process 0 is gone: the next collective says so to everybody."""
+        said = torch.zeros(2, dtype=torch.int64)
+        with contextlib.suppress(RuntimeError):
+            dist.recv(said, 0, group=self._group)
+            while said[0] < step:  # of a save that failed elsewhere, and that nobody here has waited for
+                dist.recv(said, 0, group=self._group)
+        return said.tolist() == [step, 1]
 
 
 def _distributed() -> bool:

@@ -87,7 +87,13 @@ class RunLog:
         if self._is_main:
             with self._lock:
                 self._show(text)
-                self._note(text)
+                self._write_down(text)
+
+    def note(self, text: str) -> None:
+        """Write `text` into training.log alone: what somebody else tells the terminal."""
+        if self._is_main:
+            with self._lock:
+                self._write_down(text)
 
     def metrics(self, step: int, values: Mapping[str, object]) -> None:
         """Append `values` of optimizer step `step` to metrics.jsonl and send its numbers to the trackers.
@@ -118,7 +124,7 @@ class RunLog:
             elif line is not None:
                 self._show(line)
             if line is not None:
-                self._note(line)
+                self._write_down(line)
 
     def cut_back(self, step: int) -> None:
         """Forget the metrics past `step`, from where the run goes on; -1: all. Torn lines go as well."""
@@ -188,11 +194,11 @@ class RunLog:
         except (OSError, ValueError) as error:
             _silence(self._terminal)
             self._terminal = None
-            self._note(f"the terminal is gone ({error}); the run goes on")
+            self._write_down(f"the terminal is gone ({error}); the run goes on")
 
     # --------------------------------------------------------------------------------------------- files
 
-    def _note(self, text: str) -> None:
+    def _write_down(self, text: str) -> None:
         for line in text.splitlines():
             if self._attempt is None:
                 self._unwritten.append(line)

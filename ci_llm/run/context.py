@@ -21,6 +21,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.learning import Learning
 from ci_llm.run.nonfinite_policy import Bounds
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.state import TrainState
@@ -73,6 +74,7 @@ class Run:
     meter: Meter = field(default_factory=Meter)
     pace: Pace = field(default_factory=Pace)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    learning: Learning = field(default_factory=Learning)
 
     @property
     def micro_batch_size(self) -> int:

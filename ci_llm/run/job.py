@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -18,7 +19,7 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job, record_attempt
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
-from ci_llm.core.run_status import RunStatus
+from ci_llm.core.run_status import RunStatus, last_status
 from ci_llm.crowd.answers import AnswerScores, merged
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
@@ -42,12 +43,15 @@ from ci_llm.run.evaluation import (
     result_in_place,
 )
 from ci_llm.run.hang import Stacks, Watchdog
+from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.recovery import obey, remember
-from ci_llm.run.report import model_card, next_steps, score_table
+from ci_llm.run.report import model_card, next_steps, rows_judged, score_table
 from ci_llm.run.resume import contents, describe, find_source, restore, restore_surroundings
 from ci_llm.run.setup import build, plan_ahead, schedule
 from ci_llm.run.shutdown import command_line, leave, record_failure, walltime_watched
+
+_LOGGER = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
 
@@ -150,7 +154,8 @@ def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> 
         raise
     if stop is None:
         run.status.finish("completed")
-        run.log.say(f"completed at step {run.state.step}")
+        but = f", but {run.status.warning}" if run.status.warning else ""
+        run.log.say(f"completed at step {run.state.step}{but}")
         _say_next(run)
         return 0
     leave(run, stop)
@@ -214,6 +219,9 @@ def _begin(run: Run) -> int:
     )
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
+    earlier = last_status(run.config.run_folder) if step and processes.is_main else None
+    run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
+    run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
     run.status.start(step)
     steps, rows = run.total_steps, run.state.effective_batch
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
@@ -264,6 +272,7 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
+    _LOGGER.debug("step %d: save begins; the one before: %s", run.state.step, run.manager.last_result)
     with run.heartbeat.resting():  # a disk that is full may be waited for
         run.manager.save(run.state.step, contents(run), force=True, info=describe(run), keep=kept_steps(run))
 
@@ -271,7 +280,7 @@ def save(run: Run) -> None:
 def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
     run.interrupts.plan = "the last step is saved; leaving"
-    run.log.say(f"judging   agents and crowd on {len(run.eval_rows)} held-out rows")
+    run.log.say(f"judging   agents and crowd on {rows_judged(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = evaluate(run)
     if scores is not None:
         count_in(run, evaluation_metrics(scores))
@@ -283,25 +292,34 @@ def conclude(run: Run) -> str | None:
         return stop
     record = _record(run, step, scores, answers)
     run.log.say(score_table(record))
-    card = model_card(record, run.base.name, run.config.dataset_name, step, run.config.run_folder / "final_checkpoint")
+    final = run.config.run_folder / "final_checkpoint"
+    card = model_card(record, run.base.name, run.config.dataset_name, step, final, run.config.lora_rank)
     with run.heartbeat.resting():
         require_written(run)
-        run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
+        added = {"README.md": card.encode(), **agents_tokenizers(run)}
+        run.manager.finish(added, step=None if step == run.state.step else step)
         require_written(run)
     if run.processes.is_main and run.manager.store.still_held():
         write_json(run.config.run_folder / "evaluation.json", record)
     return None
 
 
+def agents_tokenizers(run: Run) -> dict[str, bytes]:
+    """The tokenizer, with the chat template that was in force, beside each adapter: each may go its own way."""
+    files = {name.removeprefix("tokenizer/"): data for name, data in run.tokenizer_files.items()}
+    return {f"agent{k}/{name}": data for k in range(run.crowd.num_agents) for name, data in files.items()}
+
+
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
     """`evaluation.json`: of the step that is the result of the run, and which step was the best on the way."""
-    config = run.config
+    config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
-        **merged(evaluation_record(scores, config.dataset_name, config.aggregator), answers),
+        **merged(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
+        "warning": run.status.warning,
     }
 
 
@@ -313,10 +331,10 @@ def require_written(run: Run) -> None:
     """
     run.manager.wait_until_finished()
     result = run.manager.last_result
-    note, cause = run.processes.broadcast_object((result.note, result.cause) if result else ("", None))
-    if cause is not None:
+    cause = run.processes.broadcast_object(result.cause if result else None)
+    if cause is not None:  # what was dropped, and why, was said when it happened
         raise CheckpointError(
-            note,
+            "the run is not complete: what it wrote last is not on the disk",
             where=str(run.config.run_folder),
             hint="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause

@@ -9,6 +9,7 @@ out before the optimizer moves (guard.py).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from ci_llm.run.context import Run
 from ci_llm.run.evaluation import evaluate_and_log, evaluation_due, evaluation_missed, is_best, is_over
 from ci_llm.run.nonfinite import Findings, examine, health_metrics, is_known, sick_here, treat
 from ci_llm.run.out_of_memory import in_parts, relieve, unless_out_of_memory
+
+_LOGGER = logging.getLogger(__name__)
 
 Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
 
@@ -152,22 +155,38 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     *losses, diversity = (total / max(verdict.labelled_tokens, 1) for total in verdict.sums[:-1])
     step = run.state.step
     run.meter.count(findings.tokens)
+    _LOGGER.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
     run.log.progress(step, run.total_steps, [] if findings.bad_batch else losses)
+    if not findings.bad_batch:  # else nothing was trained on
+        run.learning.count(losses)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
         "train/learning_rate": run.learning_rate(step - 1) * run.state.healing.rate_factor,
     }
-    if not findings.bad_batch:  # else nothing was trained on
+    if not findings.bad_batch:
         finite = [loss for loss in losses if math.isfinite(loss)] or losses
         metrics |= {"train/task_loss": sum(finite) / len(finite), "train/diversity": diversity}
         for k, (loss, norm) in enumerate(zip(losses, norms.tolist(), strict=True)):
             metrics |= {f"train/agent{k}/loss": loss, f"train/agent{k}/grad_norm": norm}
+        run.learning.look(norms.tolist())
+    tell_whether_they_learn(run)
     metrics |= health_metrics(run)
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
     run.log.metrics(step, metrics | run.meter.read())
+
+
+def tell_whether_they_learn(run: Run) -> None:
+    """Warn once when the agents stop learning, and say when they learn again; the status says what holds now."""
+    before, run.status.warning = run.status.warning, run.learning.warning()
+    run.status.first_loss = run.learning.first_loss
+    if run.status.warning is not None and before is None:
+        rate = f"learning_rate {run.config.learning_rate:g}"
+        run.log.say(f"warning   {run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
+    elif before is not None and run.status.warning is None:
+        run.log.say("warning   it is over: the agents learn again")
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
-from ci_llm.crowd.importing import start_from
+from ci_llm.crowd.importing import require_different, start_from
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -56,6 +56,8 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
     for line in rows.description:
         log.say(f"data      {line}")
+    if eval_rows.rows.num_trained_on:
+        log.say(f"data      {eval_rows.rows.description[-1]}")
     return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
 
 
@@ -129,6 +131,9 @@ def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
         log.say(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
         log.say(f"agents    {start_from(crowd, Path(config.init_from))}")
+    require_different(
+        crowd, f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false"
+    )
     if config.use_gradient_checkpointing:
         crowd.recompute_layers()
     count = crowd.agents.weights.shape[1]

@@ -113,7 +113,8 @@ def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
 def record_failure(run: Run, attempt: int, error: BaseException) -> None:
     """Write why this process fails, then, on the main one, how the run ended.
 
-    A disk that refuses either is told and no more: the error itself is what people have to see.
+    A disk that refuses either is told and no more: the error itself is what people have to see. They see it once: the
+    terminal hears it from the door, which explains it, and training.log has it from here.
     """
     reason = reason_of(error)
     step = error.step if isinstance(error, GivenUp) and error.step is not None else run.state.step
@@ -126,7 +127,8 @@ def record_failure(run: Run, attempt: int, error: BaseException) -> None:
             write()
         except OSError as refusal:
             run.log.say(f"the failure could not be written down: {refusal}")
-    run.log.say(f"failed ({reason}) after step {run.state.step}: {error}")
+    run.log.say(f"failed ({reason}) after step {run.state.step}")
+    run.log.note(str(error))
 
 
 def reason_of(error: BaseException) -> str:

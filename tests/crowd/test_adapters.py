@@ -339,6 +339,24 @@ def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
         Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
 
 
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("all-linear", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        (("v_proj", "q_proj"), ["q_proj", "v_proj"]),
+        (r".*\.1\.mlp\..*_proj", [f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")]),
+    ],
+)
+def test_an_adapter_names_its_layers_in_a_list(wanted: Any, told: list[str]) -> None:
+    """Servers such as vLLM and SGLang read neither all-linear nor a pattern."""
+    model = base()
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, target_modules=wanted), "toy")
+    config = crowd.adapter_files()["agent0/adapter_config"]
+    assert config["target_modules"] == told
+    opened = peft.get_peft_model(model, peft.LoraConfig(**config))
+    assert {name for name, _ in peft.get_peft_model_state_dict(opened).items()} == set(crowd.agents.agent_tensors(0))
+
+
 def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "linear_layers", lambda _: {})
     with pytest.raises(ModelError, match="no layer that could carry an adapter"):

@@ -25,9 +25,11 @@ from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
+from ci_llm.crowd.scoring import paired_gain
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.data.templates import Encoder, Example
 from ci_llm.embedded import stories
+from ci_llm.run.report import score_table
 
 K = 3
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
@@ -115,10 +117,43 @@ def test_record_pairs_the_gains_over_rows() -> None:
     exact = record["exact_match"]
     assert (exact["agents"], exact["crowd"], exact["vote"]) == ([0.25, 0.5], 0.75, 0.5)
     assert exact["crowd_minus_mean"]["value"] == pytest.approx(0.375)
-    difference = torch.tensor([0.0, 0.5, 1.0, 0.0]).std()
-    assert exact["crowd_minus_mean"]["interval95"] == pytest.approx(1.96 * float(difference) / 2)
+    assert exact["crowd_minus_mean"]["interval95"] is None, "of four rows"
     assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25)
     assert exact["crowd_minus_vote"]["value"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval"),
+    [
+        ([1.0], None),
+        ([0.0, 0.0], None),
+        ([1.0, 0.0] * 14, None),
+        ([0.0] * 400, None),
+        ([1.0, 0.0] * 50, 1.96 * 0.502519 / 10),
+    ],
+)
+def test_an_interval_is_told_where_the_rows_can_tell_one(difference: list[float], interval: float | None) -> None:
+    gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
+    assert gain["value"] == pytest.approx(sum(difference) / len(difference))
+    assert gain["interval95"] == (None if interval is None else pytest.approx(interval, rel=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "interval", "words"),
+    [
+        ("none", 0.1, "over 9 held-out rows; ± is a 95 % interval, paired over rows"),
+        ("all", None, "over 9 rows that were trained on: none was held out"),
+        ("some", None, "over 9 rows, some of them trained on"),
+    ],
+)
+def test_the_table_says_what_its_rows_can_show(trained_on: Any, interval: float | None, words: str) -> None:
+    gain = {"value": 0.0, "interval95": interval}
+    exact = {"agents": [0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
+    record = {"n": 9, "rows_trained_on": trained_on, "measured_by": "teacher_forcing", "exact_match": exact}
+    lines = score_table({**record, "nll": {"agents": [1.0], "crowd": 1.0}}).splitlines()
+    assert lines[-1].endswith(words)
+    assert ("±" in lines[-2]) is (interval is not None)
+    assert "nan" not in " ".join(lines)
 
 
 def test_evaluation_says_what_was_measured_how() -> None:

@@ -10,11 +10,12 @@ import peft
 import pytest
 import torch
 
-from ci_llm.crowd.importing import start_from
+from ci_llm.crowd.importing import require_different, start_from
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Diversity, Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
-from tests.support.tiny import base
+from tests.support.tiny import base, batch
 
 TARGETS = ("q_proj", "v_proj")
 
@@ -97,6 +98,51 @@ def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path
     file.unlink() if text is None else file.write_text(text)
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         start_from(crowd(), tmp_path)
+
+
+def taught(made: Crowd, diversity: Diversity = "none") -> Crowd:
+    """After three steps."""
+    objective = Objective(diversity, 0.5)
+    optimizer = torch.optim.AdamW([{"params": [row]} for row in made.agents.rows], lr=1e-2)
+    torch.manual_seed(0)
+    made.train()
+    for step in range(3):
+        made.agents.begin_step(step)
+        rows = batch()
+        objective(made(rows), rows, step).total.backward()
+        optimizer.step()
+    return made
+
+
+@pytest.mark.parametrize("diversity", ["none", "joint", "swd", "swd_raw"])
+def test_agents_that_begin_alike_stay_alike_and_are_refused(diversity: Diversity) -> None:
+    made = crowd(initialize_adapters_rand=False)
+    with pytest.raises(ModelError, match="2 of 2 agents begin with the same weights"):
+        require_different(made, "here")
+    one, other = taught(made, diversity).agents.weights
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("chance", ["dropout", "dropconnect"])
+def test_agents_that_begin_alike_differ_by_what_each_draws_for_itself(chance: str, tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    made = crowd(**{chance: 0.2})
+    start_from(made, tmp_path)
+    require_different(made, "here")
+    one, other = taught(made).agents.weights
+    assert not torch.equal(one, other)
+
+
+def test_adapters_that_are_alike_are_refused_though_there_are_enough(tmp_path: Path) -> None:
+    for k, seed in enumerate((1, 2, 1)):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=seed)
+    made = crowd(agents=3)
+    start_from(made, tmp_path)
+    with pytest.raises(ModelError, match="2 of 3 agents begin with the same weights"):
+        require_different(made, f"init_from: {tmp_path}")
+    alone = crowd(agents=1)
+    start_from(alone, tmp_path / "agent0")
+    require_different(alone, "here")
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
@@ -110,6 +110,22 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
 
 
+def test_every_agent_of_the_final_checkpoint_goes_its_own_way(finished: Path) -> None:
+    final = finished / "final_checkpoint"
+    verify_folder(final)
+    assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to go on"
+    run_wide = AutoTokenizer.from_pretrained(final / "tokenizer")
+    for k in range(3):
+        own = AutoTokenizer.from_pretrained(final / f"agent{k}")
+        assert own.chat_template == run_wide.chat_template
+        assert own("3 + 4 = ").input_ids == run_wide("3 + 4 = ").input_ids
+        targets = json.loads((final / f"agent{k}" / "adapter_config.json").read_text())["target_modules"]
+        tensors = load_file(final / f"agent{k}" / "adapter_model.safetensors")
+        assert targets == sorted({name.split(".")[-3] for name in tensors})
+    assert "--lora-modules $(for k in {0..2}" in (final / "README.md").read_text()
+    assert "--max-lora-rank 8" in (final / "README.md").read_text(), "vLLM knows no rank of 2"
+
+
 def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
     assert train(run) == 0
@@ -203,7 +219,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: p
         (["num_agents=0"], "whole number of at least 1"),
         (["dataset_name=/nowhere.jsonl"], "does not exist"),
         (["lora_target_modules=[nothing]"], "matches nothing"),
-        (["model_name=/nowhere/model"], "cannot be loaded"),
+        (["model_name=/nowhere/model"], "there is no such folder"),
         (["mixed_precision=fp16"], "fp16 needs a GPU"),
         (["max_seq_length=2"], "No row is left"),
         (["max_seq_length=600"], "rows of up to 600 tokens, but the base has 512 positions"),
