@@ -57,7 +57,8 @@ base = AutoModelForCausalLM.from_pretrained({base_name!r})
 agent = PeftModel.from_pretrained(base, {str(folder / "agent0")!r})
 ```
 
-The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
+The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and trains
+on from there.
 """
 
 
