@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ci_llm.checkpoints.store import OVERWRITTEN, CheckpointStore
-from ci_llm.durable import DISK, Filesystem, commit_folder, make_folders
+from ci_llm.durable import DISK, Filesystem, make_folders
 
 
 def set_aside(store: CheckpointStore, entries: Sequence[Path], disk: Filesystem = DISK) -> Path:
@@ -23,16 +23,18 @@ def set_aside(store: CheckpointStore, entries: Sequence[Path], disk: Filesystem 
     make_folders(shelf, disk=disk)
     bundle = store.staging / OVERWRITTEN / str(1 + sum(1 for _ in shelf.iterdir()))
     make_folders(bundle, disk=disk)
-    moved: list[Path] = []
+    place, moved = bundle, list[Path]()
     try:
         for entry in entries:
             disk.rename(entry, bundle / entry.name)
             moved.append(entry)
         disk.sync_folder(bundle)
         disk.sync_folder(store.directory)
-        commit_folder(bundle, shelf / bundle.name, disk=disk)
+        disk.rename(bundle, shelf / bundle.name)
+        place = shelf / bundle.name
+        disk.sync_folder(shelf)
     except OSError:
         for entry in moved:  # what lies in the folder of an attempt would end with it
-            disk.rename(bundle / entry.name, entry)
+            disk.rename(place / entry.name, entry)
         raise
-    return shelf / bundle.name
+    return place

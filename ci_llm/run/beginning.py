@@ -84,7 +84,9 @@ def read_beginning(run_folder: Path) -> Beginning | None:
     """
     path = run_folder / NAME
     try:
-        value: Any = read_json(path)
+        value = read_json(path)
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
         return Beginning(**{each.name: value[each.name] for each in fields(Beginning) if each.name in value})
     except FileNotFoundError:
         return None
@@ -97,14 +99,25 @@ def read_beginning(run_folder: Path) -> Beginning | None:
 
 
 def prepare(manager: CheckpointManager, start: Start) -> list[str]:
-    """Make the claimed folder what `start` says, and record it; returns what moved, for people."""
+    """Make the claimed folder what `start` says, and record it; returns what moved, for people.
+
+    Raises:
+        CheckpointError: the disk refuses it.
+    """
     folder, store = manager.store.directory, manager.store
     lines = []
-    if start.sets_aside and (entries := _entries(folder)):
-        lines.append(f"what was here moved to {set_aside(store, entries)}")
-    lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
-    if read_beginning(folder) != start.beginning:
-        write_json(folder / NAME, asdict(start.beginning), staging=store.staging)
+    try:
+        if start.sets_aside and (entries := _entries(folder)):
+            lines.append(f"what was here moved to {set_aside(store, entries)}")
+        lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
+        if read_beginning(folder) != start.beginning:
+            write_json(folder / NAME, asdict(start.beginning), staging=store.staging)
+    except OSError as error:
+        raise CheckpointError(
+            f"the run cannot begin here: {error.strerror}",
+            where=str(folder),
+            cure="make space there, and call it again",
+        ) from error
     return lines
 
 
