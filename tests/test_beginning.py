@@ -126,10 +126,12 @@ def test_a_final_checkpoint_counts_with_its_step(run: Folder) -> None:
     assert run.went_on() == "run/final_checkpoint"
 
 
-def test_the_folder_of_the_run_and_its_own_newest_mean_latest(run: Folder) -> None:
+@pytest.mark.parametrize("name", ["checkpoint_step_8", "final_checkpoint"])
+def test_the_folder_of_the_run_and_its_own_newest_mean_latest(name: str, run: Folder) -> None:
     run.begin(saves=(4, 8))
+    run.finish()
     assert run.went_on(from_path(run.path)) == "run/checkpoint_step_8"
-    words = from_path(run.path / "checkpoint_step_8")
+    words = from_path(run.path / name)
     assert run.went_on(words) == "run/checkpoint_step_8"
     run.begin(words, saves=(12,))
     assert run.went_on(words) == "run/checkpoint_step_12"  # the same command, called again
@@ -267,6 +269,9 @@ def test_a_run_cannot_begin_from_what_it_moves_aside(run: Folder) -> None:
     run.begin(saves=(2, 6))
     refusal = run.refusal("overwrite_output_dir=true", from_path(run.path / "checkpoint_step_2"))
     assert "restart_from=" in str(refusal.cure)
+    inside = Folder(run.path / "other")
+    inside.begin(saves=(4,))
+    assert run.went_on("overwrite_output_dir=true", from_path(inside.path)) == "run/other/checkpoint_step_4"
 
 
 def test_a_disk_that_refuses_a_move_leaves_everything_where_it_was(run: Folder) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.checkpoints.aside import set_aside
-from ci_llm.checkpoints.line import FINAL, is_named_checkpoint
+from ci_llm.checkpoints.line import FINAL, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import QUARANTINE, SUPERSEDED
 from ci_llm.config import Config
@@ -212,7 +212,8 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _anew(config: Config, wanted: str | None) -> Start:
-    if wanted not in (None, LATEST) and config.run_folder.resolve() in Path(wanted).resolve().parents:
+    given = Path(wanted or LATEST).resolve()
+    if any(entry.resolve() in (given, *given.parents) for entry in _entries(config.run_folder)):
         raise ConfigError(
             "the run cannot begin from what overwrite_output_dir moves aside",
             where=_said(wanted),
@@ -247,11 +248,13 @@ def _require_same_beginning(
     if wanted == LATEST:
         return known or Beginning(said=(LATEST,))
     folder = manager.store.directory
-    if wanted is not None and known is not None and _same_place(Path(wanted), manager.store.path(steps[-1])):
+    newest = folders_of(folder, steps[-1])
+    if wanted is not None and known is not None and any(_same_place(Path(wanted), each) for each in newest):
         return known.also_said(wanted)
     if wanted is None:
         what, back = "a fresh start is wanted, but", "restart_from=STEP goes back"
     else:
+        open_source(Path(wanted), _said(wanted))  # what is no checkpoint at all is told first
         began = known.source if known and known.source else "a fresh start"
         what, back = f"the run that is here began from {began}, and", f"restart_from={wanted} takes this run there"
     raise ConfigError(
