@@ -110,7 +110,7 @@ class Beginnings:
         self._server, self.folder, self.ranks = server, folder, ranks
         self._made: dict[str, Path] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [{"question": f"What is {n} + 1?", "answer": f"{n + 1}"} for n in range(12)]
+        rows = [{"question": f"What is {n} + 1?", "answer": f"{n + 1}"} for n in range(13)]  # one is held out
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def words(self, **keys: Any) -> list[str]:
