@@ -70,7 +70,10 @@ def die(event, arguments):
 sys.addaudithook(die)
 """
 #: What starts the trainer, by the number of its processes.
-LAUNCHERS = {1: [sys.executable], 2: [SCRIPTS / "torchrun", "--nproc-per-node=2", "--rdzv-endpoint=localhost:0"]}
+LAUNCHERS = {
+    1: [sys.executable],
+    2: [SCRIPTS / "torchrun", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+}
 
 
 @pytest.mark.parametrize("begin", ["PATH", "null"])
