@@ -207,14 +207,11 @@ def _checkpoint(path: Path) -> Path:
     Raises:
         BadInput: it is neither.
     """
-    from ci_llm.checkpoints.folders import committed
-    from ci_llm.checkpoints.manifest import MANIFEST
+    from ci_llm.checkpoints.checkpoint import find_checkpoint
 
-    if (path / MANIFEST).is_file():
-        return path
-    if inside := committed(path):
-        return inside[0][1]
-    raise _no_checkpoint(path)
+    if (found := find_checkpoint(path)) is None:
+        raise _no_checkpoint(path)
+    return found
 
 
 def _no_checkpoint(path: Path) -> BadInput:

@@ -224,7 +224,13 @@ class CheckpointKeys(Keys):
         300.0, "save every n seconds; auto: as often as loses least, by what saves and failures cost here; null: off"
     )
     save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
-    resume_from_checkpoint: Place | None = free("latest", "latest, a path, or null for a fresh start")
+    resume_from_checkpoint: Place | None = free(
+        "latest", "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start"
+    )
+    restart_from: Place | None = free(None, "go back, once, to a step of this run or to a checkpoint; null: off")
+    overwrite_output_dir: bool = free(
+        False, "begin anew, once, where another run is; that one moves to the sub-folder overwritten"
+    )
     allow_inexact_resume: bool = free(False, "resume although the run would not be the same")
     deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: where they exist")
     async_save: bool = free(True, "write checkpoints behind the training")

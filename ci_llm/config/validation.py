@@ -63,6 +63,12 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"{both[0]} cannot mean both stop and save",
             "take it out of stop_signals or out of save_signals",
         )
+    if c.restart_from is not None and c.overwrite_output_dir:
+        yield Clash(
+            ("restart_from", "overwrite_output_dir"),
+            "restart_from goes back in the run that is there, and overwrite_output_dir moves that one aside",
+            "keep one of them; resume_from_checkpoint says from where a new run begins",
+        )
     if c.experiment_name is not None and ("/" in c.experiment_name or c.experiment_name in (".", "..")):
         yield Clash(
             ("experiment_name",),

@@ -16,6 +16,7 @@ from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.crowd.base import Base, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter
+from ci_llm.crowd.recognise import require_checkpoint
 from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint
 
 META = "ci_llm_meta_config"
@@ -37,14 +38,17 @@ def open_pretrained(
     """Read a crowd from a committed checkpoint; its optimizer, its model card and the like stay unread.
 
     Args:
+        folder: a checkpoint, or the folder of a run: its `final_checkpoint`, or its newest step where there is none.
         device: where the base goes; CUDA if there is one, otherwise the CPU.
         base_model: hub id or folder of the base, where it is no longer found under its recorded name.
 
     Raises:
-        DamagedCheckpoint: there is no checkpoint, or what was read is not as it was written.
+        BadInput: there is no checkpoint.
+        DamagedCheckpoint: what was read is not as it was written.
         ForeignCheckpoint: it holds no crowd, or the base found has other weights than the one trained on.
         ModelError: the base is not found.
     """
+    folder = require_checkpoint(folder, str(folder), final_first=True)
     state = _verified(folder)
     if META not in state:
         raise ForeignCheckpoint(
@@ -89,7 +93,7 @@ def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | No
     base = load_base(name, meta["base_dtype"], device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if base.fingerprint != meta["base_fingerprint"]:
         raise ForeignCheckpoint(
-            f"the agents were trained on a base with fingerprint {meta['base_fingerprint']}; "
+            f"the agents were trained on {short_name(recorded)} with fingerprint {meta['base_fingerprint']}; "
             f"{name} has {base.fingerprint}",
             where=str(folder),
             hint="give the base they were trained on: Crowd.from_pretrained(folder, base_model=...)",

@@ -30,7 +30,7 @@ from ci_llm.run.context import Run
 from ci_llm.run.evaluation import evaluate
 from ci_llm.run.job import conclude, save
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.resume import contents, find_source, restore
+from ci_llm.run.resume import contents, newest_source, restore
 from ci_llm.run.setup import build_crowd, join, set_determinism
 
 TERMINATED = "signal:SIGTERM"
@@ -119,7 +119,7 @@ def checkpoint(scene: CheckContext) -> str:
         for tensor in moments.values():
             tensor.zero_()
     with run.processes.main_first():
-        source = find_source(run.manager, "latest")
+        source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(scene.scratch))
     restore(run, source)
@@ -163,7 +163,7 @@ def interruption(scene: CheckContext) -> str:
     if stop != TERMINATED or run.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {run.state.step}: {stop}")
     with run.processes.main_first():
-        source = find_source(run.manager, "latest")
+        source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(scene.scratch))
     _compare(_bits(contents(run)), _bits(source.checkpoint.state), str(source.folder))

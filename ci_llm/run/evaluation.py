@@ -163,16 +163,19 @@ def evaluation_missed(run: Run) -> bool:
     return run.state.step > 0 and evaluation_due(run) and run.state.validation.step != run.state.step
 
 
-def recollect(run: Run) -> None:
+def recollect(run: Run, *, from_log: bool) -> None:
     """At the start of an attempt: what the one before has seen of the step that this one goes on from. A collective.
 
     The checkpoint of that step may be older than the evaluation after it, which then stands in metrics.jsonl.
+
+    Args:
+        from_log: the checkpoint is the run's own, and so is what its metrics.jsonl tells of that step.
     """
     metric = run.config.metric_for_best_model
     if run.state.validation.metric != metric:
         run.log.say(f"          best so far was by {run.state.validation.metric}: from here on by {metric}, anew")
         run.state = replace(run.state, validation=Validation(metric))
-    if evaluation_missed(run):
+    if from_log and evaluation_missed(run):
         known = run.processes.broadcast_object(run.log.metrics_of(run.state.step))
         if f"eval/crowd/{metric}" in known:
             count_in(run, known)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
+from ci_llm.run.beginning import Start, find_start, prepare
 from ci_llm.run.context import Run
 from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import (
@@ -45,9 +47,9 @@ from ci_llm.run.evaluation import (
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.recovery import obey, remember
+from ci_llm.run.recovery import Remembered, obey, remember
 from ci_llm.run.report import model_card, next_steps, rows_judged, score_table
-from ci_llm.run.resume import contents, describe, find_source, restore, restore_surroundings
+from ci_llm.run.resume import contents, describe, restore, restore_surroundings
 from ci_llm.run.setup import build, plan_ahead, schedule
 from ci_llm.run.shutdown import command_line, leave, record_failure, walltime_watched
 
@@ -128,14 +130,14 @@ def check_folder(folder: Path) -> None:
 
 
 def _conduct(run: Run) -> int:
-    go_on(run)
+    start = go_on(run)
     if is_over(run) and _is_concluded(run):
         run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _say_next(run)
         return 0
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
-        return _carry_through(run, batches, _begin(run), stacks)
+        return _carry_through(run, batches, _begin(run, start), stacks)
 
 
 def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> int:
@@ -162,22 +164,52 @@ def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> 
     return run.config.interrupted_exit_code
 
 
-def go_on(run: Run) -> None:
-    """Find the checkpoint to go on from, if there is one, and bring the run there; obey what was asked for."""
+def go_on(run: Run) -> Start:
+    """Find the checkpoint to go on from, if there is one, and bring the run there; obey what was asked for.
+
+    Returns:
+        what the folder has to become, without the checkpoint, whose tensors are in place.
+    """
     remembered = run.processes.on_main(partial(remember, run.config.run_folder))
     with run.processes.main_first():
-        source = find_source(run.manager, run.config.resume_from_checkpoint, remembered.at_most)
+        start = find_start(run.manager, run.config, remembered.beginning, remembered.at_most)
+    source = start.source
     _require_same_step(run, source.step if source else None)
+    if start.sets_aside:  # what it has remembered is another run's
+        remembered = Remembered()
+    _say_all(run, [start.note] if start.note else [])
     if source is None:
         run.log.say("resume    no checkpoint: a fresh start")
         _say_all(run, obey(run, remembered))
-        return
+        return start
     lines = restore(run, source)
     run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.effective_batch)
     run.learning_rate = schedule(run.config, run.total_steps)
+    _require_work(run, start)
     run.log.say(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
     _say_all(run, [*lines, *obey(run, remembered), restore_surroundings(run, source)])
-    recollect(run)
+    recollect(run, from_log=start.is_own)
+    return replace(start, source=None)
+
+
+def _require_work(run: Run, start: Start) -> None:
+    """Refuse to begin a run where it ends: its folder would never hold a step to make the final checkpoint from.
+
+    Raises:
+        ConfigError: on every process alike.
+    """
+    if start.is_own or not is_over(run):
+        return
+    step, last = run.state.step, run.total_steps
+    patience = step < last
+    raise ConfigError(
+        f"nothing is left to train: the checkpoint is of step {step}, and "
+        + ("its patience with the evaluations is over" if patience else f"this run ends at step {last}"),
+        where=f"{start.source.folder if start.source else run.config.run_folder}",
+        hint="early_stopping_patience=null, or a larger one, trains on from there"
+        if patience
+        else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
+    )
 
 
 def _require_same_step(run: Run, step: int | None) -> None:
@@ -201,12 +233,12 @@ def _say_all(run: Run, lines: Iterable[str]) -> None:
         run.log.say(f"          {line}")
 
 
-def _begin(run: Run) -> int:
-    """Lease the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
+def _begin(run: Run, start: Start) -> int:
+    """Lease the folder, make it what `start` says, open the logs and cut them back; returns the attempt's number."""
     manager, processes = run.manager, run.processes
     step = run.began_at = run.state.step
     processes.same_folder(run.config.run_folder)
-    attempt = processes.on_main(partial(_claim, run))
+    attempt = processes.on_main(partial(_claim, run, start))
     run.log.open(attempt, still_held=manager.store.still_held)
     run.log.cut_back(step if step else -1)
     processes.on_main(partial(_start_trackers, run))
@@ -232,11 +264,11 @@ def _begin(run: Run) -> int:
     return attempt
 
 
-def _claim(run: Run) -> int:
+def _claim(run: Run, start: Start) -> int:
     """Make the folder this attempt's; returns its number."""
     attempt = run.manager.store.claim()
-    for path in run.manager.supersede(run.state.step):
-        run.log.say(f"newer than the resumed step, moved to {path}")
+    for line in prepare(run.manager, start):
+        run.log.say(line)
     record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
     return attempt
 

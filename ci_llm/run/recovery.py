@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ci_llm.core.recovery import Recovery, read_recovery
 from ci_llm.core.run_status import last_attempt
+from ci_llm.run.beginning import Beginning, read_beginning
 from ci_llm.run.context import Run
 from ci_llm.run.nonfinite import read_record
 from ci_llm.run.nonfinite_policy import BadBatch
@@ -22,11 +23,13 @@ class Remembered:
         at_most: the newest step that this attempt may resume from; None: any. It holds for one attempt only, and
             is lost once that has written its status.
         bad_batches: steps that earlier attempts have skipped.
+        beginning: how the run began; None: nobody has written it down.
     """
 
     recovery: Recovery = field(default_factory=Recovery)
     at_most: int | None = None
     bad_batches: tuple[BadBatch, ...] = ()
+    beginning: Beginning | None = None
 
 
 def remember(run_folder: Path) -> Remembered:
@@ -36,7 +39,8 @@ def remember(run_folder: Path) -> Remembered:
         CheckpointError, BadInput: a file is not of this program.
     """
     recovery = read_recovery(run_folder)
-    return Remembered(recovery, recovery.latest_step_allowed(last_attempt(run_folder)), tuple(read_record(run_folder)))
+    at_most = recovery.latest_step_allowed(last_attempt(run_folder))
+    return Remembered(recovery, at_most, tuple(read_record(run_folder)), read_beginning(run_folder))
 
 
 def obey(run: Run, remembered: Remembered) -> list[str]:

@@ -98,7 +98,8 @@ vllm serve {base_name} --enable-lora --max-loras {count} --max-lora-rank {max_ra
 A weighted merge of the adapters, as by PEFT's `add_weighted_adapter`, is one more agent and not the crowd: the mean of
 weights does not give the mean of distributions. On a small base single probabilities differed by 0.9.
 
-The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
+The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and trains
+on from there.
 """
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, where a run goes on, and how like the undisturbed run that will be.
+"""What a checkpoint of a run holds, how a run is brought back to it, and how like the undisturbed run that will be.
 
 Two grades, as the log says: `bitwise` (same processes, micro-batch, threads, versions, device) and `sample-exact` (the
 same samples in the same optimizer steps; sums may round differently).
@@ -18,9 +18,12 @@ import torch
 from ci_llm._version import __version__
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.core import determinism
-from ci_llm.errors import BadInput, CheckpointError, ConfigError, ForeignCheckpoint
+from ci_llm.crowd.base import short_name
+from ci_llm.crowd.recognise import require_checkpoint, require_run
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.run.context import Run
 from ci_llm.run.nonfinite import guard_state, restore_guard
 from ci_llm.run.state import TrainState
@@ -30,7 +33,7 @@ LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "trans
 
 @dataclass(frozen=True)
 class Source:
-    """Where a run goes on: a verified checkpoint, and whether it lies in the run's own folder."""
+    """Where a run goes on: a verified checkpoint, and its folder."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -40,43 +43,33 @@ class Source:
         return self.checkpoint.manifest.step
 
 
-def find_source(manager: CheckpointManager, wanted: str | None, at_most: int | None = None) -> Source | None:
-    """The checkpoint that `resume_from_checkpoint` means; None for a fresh start.
+def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Source | None:
+    """The newest checkpoint of a run's own folder that verifies; None if there is none.
 
     Args:
-        at_most: `latest` means one of this step or before, because what came after is not trusted; None: any.
+        at_most: one of this step or before, because what came after is not trusted; None: any.
+    """
+    step = manager.latest_step(at_most=at_most)
+    return None if step is None else Source(load_checkpoint(manager.store.path(step)), manager.store.path(step))
+
+
+def open_source(given: Path, where: str) -> Source:
+    """The checkpoint behind a path that somebody gave: itself, or the newest of a run's folder.
+
+    Args:
+        where: how it was given, for the error.
 
     Raises:
-        ConfigError: a fresh start is wanted in a folder that holds checkpoints, or a path holds none.
-        DamagedCheckpoint: the path is damaged; only `latest` falls back to an older one.
+        ConfigError: it is none of a run.
+        DamagedCheckpoint: it is not as it was written.
     """
-    if wanted is None:
-        _refuse_to_forget(manager)
-        return None
-    if wanted == "latest":
-        step = manager.latest_step(at_most=at_most)
-        return None if step is None else _open(manager.store.path(step))
-    folder = Path(wanted)
-    if not (folder / "manifest.json").is_file():
-        raise ConfigError(
-            "there is no checkpoint at this path",
-            where=f"resume_from_checkpoint: {wanted}",
-            hint="give a folder such as RUN/checkpoint_step_100, or latest, or null for a fresh start",
-        )
-    return _open(folder)
-
-
-def _open(folder: Path) -> Source:
-    return Source(load_checkpoint(folder), folder)
-
-
-def _refuse_to_forget(manager: CheckpointManager) -> None:
-    if steps := manager.all_steps():
-        raise ConfigError(
-            f"a fresh start is wanted, but this folder holds checkpoints of steps {', '.join(map(str, steps))}",
-            where=f"resume_from_checkpoint: null, output_dir: {manager.store.directory}",
-            hint="resume_from_checkpoint=latest goes on from them; another output_dir or experiment_name starts anew",
-        )
+    folder = require_checkpoint(given, where)
+    try:
+        require_run(read_manifest(folder), folder, where)
+        return Source(load_checkpoint(folder), folder)
+    except DamagedCheckpoint as damage:
+        damage.hint = f"ci-llm checkpoints list {folder.parent} says which others are whole: give one of them"
+        raise
 
 
 # ------------------------------------------------------------------------------------------------ what is kept
@@ -191,7 +184,10 @@ def _check_crowd(run: Run, source: Source, where: str) -> None:
     pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
     pairs |= {f"lora_{key}": (meta["lora"][key], own["lora"][key]) for key in lora}
     if not _same_base(run, source):
-        pairs["base model (fingerprint of its weights)"] = (meta["base_fingerprint"], own["base_fingerprint"])
+        pairs |= {
+            "model_name": (short_name(meta["base_model_name_or_path"]), short_name(run.base.name)),
+            "fingerprint of the base": (meta["base_fingerprint"], own["base_fingerprint"]),
+        }
     odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
     if odd:
         raise ForeignCheckpoint(

@@ -51,6 +51,8 @@ FIXED_DEFAULTS: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "experiment_name": None,
     "resume_from_checkpoint": "latest",
+    "restart_from": None,
+    "overwrite_output_dir": False,
     "deterministic": "auto",
     "allow_inexact_resume": False,
     "requeue": "auto",
