@@ -98,10 +98,18 @@ def safe_train(words: list[str]) -> int:
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code."""
+    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code.
+
+    Args:
+        debug: show the traceback of such an error, and log what is meant for developers.
+    """
     _prepare_standard_files()
     if debug:
+<<<<<<< HEAD
         _show_debug_lines()
+=======
+        logging.getLogger("ci_llm").setLevel(logging.DEBUG)
+>>>>>>> fcfc96b
     try:
         code = _code_of(command)
         sys.stdout.flush()  # while a reader that has gone can still be told from a failure
