@@ -105,11 +105,7 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
     """
     _prepare_standard_files()
     if debug:
-<<<<<<< HEAD
         _show_debug_lines()
-=======
-        logging.getLogger("ci_llm").setLevel(logging.DEBUG)
->>>>>>> fcfc96b
     try:
         code = _code_of(command)
         sys.stdout.flush()  # while a reader that has gone can still be told from a failure
@@ -150,7 +146,7 @@ def _code_of(command: Callable[[], int]) -> int:
 
 
 def _show_debug_lines() -> None:
-    """What the package notes on the way goes to stderr, with the seconds since the start."""
+    """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
     shown = logging.StreamHandler()
     shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
     package = logging.getLogger("ci_llm")

@@ -100,7 +100,7 @@ class RunLog:
             self._handle("", text)
 
     def note(self, text: str) -> None:
-        """Write `text` into training.log alone, where something else shows it on the terminal."""
+        """Write `text` into training.log alone; somebody else shows it on the terminal."""
         if self._is_main:
             with self._lock:
                 self._write_down(text)
@@ -217,7 +217,7 @@ class RunLog:
         except (OSError, ValueError) as error:
             _silence(self._terminal)
             self._terminal = None
-            self._write_down(f"the terminal is gone ({error}); the run goes on")
+            logger.warning(f"the terminal is gone ({error}); the run goes on")
 
     # Private: files
 
@@ -268,18 +268,17 @@ class RunHandler(logging.Handler):
         self.lock = self._shared_lock
 
     def attach(self) -> None:
-        """Become the handler of the package's records."""
-        self._before = PACKAGE.propagate, PACKAGE.level
+        """Become the only handler of the package's records."""
+        self._before = PACKAGE.propagate, PACKAGE.level, PACKAGE.handlers[:]
         PACKAGE.propagate = False
         if PACKAGE.level == logging.NOTSET:
             PACKAGE.setLevel(logging.INFO)
-        PACKAGE.addHandler(self)
+        PACKAGE.handlers[:] = [self]
 
     def detach(self) -> None:
         """Undo `attach`; a second call changes nothing."""
         if self in PACKAGE.handlers:
-            PACKAGE.removeHandler(self)
-            PACKAGE.propagate, level = self._before
+            PACKAGE.propagate, level, PACKAGE.handlers[:] = self._before
             PACKAGE.setLevel(level)
 
     def filter(self, record: logging.LogRecord) -> bool:
