@@ -93,10 +93,11 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
         code = _conduct(run)
         return code
     finally:
-        log.close()
+        log.finish_trackers()  # while the folder is still leased to this attempt
         try:
             manager.close()
         finally:
+            log.close()
             if not processes.shutdown():
                 end_at_once(code, sys.exc_info()[1])
 
@@ -142,7 +143,7 @@ def _conduct(run: Run) -> int:
 
 def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> int:
     who = f"attempt{attempt}_process{run.processes.index}"
-    batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who, say=run.log.say)
+    batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who)
     try:
         with _watched(run, attempt, stacks):
             if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
@@ -247,7 +248,6 @@ def _begin(run: Run, start: Start) -> int:
         attempt,
         is_main=processes.is_main,
         still_held=manager.store.still_held,
-        warn=run.log.say,
     )
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
@@ -293,7 +293,7 @@ def _watched(run: Run, attempt: int, stacks: Stacks) -> Iterator[None]:
 
 @contextmanager
 def _hardware_monitored(run: Run) -> Iterator[None]:
-    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.store.still_held, warn=run.log.say)
+    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.store.still_held)
     if run.config.monitor_gpu and run.processes.is_main:
         monitor.start()
     try:
