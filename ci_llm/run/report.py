@@ -120,7 +120,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
 
 
 def _with_own_data(config: Config) -> dict[str, str | None]:
-    """The keys to change for a fresh run on the reader's own rows; the embedded base is replaced by one that can learn."""
+    """The keys to change for a fresh run on the reader's own rows; not on the embedded base."""
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
