@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ci_llm.cluster.deadline import Pace
 from ci_llm.core.run_status import read_failures, read_status
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.heartbeat import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer
-from ci_llm.run.state import TrainState
 from tests.support.events import DEADLINE_S
 from tests.support.faults import Fault, fired, said, train
 from tests.support.forkserver import ForkServer
@@ -62,16 +62,16 @@ def test_a_worker_of_the_loader_that_never_answers(server: ForkServer, tmp_path:
 def test_a_disk_that_takes_nothing_hides_no_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "attempts").write_text("no folder can be made here")
     ends: list[str] = []
-    run: Any = SimpleNamespace(
-        heartbeat=Heartbeat(),
+    attempt: Any = SimpleNamespace(
+        number=1,
         config=SimpleNamespace(run_folder=tmp_path, hang_timeout=None),
         processes=SimpleNamespace(index=0, launch=None),
-        state=TrainState(step=4),
         status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
     )
     with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
         patch.setattr("ci_llm.run.hang.command_line", lambda _: "again")
-        Watchdog(run, 1, stacks_on_demand)._tell("no progress for 3 s")
+        watchdog = Watchdog(attempt, Heartbeat(), Pace(), lambda: 4, stacks_on_demand)
+        watchdog._report("no progress for 3 s")
     assert "no progress for 3 s" in capfd.readouterr().err
     assert "in test_a_disk_that_takes_nothing_hides_no_hang" in (tmp_path / "training.log").read_text()
     assert ends == ["failed"]
