@@ -1,4 +1,4 @@
-"""What is said about where a run begins: obeyed once, recorded, repeated in vain, refused with the ways on."""
+"""The keys that say where a run begins: each acts once, is recorded, and is refused where it contradicts the record."""
 
 from __future__ import annotations
 

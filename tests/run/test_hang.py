@@ -1,4 +1,4 @@
-"""A run that makes no progress ends, and the log shows where every one of its processes stood; a full disk."""
+"""A run without progress ends, and the log shows where each of its processes stood; runs on a full disk."""
 
 from __future__ import annotations
 

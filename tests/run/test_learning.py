@@ -1,4 +1,4 @@
-"""A run whose agents do not learn says so, on the way and at its end; one that learns says nothing."""
+"""A run whose agents do not learn warns, during the training and at its end; one that learns does not."""
 
 from __future__ import annotations
 

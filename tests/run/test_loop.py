@@ -1,4 +1,4 @@
-"""One optimizer step of the loop in PyTorch's own words, and what a process calls sick before anything is added up."""
+"""One optimizer step of the loop against PyTorch's own; which gradients count as nonfinite before they are added up."""
 
 from __future__ import annotations
 

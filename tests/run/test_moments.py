@@ -14,7 +14,7 @@ import pytest
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
-from ci_llm.run.emergency_save import MARGIN_S, time_to_go_s
+from ci_llm.run.emergency_save import MARGIN_S, seconds_left
 from tests.support import moments
 from tests.support.children import DEADLINE_S, ROOT
 from tests.support.forkserver import ForkServer
@@ -204,10 +204,10 @@ def test_a_long_step_that_ends_within_the_grace_is_finished(server: ForkServer, 
 
 def test_when_a_step_is_given_up() -> None:
     until = MARGIN_S + 100.0
-    assert time_to_go_s(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
-    assert time_to_go_s(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
-    assert time_to_go_s(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
-    assert time_to_go_s(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
+    assert seconds_left(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
+    assert seconds_left(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
+    assert seconds_left(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
+    assert seconds_left(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
 
 
 AT_THE_DOOR = """

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, in real runs: only the sick pay, a bad batch is skipped, and there is an end."""
+"""Numbers that are not finite, in real runs: other agents keep their bits, a bad batch is skipped, attempts end."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ def test_the_others_never_notice(server: ForkServer, undisturbed: Path, tmp_path
 
 
 def test_the_vote_of_one_process_counts_for_all(server: ForkServer, tmp_path: Path) -> None:
-    for name, faults in (("well", []), ("sick", [Fault("nan gradient", steps=(3,), process=1, agents=(2,))])):
+    for name, faults in (("whole", []), ("faulty", [Fault("nan gradient", steps=(3,), process=1, agents=(2,))])):
         assert train(server, tmp_path / name, *faults, ranks=2) == [0, 0], said(tmp_path / name)
-    assert fired(tmp_path / "sick") == [("nan gradient", 3, 1)]
-    assert weights(tmp_path / "sick", [0, 1]) == weights(tmp_path / "well", [0, 1])
-    assert weights(tmp_path / "sick", [2]) != weights(tmp_path / "well", [2])
+    assert fired(tmp_path / "faulty") == [("nan gradient", 3, 1)]
+    assert weights(tmp_path / "faulty", [0, 1]) == weights(tmp_path / "whole", [0, 1])
+    assert weights(tmp_path / "faulty", [2]) != weights(tmp_path / "whole", [2])
 
 
 @pytest.mark.parametrize("diversity", ["joint", "swd"])
 def test_a_sick_agent_leaves_the_diversity_term(diversity: str, server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan output", steps=(2, 5), agents=(1,))
-    for name, faults in (("well", []), ("sick", [fault])):
+    for name, faults in (("whole", []), ("faulty", [fault])):
         assert train(server, tmp_path / name, *faults, diversity=diversity) == [0], said(tmp_path / name)
-    assert [step for _, step, _ in fired(tmp_path / "sick")] == [2, 5]
-    well, sick = (metrics(tmp_path / name) for name in ("well", "sick"))
-    for before, after in zip(well, sick, strict=True):
+    assert [step for _, step, _ in fired(tmp_path / "faulty")] == [2, 5]
+    whole, faulty = (metrics(tmp_path / name) for name in ("whole", "faulty"))
+    for before, after in zip(whole, faulty, strict=True):
         for name in ("train/agent0/loss", "train/agent2/loss", "train/diversity"):
             assert isinstance(after[name], float)
         for name in ("train/agent0/loss", "train/agent2/loss"):
             assert after[name] == pytest.approx(before[name], rel=2e-2)
-    assert sick[2]["train/agent1/loss"] == "nan"
+    assert faulty[2]["train/agent1/loss"] == "nan"
 
 
 def test_too_often_in_a_row_it_is_set_back(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Out of memory, for real and on order: the step is done again in smaller parts, and the run stays the same run."""
+"""Out of memory, real and injected: the step is repeated in smaller parts, and the run stays the same."""
 
 from __future__ import annotations
 
