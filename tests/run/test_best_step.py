@@ -180,9 +180,7 @@ def test_a_run_that_was_ended_between_finds_the_same_best_and_the_same_end(
     assert checkpoints(folder) == checkpoints(undisturbed)
 
 
-def test_the_evaluation_of_the_step_that_was_saved_before_it_is_not_forgotten(
-    trials: Trials, undisturbed: Path
-) -> None:
+def test_an_evaluation_after_the_last_save_counts_on_a_resume(trials: Trials, undisturbed: Path) -> None:
     """Killed right after the evaluation of a step whose checkpoint is older than it: the metrics remember."""
     folder = trials.new_folder()
     keys = {"save_steps": 4}

@@ -47,7 +47,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
+def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on(
     name: str, server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
     moment = MOMENTS[name]
@@ -67,9 +67,7 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
     assert learned(tmp_path) == learned(undisturbed)
 
 
-def test_who_is_stopped_in_an_evaluation_is_told_the_step_that_will_be_saved(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_stop_in_an_evaluation_names_the_step_that_will_be_saved(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, MOMENTS["evaluation on the way"]) == [0]
     assert f"SIGTERM: saving step {EVAL_STEPS}\n" in (tmp_path / "log").read_text()
 
@@ -77,7 +75,7 @@ def test_who_is_stopped_in_an_evaluation_is_told_the_step_that_will_be_saved(
 @pytest.mark.parametrize(
     ("place", "call"), [("ci_llm.crowd.scoring._score_batch", 2), ("ci_llm.crowd.model.Crowd.write", 1)]
 )
-def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
+def test_all_processes_leave_an_evaluation_in_the_round_in_which_one_was_asked_to_stop(
     place: str, call: int, server: ForkServer, tmp_path: Path
 ) -> None:
     keys = {"eval_samples": 64, "generation_eval_samples": 12}
@@ -88,7 +86,7 @@ def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
     assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
 
 
-def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_request_to_save_is_met_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 3, of which nobody keeps a checkpoint
     keys = {"save_total_limit": "null", "save_steps": "null"}
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]

@@ -103,7 +103,7 @@ def test_the_command_that_goes_on_is_the_launcher_s(
     assert shutdown.command_line(launch("python")) == "python train.py"
 
 
-def test_a_command_of_ours_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_ci_llm_is_shown_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python3", "/venv/bin/ci-llm", "train", "num_agents=2"])
     monkeypatch.setattr(shutil, "which", {"ci-llm": "/venv/bin/ci-llm"}.get)
     assert shutdown.command_line(launch("python")) == "ci-llm train num_agents=2"
