@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.aggregate import Aggregator
 from ci_llm.crowd.generation import Decoding, num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
@@ -181,7 +180,7 @@ def examine(
     batches: Iterable[Sequence[int]],
     *,
     max_new_tokens: int,
-    aggregator: Aggregator,
+    aggregator: str,
     stop: Callable[[], bool] = lambda: False,
 ) -> AnswerScores | None:
     """Let agents and crowd write their answers, greedily, and score them; None when `stop` asked to leave.

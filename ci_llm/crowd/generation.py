@@ -27,7 +27,7 @@ from transformers.generation import (
 )
 
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.aggregators import AGGREGATORS, aggregate
 from ci_llm.crowd.base import positions_of
 from ci_llm.crowd.numerics import distance, tolerance
 from ci_llm.errors import BadInput, DataError, ModelError
@@ -50,7 +50,7 @@ class Decoding:
 
     max_new_tokens: int = 256
     ends: frozenset[int] = frozenset()
-    aggregator: Aggregator = "probability"
+    aggregator: str = "probability"
     do_sample: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
@@ -60,7 +60,7 @@ class Decoding:
     def __post_init__(self) -> None:
         asked = {
             "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "aggregator must be probability or logit": self.aggregator in ("probability", "logit"),
+            f"aggregator must be {' or '.join(AGGREGATORS)}": self.aggregator in AGGREGATORS,
             "temperature must be above 0 (do_sample=False takes the likeliest token)": self.temperature > 0,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "top_k must be at least 1, or None": self.top_k is None or self.top_k >= 1,

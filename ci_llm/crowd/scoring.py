@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.data.rows import TrainedOn
@@ -80,7 +80,7 @@ def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:
 
 @torch.no_grad()
 def score(
-    crowd: Crowd, batches: Iterable[Batch], aggregator: Aggregator, stop: Callable[[], bool] = lambda: False
+    crowd: Crowd, batches: Iterable[Batch], aggregator: str, stop: Callable[[], bool] = lambda: False
 ) -> Scores | None:
     """Score every row of `batches`; None when `stop` asked to leave between two of them."""
     training = crowd.training
@@ -98,7 +98,7 @@ def score(
     return Scores.joined(parts)
 
 
-def _score_batch(crowd: Crowd, batch: Batch, aggregator: Aggregator) -> Scores:
+def _score_batch(crowd: Crowd, batch: Batch, aggregator: str) -> Scores:
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
@@ -114,9 +114,7 @@ def _score_batch(crowd: Crowd, batch: Batch, aggregator: Aggregator) -> Scores:
     return Scores((wrong == 0).cpu(), nll.cpu(), tokens.cpu())
 
 
-def evaluation_record(
-    scores: Scores, task: str, aggregator: Aggregator, trained_on: TrainedOn = "none"
-) -> dict[str, Any]:
+def evaluation_record(scores: Scores, task: str, aggregator: str, trained_on: TrainedOn = "none") -> dict[str, Any]:
     """`evaluation.json`.
 
     Args:

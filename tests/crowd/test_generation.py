@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, 
 from ci_llm import Crowd
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
-from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.generation import Decoding, _OneVoice
 from ci_llm.crowd.lora import LoraSettings
@@ -44,7 +44,7 @@ def next_log_probs(crowd: Crowd, agent: int, ids: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
-def written_slowly(crowd: Crowd, agents: list[int], prompt: list[int], how: Aggregator) -> list[int]:
+def written_slowly(crowd: Crowd, agents: list[int], prompt: list[int], how: str) -> list[int]:
     ids = list(prompt)
     for _ in range(GREEDY.max_new_tokens):
         opinions = torch.stack([next_log_probs(crowd, k, ids) for k in agents])

@@ -13,7 +13,7 @@ import torch
 from ci_llm.crowd.importing import require_different, start_from
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.objective import Diversity, Objective
+from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
 from tests.support.tiny import base, batch
 
@@ -100,7 +100,7 @@ def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path
         start_from(crowd(), tmp_path)
 
 
-def taught(made: Crowd, diversity: Diversity = "none") -> Crowd:
+def taught(made: Crowd, diversity: str = "none") -> Crowd:
     """After three steps."""
     objective = Objective(diversity, 0.5)
     optimizer = torch.optim.AdamW([{"params": [row]} for row in made.agents.rows], lr=1e-2)
@@ -115,7 +115,7 @@ def taught(made: Crowd, diversity: Diversity = "none") -> Crowd:
 
 
 @pytest.mark.parametrize("diversity", ["none", "joint", "swd", "swd_raw"])
-def test_agents_that_begin_alike_stay_alike_and_are_refused(diversity: Diversity) -> None:
+def test_agents_that_begin_alike_stay_alike_and_are_refused(diversity: str) -> None:
     made = crowd(initialize_adapters_rand=False)
     with pytest.raises(ModelError, match="2 of 2 agents begin with the same weights"):
         require_different(made, "here")
