@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import adapter_config, attach
-from ci_llm.crowd.aggregate import Aggregator
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.generation import Decoding, TokenIds, Written, is_padding_invariant, write
@@ -143,7 +142,7 @@ class Crowd(nn.Module):
         prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 256,
-        aggregator: Aggregator = "probability",
+        aggregator: str = "probability",
         do_sample: bool = False,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -163,7 +162,11 @@ class Crowd(nn.Module):
             BadInput: a value is out of range, or a prompt cannot be used.
         """
         if self.prompter is None:
-            raise ModelError("this crowd knows token ids, no words", hint="set crowd.prompter = Prompter(tokenizer)")
+            raise ModelError(
+                "this crowd has no tokenizer",
+                where="Crowd.generate",
+                hint="set crowd.prompter = ci_llm.Prompter(tokenizer), or take Crowd.generate_ids",
+            )
         if batch_size < 1:
             raise BadInput("batch_size must be at least 1", where="how to generate", hint="change the value named")
         seed = torch.Generator().seed() if seed is None else seed
