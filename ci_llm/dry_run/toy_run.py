@@ -222,7 +222,7 @@ def generation(scene: CheckContext) -> str:
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
     with run.processes.autocast():
         start = time.monotonic()
-        texts = run.crowd.write(prompts, decoding).together
+        texts = run.crowd.generate_ids(prompts, decoding).crowd
         took = time.monotonic() - start
         gap = max(_regret(run, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
     if not gap <= _tolerance(run):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.crowd.answers import AnswerScores, Examination, examine
+from ci_llm.crowd.answers import AnswerScores, Questions, score_answers
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
@@ -122,13 +122,13 @@ def examine_crowd(run: Run) -> AnswerScores | None:
     """Generated answers scored over all processes; None if the rows ask nothing, or a stop was asked for."""
     assert run.crowd.prompter is not None
     config, prompter = run.config, run.crowd.prompter
-    asked = Examination.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
+    asked = Questions.of(run.eval_rows, prompter, run.crowd, config.generation_eval_samples, config.max_seq_length)
     if not len(asked):
         return None
     run.log.say(f"judging   the answers that they generate to {len(asked)} of these")
 
     def judge(rounds: Rounds) -> AnswerScores | None:
-        return examine(
+        return score_answers(
             run.crowd,
             prompter,
             asked,

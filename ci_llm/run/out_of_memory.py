@@ -64,7 +64,7 @@ def relieve(run: Run, complaint: str | None) -> None:
         hint = f"micro-batch {size} -> {size // 2} row(s), the effective batch of {run.state.effective_batch} holds"
     elif not (run.config.use_gradient_checkpointing or healing.recompute):
         run.state = replace(run.state, healing=replace(healing, recompute=True))
-        run.crowd.recompute_layers()
+        run.crowd.gradient_checkpointing_enable()
         hint = "layers are recomputed in the backward pass from now on"
     else:
         raise _nothing_left(run, "one row at a time with recomputed layers", complaint)

@@ -49,7 +49,7 @@ def obey(run: Run, remembered: Remembered) -> list[str]:
     healing = healing.asked_for(asked.learning_rate_factor, asked.micro_batch_size)
     run.state = replace(run.state, healing=healing.with_batches(remembered.bad_batches))
     if healing.recompute:
-        run.crowd.recompute_layers()
+        run.crowd.gradient_checkpointing_enable()
     return [f"recovery: {line}" for line in (*_in_force(run), *asked.because)]
 
 

@@ -19,7 +19,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
-from ci_llm.crowd.importing import require_different, start_from
+from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -130,12 +130,12 @@ def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
     if reason := crowd.choose_route():
         log.say(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
-        log.say(f"agents    {start_from(crowd, Path(config.init_from))}")
-    require_different(
+        log.say(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
+    require_distinct_agents(
         crowd, f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false"
     )
     if config.use_gradient_checkpointing:
-        crowd.recompute_layers()
+        crowd.gradient_checkpointing_enable()
     count = crowd.agents.weights.shape[1]
     log.say(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
     return crowd
