@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregate import aggregate
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
@@ -221,7 +221,7 @@ def generation(scene: CheckContext) -> str:
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
     with run.processes.autocast():
         start = time.monotonic()
-        texts = run.crowd.write(prompts, decoding).together
+        texts = run.crowd.generate_ids(prompts, decoding).crowd
         took = time.monotonic() - start
         gap = max(_regret(run, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
     if not gap <= _tolerance(run):

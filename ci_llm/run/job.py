@@ -178,7 +178,7 @@ def _apply(run: Run, requests: Requests) -> list[str]:
     """Put in force what is asked for, on top of what the checkpoint holds; returns what is in force, for people."""
     run.state = apply_requests(run.state, requests)
     if run.state.recovery.recompute:
-        run.crowd.recompute_layers()
+        run.crowd.gradient_checkpointing_enable()
     lines = [*in_force(run.state.recovery, run.config.batch_size), *requests.recovery.because]
     return [f"recovery: {line}" for line in lines]
 

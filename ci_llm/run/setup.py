@@ -20,7 +20,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
-from ci_llm.crowd.importing import require_different, start_from
+from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -179,12 +179,12 @@ def build_crowd(config: Config, base: Base) -> Crowd:
     if reason := crowd.choose_route():
         logger.info(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
-        logger.info(f"agents    {start_from(crowd, Path(config.init_from))}")
-    require_different(
+        logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
+    require_distinct_agents(
         crowd, f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false"
     )
     if config.use_gradient_checkpointing:
-        crowd.recompute_layers()
+        crowd.gradient_checkpointing_enable()
     count = crowd.agents.weights.shape[1]
     logger.info(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
     return crowd
