@@ -139,11 +139,10 @@ def train(words: list[str]) -> int:
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
-    with Interrupts() as interrupts:
-        interrupts.plan = "leaving before the first step"
+    with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         read = _configuration(words)
         config = read.config
-        interrupts.listen_to(config.stop_signals, config.save_signals)
+        interrupts.set_signals(config.stop_signals, config.save_signals)
         if "--continue" in words:
             _require_checkpoint(config.run_folder)
         launch = read_launch(words=words)

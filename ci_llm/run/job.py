@@ -15,8 +15,9 @@ from typing import Any
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.cluster.launch import Launch
-from ci_llm.cluster.slurm import read_job, record_attempt
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.answers import AnswerScores, merged
@@ -126,6 +127,7 @@ def check_folder(folder: Path) -> None:
 
 def _conduct(run: Run) -> int:
     go_on(run)
+    run.interrupts.describe_stop = run.describe_stop
     if is_over(run) and _is_concluded(run):
         run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _say_next(run)
@@ -229,7 +231,8 @@ def _claim(run: Run) -> int:
     attempt = run.manager.store.claim()
     for path in run.manager.supersede(run.state.step):
         run.log.say(f"newer than the resumed step, moved to {path}")
-    record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
+    job = read_job()
+    record_attempt(run.config.run_folder, attempt, run.state.step, job.record() if job else None)
     return attempt
 
 
@@ -270,7 +273,6 @@ def save(run: Run) -> None:
 
 def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    run.interrupts.plan = "the last step is saved; leaving"
     run.log.say(f"judging   agents and crowd on {len(run.eval_rows)} held-out rows")
     scores = evaluate(run)
     if scores is not None:

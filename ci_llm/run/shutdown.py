@@ -13,10 +13,10 @@ from functools import partial
 from ci_llm.checkpoints.store import DISK_FULL
 from ci_llm.cluster.deadline import REASON, Deadline, Walltime, find_deadline
 from ci_llm.cluster.launch import Launch, shell_line
-from ci_llm.cluster.slurm import Job, ask, attempts_in_vain, end_now, end_of, killed_at, put_back, read_job
+from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
 from ci_llm.config import Config, words_without
+from ci_llm.core.attempts import PEER_LOST, Failure, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_status import PEER_LOST, Failure, write_failure
 from ci_llm.distributed.processes import PeerLost
 from ci_llm.distributed.side_channel import PeerGone
 from ci_llm.errors import GivenUp
@@ -27,12 +27,12 @@ _BRIEFLY_S = 3.0  # who is about to be killed cannot wait long for an answer
 
 def walltime_watched(run: Run) -> Walltime:
     """The end of the job becomes a request to stop, on the main process; the ballot tells the others."""
-    deadline = _deadline(run.config, end_of) if run.processes.is_main else None
+    deadline = _deadline(run.config, job_end) if run.processes.is_main else None
     if deadline is not None:
         run.log.say(f"walltime  stops in time before {deadline}")
     elif run.config.stop_before_walltime is True:
         run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
-    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, end_now))
+    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, current_job_end))
 
 
 def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
@@ -50,7 +50,7 @@ def kill_at(run: Run, deadline: Deadline | None) -> float:
     if deadline is not None and run.interrupts.stop_reason == REASON:
         return time.monotonic() + deadline.at - time.time()
     job = read_job()
-    end = killed_at(job, partial(ask, timeout_s=_BRIEFLY_S)) if job else None
+    end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
     by_slurm = time.monotonic() + end - time.time() if end else heard_at + run.config.grace_s
     return min(by_slurm, heard_at + run.processes.launch.patience_s)
 
@@ -72,8 +72,8 @@ def leave(run: Run, reason: str) -> None:
     run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
     if mine:  # a job that another attempt has taken over is that attempt's to put back
         config = run.config
-        in_vain = attempts_in_vain(config.run_folder, step)
-        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
+        without_progress = attempts_without_progress(config.run_folder, step)
+        line = requeue(config.requeue, reason, max_requeues=config.max_requeues, without_progress=without_progress)
         if line:
             run.log.say(line)
 

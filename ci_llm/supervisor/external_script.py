@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ci_llm.cluster.launch import SUPERVISED, outside_of_a_step
-from ci_llm.cluster.slurm import put_back
+from ci_llm.cluster.slurm import requeue
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
 from ci_llm.supervisor.attempt import AttemptResult
@@ -169,9 +169,9 @@ class ExternalScript:
         """Whether the script goes on or begins anew next time."""
         return self._resumption.called_again
 
-    def put_back(self, stop_reason: str | None) -> str | None:
+    def requeue(self, stop_reason: str | None) -> str | None:
         """Ask SLURM to run this job again."""
-        return put_back("auto", stop_reason or "", max_requeues=MAX_REQUEUES, in_vain=0)
+        return requeue("auto", stop_reason or "", max_requeues=MAX_REQUEUES, without_progress=0)
 
     def close(self) -> list[str]:
         """Remove the temporary configuration and see that the original is what it was."""
