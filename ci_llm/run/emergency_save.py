@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
-from ci_llm.cluster.deadline import Walltime, upper
+from ci_llm.cluster.deadline import Walltime, upper_quantile
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
@@ -42,8 +42,8 @@ def time_to_go_s(now: float, began: float, kill_at: float, steps_s: Sequence[flo
         now, began, kill_at: of one clock; when the step began, and when the process is killed.
         steps_s, saves_s: measured durations.
     """
-    leave_at = kill_at - upper(saves_s) - MARGIN_S
-    return leave_at - now if began + upper(steps_s) <= leave_at else 0.0
+    leave_at = kill_at - upper_quantile(saves_s) - MARGIN_S
+    return leave_at - now if began + upper_quantile(steps_s) <= leave_at else 0.0
 
 
 class EmergencySave:

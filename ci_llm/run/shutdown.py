@@ -32,7 +32,7 @@ def walltime_watched(run: Run) -> Walltime:
         run.log.say(f"walltime  stops in time before {deadline}")
     elif run.config.stop_before_walltime is True:
         run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
-    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, current_job_end))
+    return Walltime(deadline, run.pace, run.interrupts, refresh=lambda: _deadline(run.config, current_job_end))
 
 
 def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
@@ -52,7 +52,7 @@ def kill_at(run: Run, deadline: Deadline | None) -> float:
     job = read_job()
     end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
     by_slurm = time.monotonic() + end - time.time() if end else heard_at + run.config.grace_s
-    return min(by_slurm, heard_at + run.processes.launch.patience_s)
+    return min(by_slurm, heard_at + run.processes.launch.kill_delay_s)
 
 
 def leave(run: Run, reason: str) -> None:
@@ -86,11 +86,11 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
     """
     command = [*(launch.launcher_command or _own_command(launch))]
     if changes is not None:
-        if not _ends_with(command, launch.words):
+        if not _ends_with(command, launch.arguments):
             command = _by_module(launch)
-        program = command[: len(command) - len(launch.words)]
+        program = command[: len(command) - len(launch.arguments)]
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
-        command = [*program, *words_without(launch.words, changes), *given]
+        command = [*program, *words_without(launch.arguments, changes), *given]
     return shell_line(command)
 
 
@@ -100,7 +100,7 @@ def _own_command(launch: Launch) -> list[str]:
 
 
 def _by_module(launch: Launch) -> list[str]:
-    return [sys.executable, "-m", "ci_llm", "train", *launch.words]
+    return [sys.executable, "-m", "ci_llm", "train", *launch.arguments]
 
 
 def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:

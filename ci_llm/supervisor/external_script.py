@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ci_llm.cluster.launch import SUPERVISED, outside_of_a_step
+from ci_llm.cluster.launch import SUPERVISED, step_notes
 from ci_llm.cluster.slurm import requeue
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
@@ -82,7 +82,7 @@ class ExternalScript:
 
     def begin(self) -> list[str]:
         """Remove the temporary configurations of a supervisor that was killed; returns what is supervised."""
-        lines = outside_of_a_step(os.environ)
+        lines = step_notes(os.environ)
         if self._original is not None:
             lines.append(f"configuration: {self._original}, which stays as it is")
         if self._lr_key is None:

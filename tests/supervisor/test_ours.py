@@ -190,7 +190,7 @@ def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pyt
     for name in ("CI_LLM_SUPERVISED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     told = own_run.OwnRun(["true"], ["output_dir=run"], grace_s=20).environment()
-    assert read_launch(told, parent_command=[]).patience_s == 20
+    assert read_launch(told, parent_command=[]).kill_delay_s == 20
     assert told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "15"
 
 
