@@ -16,8 +16,9 @@ from typing import Any
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.cluster.launch import Launch
-from ci_llm.cluster.slurm import read_job, record_attempt
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, last_status
 from ci_llm.crowd.answers import AnswerScores, merged
@@ -103,6 +104,7 @@ def end_at_once(code: int, error: BaseException | None) -> None:
 def _run_to_end(run: Run) -> int:
     """Resume or begin, train and conclude; returns the exit code."""
     start, trackers = _resume(run)
+    run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and _is_concluded(run.config.run_folder):
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _log_next_steps(run.config, run.processes.launch)
@@ -262,7 +264,8 @@ def _lease(manager: CheckpointManager, start: Start, step: int) -> int:
     number = manager.store.claim()
     for line in prepare(manager, start):
         logger.info(line)
-    record_attempt(manager.store.directory, number, step, read_job())
+    job = read_job()
+    record_attempt(manager.store.directory, number, step, job.record() if job else None)
     return number
 
 
@@ -335,7 +338,6 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
 
 def conclude(run: Run) -> str | None:
     """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    run.interrupts.plan = "the last step is saved; leaving"
     logger.info(f"judging   agents and crowd on {rows_judged(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
