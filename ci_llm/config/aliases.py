@@ -74,7 +74,7 @@ ALIASES: dict[str, str] = {
 }
 
 #: Words that mean a value of a key: `--auto_resume` alone reads as true, hence latest.
-WORDS: dict[str, dict[str, str]] = {
+VALUE_ALIASES: dict[str, dict[str, str]] = {
     "resume_from_checkpoint": {"true": "latest", "auto": "latest", "false": "null"},
     "checkpoint_backend": {"true": "distributed", "false": "vanilla"},
     "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
@@ -93,7 +93,7 @@ _HELD_OUT = "eval_split=NAME takes a split of dataset_name, which may be a folde
 _LAUNCHER = "the launcher says it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
 
 #: Options of other trainers that are no keys here: what each one was there, and the way here.
-OF_OTHERS: dict[str, tuple[str, str]] = {
+UNSUPPORTED: dict[str, tuple[str, str]] = {
     # LatentWire
     "llama_id": ("the first of LatentWire's two models", _ONE_BASE),
     "qwen_id": ("the second of LatentWire's two models", _ONE_BASE),

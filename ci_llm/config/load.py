@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from ci_llm.config.aliases import ALIASES, OF_OTHERS, WORDS
+from ci_llm.config.aliases import ALIASES, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.parsing import (
-    PLACE,
+    COMMAND_LINE,
     Entry,
+    FlagForm,
     Scalar,
-    Stands,
     UnreadableError,
     expected,
     hint,
@@ -24,7 +24,7 @@ from ci_llm.config.parsing import (
     read_value,
     takes_flag,
 )
-from ci_llm.config.precedence import in_words, settle
+from ci_llm.config.precedence import describe_sources, merge_sources
 from ci_llm.config.schema import (
     AgentKeys,
     BaseModelKeys,
@@ -127,16 +127,19 @@ def keys_as_markdown() -> str:
     """All keys as tables, one for each group: key, default, what it is; other names of a key stand below its own."""
     parts = []
     for title, keys in groups().items():
-        rows = [f"| {_named(key)} | `{dump_value(Config.model_fields[key].default)}` | {_told(key)} |" for key in keys]
+        rows = [
+            f"| {_name_cell(key)} | `{dump_value(Config.model_fields[key].default)}` | {_doc_cell(key)} |"
+            for key in keys
+        ]
         parts.append("\n".join([f"## {title}", "", "| key | default | what it is |", "| --- | --- | --- |", *rows]))
     return "\n\n".join(parts)
 
 
-def _named(key: str) -> str:
+def _name_cell(key: str) -> str:
     return "<br>".join([f"`{key}`", *(f"{alias}" for alias, meant in ALIASES.items() if meant == key)])
 
 
-def _told(key: str) -> str:
+def _doc_cell(key: str) -> str:
     return str(Config.model_fields[key].description).replace("|", "or")
 
 
@@ -198,26 +201,26 @@ def read_config(
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
-    typed, strays = read_arguments([word for word in arguments if word != "--debug"], _stands)
+    typed, strays = read_arguments([word for word in arguments if word != "--debug"], _flag_form)
     problems = [_stray(word) for word in strays]
     for entry in (entry for entry in typed if entry.name == "config"):
         if isinstance(entry.raw, Scalar):
             path = entry.raw.text
         else:
-            problems.append(_Problem(PLACE, "--config without a file", "write --config FILE"))
+            problems.append(_Problem(COMMAND_LINE, "--config without a file", "write --config FILE"))
     written = [] if path is None else read_yaml(_read_file(Path(path)), str(path))
     places = (
         {key: Entry(key, Scalar(value), "accelerate launch") for key, value in (launcher or {}).items()},
         _by_key(written, problems, last_wins=False),
         _by_key([entry for entry in typed if entry.name != "config"], problems, last_wins=True),
     )
-    config = _build(settle(*places), problems)
-    return Reading(config, tuple(in_words(None if path is None else Path(path), *places)))
+    config = _build(merge_sources(*places), problems)
+    return Reading(config, tuple(describe_sources(None if path is None else Path(path), *places)))
 
 
-def words_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
+def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
     """A command line without these keys, under whatever name they stand there."""
-    parts = parts_of(arguments, _stands)
+    parts = parts_of(arguments, _flag_form)
     return [word for words, entry in parts if entry is None or _canonical(entry.name) not in keys for word in words]
 
 
@@ -251,11 +254,11 @@ def _canonical(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def _stands(name: str) -> Stands:
+def _flag_form(name: str) -> FlagForm:
     field = Config.model_fields.get(_canonical(name))
     if field is not None and takes_flag(field):
         return "alone"
-    return "either way" if "true" in WORDS.get(_canonical(name), {}) else "with a value"
+    return "either way" if "true" in VALUE_ALIASES.get(_canonical(name), {}) else "with a value"
 
 
 def _by_key(entries: Iterable[Entry], problems: list[_Problem], *, last_wins: bool) -> dict[str, Entry]:
@@ -282,7 +285,7 @@ def _build(given: dict[str, Entry], problems: list[_Problem]) -> Config:
     values: dict[str, Any] = {}
     for key, entry in given.items():
         try:
-            values[key] = read_value(Config.model_fields[key], _in_other_words(key, entry).raw)
+            values[key] = read_value(Config.model_fields[key], _with_value_alias(key, entry).raw)
         except UnreadableError:
             problems.append(_misfit(key, entry))
     try:
@@ -298,8 +301,8 @@ def _build(given: dict[str, Entry], problems: list[_Problem]) -> Config:
     return config
 
 
-def _in_other_words(key: str, entry: Entry) -> Entry:
-    words = WORDS.get(key, {})
+def _with_value_alias(key: str, entry: Entry) -> Entry:
+    words = VALUE_ALIASES.get(key, {})
     if isinstance(entry.raw, Scalar) and not entry.raw.quoted and entry.raw.text.lower() in words:
         return Entry(entry.name, Scalar(words[entry.raw.text.lower()]), entry.where)
     return entry
@@ -335,8 +338,8 @@ def _double(key: str, first: Entry, second: Entry) -> _Problem:
 
 def _unknown(entry: Entry) -> _Problem:
     name = entry.name.replace("-", "_")
-    if name in OF_OTHERS:
-        was, way = OF_OTHERS[name]
+    if name in UNSUPPORTED:
+        was, way = UNSUPPORTED[name]
         return _Problem(entry.where, f"{entry.name} is no key here; it is {was}", way)
     near = _nearest(name)
     hint = f"did you mean {near}?" if near else "all keys: python train.py --help"
@@ -346,7 +349,7 @@ def _unknown(entry: Entry) -> _Problem:
 def _nearest(name: str) -> str | None:
     """The key or alias most like `name`; `training.lr` is looked up as lr, `no_compile` as compile=false."""
     last = name.rpartition(".")[2]
-    if last.startswith("no_") and _stands(last[3:]) == "alone":
+    if last.startswith("no_") and _flag_form(last[3:]) == "alone":
         return f"{_canonical(last[3:])}=false"
     near = nearest(last, [*Config.model_fields, *ALIASES])
     return _with_alias(near) if near else None
@@ -358,8 +361,8 @@ def _with_alias(name: str) -> str:
 
 def _stray(word: str) -> _Problem:
     if word.endswith((".yaml", ".yml")):
-        return _Problem(PLACE, f"{word!r} stands alone", f"write --config {word}")
-    return _Problem(PLACE, f"{word!r} is neither a key nor a value", "write key=value, --key value or --flag")
+        return _Problem(COMMAND_LINE, f"{word!r} stands alone", f"write --config {word}")
+    return _Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", "write key=value, --key value or --flag")
 
 
 def _clash(clash: Clash, given: dict[str, Entry]) -> _Problem:

@@ -29,7 +29,7 @@ def _as_tuple(value: object) -> object:
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-Place = Annotated[Text, AfterValidator(os.path.expanduser)]  # `~` is home, also where no shell has read it
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # `~` is home, also where no shell has read it
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
@@ -83,7 +83,7 @@ class Keys(BaseModel):
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
-    model_name: Place = free("embedded", "base model: embedded, a hub id, or a folder")
+    model_name: PathText = free("embedded", "base model: embedded, a hub id, or a folder")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
         None, "precision of the frozen base; null: fp32 on CPU, the checkpoint's own on CUDA"
     )
@@ -108,7 +108,7 @@ class AgentKeys(Keys):
         True, "true: every agent its own random start; false: all the same, to differ by lora_dropout or dropconnect_p"
     )
     dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter in a step")
-    init_from: Place | None = exact(
+    init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
     )
 
@@ -134,7 +134,7 @@ class ObjectiveKeys(Keys):
 class DataKeys(Keys):
     """The data"""
 
-    dataset_name: Place = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
+    dataset_name: PathText = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
     dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main")
     dataset_split: Text = exact("train", "split to train on")
     eval_split: Text | None = free(None, "split to evaluate on; null: test or validation where it exists")
@@ -203,7 +203,7 @@ class EvaluationKeys(Keys):
 class LogKeys(Keys):
     """Where a run writes, and what it tells"""
 
-    output_dir: Place = free("ci_llm_output", "folder of the run")
+    output_dir: PathText = free("ci_llm_output", "folder of the run")
     experiment_name: Text | None = free(None, "sub-folder of output_dir for this run; null: output_dir itself")
     logging_steps: Count = free(10, "log every n optimizer steps")
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = free(
@@ -224,10 +224,10 @@ class CheckpointKeys(Keys):
         300.0, "save every n seconds; auto: as often as loses least, by what saves and failures cost here; null: off"
     )
     save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
-    resume_from_checkpoint: Place | None = free(
+    resume_from_checkpoint: PathText | None = free(
         "latest", "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start"
     )
-    restart_from: Place | None = free(None, "go back, once, to a step of this run or to a checkpoint; null: off")
+    restart_from: PathText | None = free(None, "go back, once, to a step of this run or to a checkpoint; null: off")
     overwrite_output_dir: bool = free(
         False, "begin anew, once, where another run is; that one moves to the sub-folder overwritten"
     )

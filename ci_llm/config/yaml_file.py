@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from ci_llm.config.parsing import Entry, Items, Odd, Raw, Scalar
+from ci_llm.config.parsing import Entry, Items, Raw, Scalar, Unusable
 from ci_llm.errors import ConfigError
 
 _CURE = "write one `key: value` per line, with a space after the colon and none before the key"
@@ -71,16 +71,16 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 def _raw(node: yaml.Node) -> Raw:
     if node.tag not in _PLAIN_TAGS:
-        return Odd(f"the YAML tag {node.tag}")
+        return Unusable(f"the YAML tag {node.tag}")
     if isinstance(node, yaml.SequenceNode):
         return Items(tuple(_item(child) for child in node.value))
     return _item(node)
 
 
-def _item(node: yaml.Node) -> Scalar | Odd:
+def _item(node: yaml.Node) -> Scalar | Unusable:
     if isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN_TAGS:
         return Scalar(node.value, quoted=node.style is not None)
-    return Odd("a nested mapping" if isinstance(node, yaml.MappingNode) else "a nested list")
+    return Unusable("a nested mapping" if isinstance(node, yaml.MappingNode) else "a nested list")
 
 
 def _key_text(node: yaml.Node) -> str:

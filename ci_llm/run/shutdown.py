@@ -14,7 +14,7 @@ from ci_llm.checkpoints.store import DISK_FULL
 from ci_llm.cluster.deadline import REASON, Deadline, Walltime, find_deadline
 from ci_llm.cluster.launch import Launch, shell_line
 from ci_llm.cluster.slurm import Job, ask, attempts_in_vain, end_now, end_of, killed_at, put_back, read_job
-from ci_llm.config import Config, words_without
+from ci_llm.config import Config, arguments_without
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import PEER_LOST, Failure, write_failure
 from ci_llm.distributed.processes import PeerLost
@@ -90,7 +90,7 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
             command = _by_module(launch)
         program = command[: len(command) - len(launch.words)]
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
-        command = [*program, *words_without(launch.words, changes), *given]
+        command = [*program, *arguments_without(launch.words, changes), *given]
     return shell_line(command)
 
 

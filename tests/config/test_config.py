@@ -17,15 +17,15 @@ from pydantic import ValidationError
 
 from ci_llm.config import (
     Config,
+    arguments_without,
     default_file,
     describe_keys,
     groups,
     keys_as_markdown,
     load_config,
     read_config,
-    words_without,
 )
-from ci_llm.config.aliases import ALIASES, WORDS
+from ci_llm.config.aliases import ALIASES, VALUE_ALIASES
 from ci_llm.config.schema import NO_EFFECT
 from ci_llm.errors import ConfigError
 from tests.support.events import DEADLINE_S
@@ -129,7 +129,7 @@ def test_the_contract_of_names_and_defaults() -> None:
 
 
 def test_tables_name_existing_keys() -> None:
-    assert set(ALIASES.values()) | set(WORDS) | set(NO_EFFECT) <= set(Config.model_fields)
+    assert set(ALIASES.values()) | set(VALUE_ALIASES) | set(NO_EFFECT) <= set(Config.model_fields)
     assert not set(ALIASES) & set(Config.model_fields)
 
 
@@ -396,8 +396,8 @@ def test_where_no_file_is_named_it_is_that_of_this_folder_else_that_of_the_proje
 
 def test_a_command_line_without_some_keys() -> None:
     words = ["--lr", "1", "K=2", "--monitor_gpu", "--samples=3", "--monitor-gpu", "false", "stray"]
-    assert words_without(words, ("monitor_gpu", "max_train_samples")) == ["--lr", "1", "K=2", "stray"]
-    assert words_without(words, ()) == words
+    assert arguments_without(words, ("monitor_gpu", "max_train_samples")) == ["--lr", "1", "K=2", "stray"]
+    assert arguments_without(words, ()) == words
 
 
 # ------------------------------------------------------------------------------------------------- bad input

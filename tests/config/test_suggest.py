@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.aliases import ALIASES, OF_OTHERS
+from ci_llm.config.aliases import ALIASES, UNSUPPORTED
 from ci_llm.config.suggest import nearest
 from ci_llm.errors import ConfigError
 
@@ -56,9 +56,9 @@ def test_another_word_is_not_taken_for_a_slip(typed: str) -> None:
     assert nearest(typed, KNOWN) is None
 
 
-@pytest.mark.parametrize("name", sorted(OF_OTHERS))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_an_option_of_another_trainer_is_named_with_the_way_here(name: str) -> None:
-    was, way = OF_OTHERS[name]
+    was, way = UNSUPPORTED[name]
     assert name not in KNOWN
     with pytest.raises(ConfigError) as refusal:
         load_config(None, [f"--{name.replace('_', '-')}=x"])
