@@ -1,8 +1,8 @@
-"""Text to value, by the type of the key: `no` is a word for one key and false for another, never a guess.
+"""From text to value by the type of the key: `no` is a word for one key and false for another.
 
 A value arrives as it was written (`Scalar`, `Items` or `Unusable`), from YAML or from the command line (`--any-key V`,
-`--any_key=V`, `any_key=V`, and `--flag` alone for true). What it means is decided here alone, from the declared type
-of its key; pydantic checks the ranges.
+`--any_key=V`, `any_key=V`, and `--flag` alone for true). Only this module decides what it means, from the declared
+type of its key; pydantic checks the ranges.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Unusable:
-    """A value no key can take, in words: `a nested mapping`."""
+    """A value that no key takes; `what` names it: `a nested mapping`."""
 
     what: str
 
     def __str__(self) -> str:
         return self.what
+
+
+NESTED_MAPPING = Unusable("a nested mapping")
+NESTED_LIST = Unusable("a nested list")
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,6 @@ def takes_flag(field: FieldInfo) -> bool:
     """Whether `--key` without a value means true."""
     return any(kind.type is bool for kind in kinds_of(field))
 
-
-# ---------------------------------------------------------------------------------------------------- reading
 
 NULL_WORDS = frozenset({"", "~", "null", "none"})
 TRUTH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -201,9 +203,6 @@ _READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {
 }
 
 
-# --------------------------------------------------------------------------------------- words for the reader
-
-
 _NOUNS: dict[Any, str] = {
     bool: "true | false",
     int: "a whole number",
@@ -244,7 +243,7 @@ def _bound(mark: Any) -> str | None:
 
 def hint(field: FieldInfo, raw: Raw) -> str | None:
     """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, BF16, a typo."""
-    if isinstance(raw, Unusable) and "nested" in raw.what:
+    if raw == NESTED_MAPPING:
         return "keys are flat: one value per key"
     if isinstance(raw, Scalar) and not _can_read(field, raw):
         for text in _respellings(raw.text):
@@ -272,9 +271,6 @@ def _can_read(field: FieldInfo, raw: Scalar) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------- arguments
-
-
 COMMAND_LINE = "command line"
 NO_VALUE = Unusable("without a value")
 FlagForm = Literal["alone", "either way", "with a value"]
@@ -283,11 +279,12 @@ _OPTION = re.compile(r"--([A-Za-z_][\w.-]*)")
 
 
 def read_arguments(arguments: Sequence[str], flag_form: Callable[[str], FlagForm]) -> tuple[list[Entry], list[str]]:
-    """Splits a command line into entries, in order, and the words that are neither a key nor a value of one.
+    """Split a command line into entries, in order, and the words that are neither a key nor a value.
 
     Args:
         arguments: the words after the program's name.
-        flag_form: how `--key` may stand: alone (true, unless a word of truth follows), with a value, or either way.
+        flag_form: how `--key` may stand: alone (it means true, unless true or false follows), with a
+            value, or either way.
     """
     entries: list[Entry] = []
     strays: list[str] = []
