@@ -1,6 +1,6 @@
 """Orbax's names for our checkpoints, so that a script needs one other import.
 
-    from ci_llm.checkpoints import orbax as ocp
+    from ci_llm import orbax as ocp
 
     manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=3))
     manager.save(step, args=ocp.args.StandardSave(state))

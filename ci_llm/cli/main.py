@@ -98,7 +98,11 @@ def safe_train(words: list[str]) -> int:
 
 
 def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code."""
+    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code.
+
+    Args:
+        debug: show the traceback of such an error, and log what is meant for developers.
+    """
     _prepare_standard_files()
     if debug:
         _enable_debug_log()
@@ -142,7 +146,7 @@ def _exit_code_of(command: Callable[[], int]) -> int:
 
 
 def _enable_debug_log() -> None:
-    """What the package notes on the way goes to stderr, with the seconds since the start."""
+    """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
     shown = logging.StreamHandler()
     shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
     package = logging.getLogger("ci_llm")

@@ -12,10 +12,12 @@ free        logging, saving, paths: allowed, and not worth a line
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from ci_llm.core.plugins import plugin_names
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 
@@ -38,6 +40,13 @@ Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: dates beyond overflow
+# The values of these keys are the modules of a package, so that a new one needs no edit here.
+if TYPE_CHECKING:
+    Diversity = str
+    Aggregator = str
+else:
+    Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
+    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Signals = Annotated[
     tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
@@ -118,7 +127,7 @@ class AgentKeys(Keys):
 class ObjectiveKeys(Keys):
     """The objective, and how the agents answer together"""
 
-    diversity: Literal["none", "joint", "swd", "swd_raw"] = exact(
+    diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, joint (Jensen gap), swd or swd_raw (sliced Wasserstein distance)",
     )
@@ -127,7 +136,7 @@ class ObjectiveKeys(Keys):
     swd_representation: Literal["last_token", "mean", "first_token"] = exact(
         "last_token", "hidden state of a row that swd compares"
     )
-    aggregator: Literal["probability", "logit"] = free(
+    aggregator: Aggregator = free(
         "probability", "how the crowd combines its agents: mean of their probabilities, or of their logits"
     )
     dirichlet_alpha_aggregator: Positive = free(

@@ -9,6 +9,7 @@ earliest of them is the cause, the others follow from it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -23,6 +24,8 @@ import psutil
 
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.errors import BadInput
+
+logger = logging.getLogger(__name__)
 
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
@@ -114,7 +117,6 @@ class RunStatus:
         is_main: other processes make every call a no-op.
         still_held: asked before each write; once it says no, a later attempt has taken the folder over and
             nothing is written any more.
-        warn: called with one line when the disk refuses a heartbeat; the run goes on.
         interval_s: seconds between heartbeats, which is all that keeping the file current costs.
 
     `step`, `best_step`, `micro_batch_size`, `warning` and `first_loss` may be set as often as one likes: the next
@@ -128,12 +130,11 @@ class RunStatus:
         *,
         is_main: bool = True,
         still_held: Callable[[], bool] = lambda: True,
-        warn: Callable[[str], None] = print,
         interval_s: float = 5.0,
     ) -> None:
         self._path = Path(output_dir, "status.json")
         self._active = is_main
-        self._still_mine, self._warn, self._interval_s = still_held, warn, interval_s
+        self._still_mine, self._interval_s = still_held, interval_s
         self.step = 0
         self.best_step: int | None = None
         self.micro_batch_size: int | None = None
@@ -189,7 +190,7 @@ class RunStatus:
                 failing = False
             except OSError as error:
                 if not failing:
-                    self._warn(f"status.json cannot be written, the run goes on: {error}")
+                    logger.warning(f"status.json cannot be written, the run goes on: {error}")
                 failing = True
 
 

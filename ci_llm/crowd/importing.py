@@ -12,7 +12,7 @@ import xxhash
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.external_adapters import ForeignAdapter, read_adapters
+from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
@@ -55,7 +55,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     return crowd
 
 
-def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
+def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
     first = adapters[0]
     for adapter in adapters[1:]:
         odd = [
@@ -73,7 +73,7 @@ def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
             )
 
 
-def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
+def _base_name(adapters: Sequence[ExternalAdapter]) -> str:
     names = sorted({adapter.base_name for adapter in adapters if adapter.base_name})
     if len(names) == 1:
         return names[0]
@@ -87,7 +87,7 @@ def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
 # ---------------------------------------------------------------------------------------------------- init from
 
 
-def start_from(crowd: Crowd, folder: Path) -> str:
+def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
     """Fill the agents from `folder/agent<k>`, or all of them from the one adapter that lies in `folder`.
 
     Returns:
@@ -112,7 +112,7 @@ def start_from(crowd: Crowd, folder: Path) -> str:
     return f"starting from {folder}: {every}"
 
 
-def require_different(crowd: Crowd, where: str) -> None:
+def require_distinct_agents(crowd: Crowd, where: str) -> None:
     """Refuse to train agents that begin alike and that nothing drives apart: they see the same rows.
 
     Dropout and DropConnect do, because each agent draws its own. A diversity term does not: it has the same gradient
@@ -135,7 +135,7 @@ def require_different(crowd: Crowd, where: str) -> None:
         )
 
 
-def _check_scale(crowd: Crowd, adapter: ForeignAdapter) -> None:
+def _check_scale(crowd: Crowd, adapter: ExternalAdapter) -> None:
     there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, crowd.settings))
     odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
     if odd:

@@ -14,9 +14,9 @@ from ci_llm.errors import BadInput
 
 META = META_FILE.removesuffix(".json")
 #: The sub-folder in which the hooks for Accelerate keep what is ours.
-OF_THE_HOOKS = "ci_llm"
+HOOKS_FOLDER = "ci_llm"
 #: What only a checkpoint of train.py holds.
-OF_A_RUN = frozenset({META, "train_state", "optimizer", "rng", "config.yaml"})
+RUN_KEYS = frozenset({META, "train_state", "optimizer", "rng", "config.yaml"})
 
 
 def require_checkpoint(given: Path, where: str, *, final_first: bool = False) -> Path:
@@ -30,8 +30,8 @@ def require_checkpoint(given: Path, where: str, *, final_first: bool = False) ->
         BadInput: it is none, with the way for what it is.
     """
     found = find_checkpoint(given, final_first=final_first)
-    if found is None and (given / OF_THE_HOOKS / MANIFEST).is_file():
-        found = given / OF_THE_HOOKS
+    if found is None and (given / HOOKS_FOLDER / MANIFEST).is_file():
+        found = given / HOOKS_FOLDER
     if found is not None and ((found / MANIFEST).is_file() or not _is_original(found)):
         return found
     what, hint = _what_else(found or given)
@@ -69,7 +69,7 @@ def require_run(manifest: Manifest, folder: Path, where: str) -> None:
     Raises:
         BadInput: it was written by somebody else, with the way for it.
     """
-    if manifest.forms.keys() >= OF_A_RUN:
+    if manifest.forms.keys() >= RUN_KEYS:
         return
     if META not in manifest.forms:
         what = "this checkpoint holds no crowd: a CheckpointManager of another loop has written it"

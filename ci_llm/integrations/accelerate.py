@@ -42,12 +42,12 @@ from ci_llm.core import determinism
 from ci_llm.crowd.base import fingerprint_of
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
-from ci_llm.crowd.recognise import OF_THE_HOOKS
+from ci_llm.crowd.recognise import HOOKS_FOLDER
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchPeers, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
 
-FOLDER = OF_THE_HOOKS
+FOLDER = HOOKS_FOLDER
 # Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
 # last of those. What the other processes write is in our folder as well.
 LAST_FILE = "random_states_0.pkl"

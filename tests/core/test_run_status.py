@@ -106,10 +106,11 @@ def test_an_attempt_that_lost_its_folder_writes_nothing_more(tmp_path: Path) -> 
     later.finish("completed")
 
 
-def test_a_disk_that_refuses_a_heartbeat_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_a_heartbeat_is_told_once_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    warnings: list[str] = []
     asked, twice = [0], threading.Event()
 
     def still_held() -> bool:
@@ -118,13 +119,13 @@ def test_a_disk_that_refuses_a_heartbeat_is_told_once_and_stops_nothing(tmp_path
             twice.set()
         return True
 
-    run = RunStatus(folder, 1, interval_s=0.001, still_held=still_held, warn=warnings.append)
+    run = RunStatus(folder, 1, interval_s=0.001, still_held=still_held)
     run.start()
     folder.rename(tmp_path / "elsewhere")
     assert twice.wait(DEADLINE_S)
     with pytest.raises(OSError, match="No such file"):
         run.finish("completed")
-    assert len(warnings) == 1
+    assert len(caplog.messages) == 1
 
 
 # Reading
