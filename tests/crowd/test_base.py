@@ -90,9 +90,9 @@ def test_a_dry_run_does_not_stand_in_for_it(monkeypatch: pytest.MonkeyPatch, fol
     _torn(folder)
     monkeypatch.setattr(toy_run, "load_base", lambda *_: load_base(str(folder)))
     shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu")
-    scene: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
+    context: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
     with pytest.raises(ModelError, match="deserializing header"):
-        toy_run._base(scene)
+        toy_run._base(context)
 
 
 def test_a_fingerprint_sees_every_bit_and_bears_every_shape() -> None:

@@ -93,7 +93,7 @@ def test_every_ordered_pair_of_faults(tmp_path: Path) -> None:
 
 
 def test_no_progress_gives_up(tmp_path: Path) -> None:
-    (tmp_path / "never.py").write_text("from ci_llm.cli.main import guarded\nimport os\nos.kill(os.getpid(), 9)\n")
+    (tmp_path / "never.py").write_text("from ci_llm.cli.main import run_guarded\nimport os\nos.kill(os.getpid(), 9)\n")
     with Terminal("--train-script", "never.py", cwd=tmp_path, hasty=True) as terminal:
         assert terminal.wait() == 1, terminal.text
     assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
@@ -101,7 +101,7 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
 
 def test_a_signal_lets_our_run_save(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(
-        "from ci_llm.cli.main import guarded\nfrom ci_llm.interrupts import Interrupts\n"
+        "from ci_llm.cli.main import run_guarded\nfrom ci_llm.interrupts import Interrupts\n"
         "from ci_llm.core.run_status import RunStatus\n"
         "with Interrupts() as heard:\n"
         "    status = RunStatus('ci_llm_output', 1)\n    import os\n    os.mkdir('ci_llm_output')\n"
