@@ -97,9 +97,9 @@ def accelerate(context: CheckContext) -> str:
     """Processes vote, add, broadcast, see one folder; autocast is what the configuration says."""
     processes = context.processes
     numbers = list(range(processes.count))
-    verdict = processes.agree(Ballot(labelled_tokens=1, sums=[float(processes.index)]))
+    verdict = processes.agree(Ballot(num_targets=1, sums=[float(processes.index)]))
     total = processes.reduce_flat_(torch.ones(3, device=processes.device)).tolist()
-    if (verdict.labelled_tokens, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
+    if (verdict.num_targets, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
         raise LaunchError(f"processes do not add up: {verdict}, {total}", where=str(processes.device))
     context.scratch = processes.broadcast_object(context.scratch if processes.is_main else Path())
     processes.same_folder(context.scratch)
