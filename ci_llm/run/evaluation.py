@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.crowd.answers import AnswerScores, Questions, score_answers
+from ci_llm.crowd.answer_scores import AnswerScores, Questions, score_answers
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
