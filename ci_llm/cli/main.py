@@ -98,7 +98,11 @@ def safe_train(words: list[str]) -> int:
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code."""
+    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code.
+
+    Args:
+        debug: show the traceback of such an error, and log what is meant for developers.
+    """
     _prepare_standard_files()
     if debug:
         _show_debug_lines()
@@ -142,7 +146,7 @@ def _code_of(command: Callable[[], int]) -> int:
 
 
 def _show_debug_lines() -> None:
-    """What the package notes on the way goes to stderr, with the seconds since the start."""
+    """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
     shown = logging.StreamHandler()
     shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
     package = logging.getLogger("ci_llm")
@@ -189,9 +193,9 @@ def _lead_nowhere() -> None:
 
 def explain(error: CiLlmError) -> None:
     """The main process of a run explains; the others need a line, as what stops one of them may be its own."""
-    from ci_llm.cluster.launch import number_of_this_process
+    from ci_llm.cluster.launch import own_process_index
 
-    number = number_of_this_process()
+    number = own_process_index()
     told = f"error: {error}" if number == 0 else f"process {number}: error: {error.what.splitlines()[0]}"
     with contextlib.suppress(OSError):  # the exit code says it as well
         print(told, file=sys.stderr, flush=True)
@@ -204,15 +208,14 @@ def train(words: list[str]) -> int:
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
-    with Interrupts() as interrupts:
-        interrupts.plan = "leaving before the first step"
+    with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         read = _configuration(words)
         config = read.config
-        interrupts.listen_to(config.stop_signals, config.save_signals)
+        interrupts.set_signals(config.stop_signals, config.save_signals)
         if "--continue" in words:
             _require_checkpoint(config.run_folder)
-        launch = read_launch(words=words)
-        if launch.dies_unheard:
+        launch = read_launch(arguments=words)
+        if not launch.forwards_sigterm:
             die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
         if launch.is_main:
             _tell(f"ci_llm {__version__}   run {config.run_folder}   loading...")
@@ -287,9 +290,9 @@ def check(words: list[str]) -> int:
     from ci_llm.interrupts import Interrupts, die_with_parent
 
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
-        read, launch = _configuration(words), read_launch(words=words)
+        read, launch = _configuration(words), read_launch(arguments=words)
         config = read.config
-        if launch.dies_unheard:
+        if not launch.forwards_sigterm:
             die_with_parent()
         if launch.is_main:
             _tell(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")

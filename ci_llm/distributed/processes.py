@@ -28,7 +28,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from torch import Tensor
 from torch import distributed as dist
 
-from ci_llm.cluster.launch import Launch, decline, option, read_launch, remarks
+from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, option, read_launch
 from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.run_status import is_alive, pid_space
@@ -77,7 +77,7 @@ class Processes:
         on_cpu = runs_on_cpu()
         check_precision(config)
         _check_gpus(self.launch, on_cpu)
-        self.notes = decline(os.environ)
+        self.notes = disable_unsupported(os.environ)
         _enter_world(self.launch, on_cpu)
         with _meeting(self.launch) if self.launch.num_processes > 1 else nullcontext():
             self.accelerator = Accelerator(
@@ -320,12 +320,12 @@ def check_precision(config: Config) -> None:
 
 
 def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:
-    if launch.asked_for is None:
-        return remarks(launch, os.environ, num_gpus=num_gpus)
+    if launch.requested_processes is None:
+        return launch_notes(launch, os.environ, num_gpus=num_gpus)
     rows = None if config.global_batch_size else config.batch_size * config.gradient_accumulation_steps
-    number = launch.asked_for or _configured_processes(launch.launcher_command)
-    launch = replace(launch, asked_for=None if number == 1 else number)
-    return remarks(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
+    number = launch.requested_processes or _configured_processes(launch.launcher_command)
+    launch = replace(launch, requested_processes=None if number == 1 else number)
+    return launch_notes(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
 
 
 def _configured_processes(command: Sequence[str]) -> int:
@@ -350,8 +350,8 @@ def _enter_world(launch: Launch, on_cpu: bool) -> None:
     os.environ.update(launch.variables)
     if on_cpu and launch.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         # Else every process takes all cores, or Accelerate takes the whole machine's and not the job's.
-        os.environ["OMP_NUM_THREADS"] = str(launch.fair_num_threads)
-        torch.set_num_threads(launch.fair_num_threads)
+        os.environ["OMP_NUM_THREADS"] = str(launch.threads_per_process)
+        torch.set_num_threads(launch.threads_per_process)
 
 
 def _group_settings(launch: Launch, on_cpu: bool) -> InitProcessGroupKwargs:

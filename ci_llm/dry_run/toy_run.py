@@ -27,10 +27,9 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import evaluate
-from ci_llm.run.job import conclude, save
+from ci_llm.run.job import conclude, contents, save
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.resume import contents, newest_source, restore
+from ci_llm.run.resume import newest_source
 from ci_llm.run.setup import build_crowd, join, set_determinism
 
 TERMINATED = "signal:SIGTERM"
@@ -45,7 +44,7 @@ def model(scene: CheckContext) -> str:
     parameters = base.num_parameters  # counted before there are agents
     config = scene.toy_config()
     manager, log = scene.open_run_folder(config)
-    crowd = build_crowd(config, base, log)
+    crowd = build_crowd(config, base)
     crowd.prompter = Prompter(base.tokenizer, form_of(scene.examples.rows))
     run = scene.run = join(
         config, scene.processes, scene.interrupts, manager, log, base, crowd, scene.examples, scene.eval_examples
@@ -122,7 +121,7 @@ def checkpoint(scene: CheckContext) -> str:
         source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(scene.scratch))
-    restore(run, source)
+    run.state = run.checkpoint.restore(source).state
     _compare(wanted, _bits(contents(run)), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
@@ -260,7 +259,7 @@ def conclusion(scene: CheckContext) -> str:
     """The end of a run: agents and crowd are judged, and the final checkpoint and its evaluation are there."""
     run = scene.run
     start = time.monotonic()
-    scores = evaluate(run)
+    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     middle = time.monotonic()
     _uninterrupted(conclude(run))
     end = time.monotonic()

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ci_llm.cluster.launch import SUPERVISED, outside_of_a_step
-from ci_llm.cluster.slurm import put_back
+from ci_llm.cluster.launch import SUPERVISED, step_notes
+from ci_llm.cluster.slurm import requeue
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
 from ci_llm.supervisor.attempt import AttemptResult
@@ -82,7 +82,7 @@ class ExternalScript:
 
     def begin(self) -> list[str]:
         """Remove the temporary configurations of a supervisor that was killed; returns what is supervised."""
-        lines = outside_of_a_step(os.environ)
+        lines = step_notes(os.environ)
         if self._original is not None:
             lines.append(f"configuration: {self._original}, which stays as it is")
         if self._lr_key is None:
@@ -169,9 +169,9 @@ class ExternalScript:
         """Whether the script goes on or begins anew next time."""
         return self._resumption.called_again
 
-    def put_back(self, stop_reason: str | None) -> str | None:
+    def requeue(self, stop_reason: str | None) -> str | None:
         """Ask SLURM to run this job again."""
-        return put_back("auto", stop_reason or "", max_requeues=MAX_REQUEUES, in_vain=0)
+        return requeue("auto", stop_reason or "", max_requeues=MAX_REQUEUES, without_progress=0)
 
     def close(self) -> list[str]:
         """Remove the temporary configuration and see that the original is what it was."""

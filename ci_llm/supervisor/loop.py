@@ -51,6 +51,8 @@ class Supervision:
         self._training, self._policy, self._story = training, policy, story
         self._interrupts, self._wake_fd, self._tracker_runs = interrupts, wake_fd, tracker_runs
         self._chapters: list[_Chapter] = []
+        self._attempt_runs = False
+        interrupts.describe_stop = self._describe_stop
 
     def run(self) -> int:
         """Supervise to the end; returns the exit code: 0, 2, 75 or 1."""
@@ -62,7 +64,7 @@ class Supervision:
             self._conclude(decision)
         finally:
             self._say_all(self._training.close())
-        if decision.action == "requeue" and (line := self._training.put_back(self._interrupts.stop_reason)):
+        if decision.action == "requeue" and (line := self._training.requeue(self._interrupts.stop_reason)):
             self._story.say(line)
         return decision.exit_code
 
@@ -92,13 +94,16 @@ class Supervision:
         number, most = len(self._chapters) + 1, self._policy.max_retries + 1
         environment, command = self._training.environment(), self._training.command()
         self._story.say(f"attempt {number} of {most}: {shlex.join(command)}")
-        self._interrupts.plan = f"ending attempt {number}"
         evidence = Evidence(self._training.own_patterns)
         grace_s = self._training.grace_s
         with Attempt(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as attempt:
+            self._attempt_runs = True
             ending = attempt.run(lambda: self._orders(evidence))
-        self._interrupts.plan = "launching nothing more"
+            self._attempt_runs = False
         return ending
+
+    def _describe_stop(self) -> str:
+        return f"ending attempt {len(self._chapters) + 1}" if self._attempt_runs else "launching nothing more"
 
     def _orders(self, evidence: Evidence) -> tuple[str, str] | None:
         if self._interrupts.take_save_request():

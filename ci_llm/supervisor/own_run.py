@@ -10,18 +10,11 @@ from typing import Final
 
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import SUPERVISED
-from ci_llm.cluster.slurm import attempts_in_vain, put_back
+from ci_llm.cluster.slurm import requeue
 from ci_llm.config import default_file, load_config
+from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
 from ci_llm.core.recovery import read_recovery, write_recovery
-from ci_llm.core.run_status import (
-    VANISHED_AFTER_S,
-    Failure,
-    Status,
-    earliest_failure,
-    pid_space,
-    read_failures,
-    read_status,
-)
+from ci_llm.core.run_status import VANISHED_AFTER_S, Status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
@@ -158,14 +151,14 @@ class OwnRun:
             write_recovery(self._folder, self._recovery)
         return lines
 
-    def put_back(self, stop_reason: str | None) -> str | None:
+    def requeue(self, stop_reason: str | None) -> str | None:
         """Ask SLURM to run this job again, as the configuration allows."""
         status = self._status()
-        return put_back(
+        return requeue(
             self._config.requeue,
             stop_reason or (status and status.reason) or "",
             max_requeues=self._config.max_requeues,
-            in_vain=attempts_in_vain(self._folder, status.step) if status else 0,
+            without_progress=attempts_without_progress(self._folder, status.step) if status else 0,
         )
 
     def close(self) -> list[str]:

@@ -60,7 +60,7 @@ class Training(Protocol):
         """Make the next attempt what `decision` says; returns what changes, in lines for people."""
         ...
 
-    def put_back(self, stop_reason: str | None) -> str | None:
+    def requeue(self, stop_reason: str | None) -> str | None:
         """Ask the scheduler to run this supervision again, as the last act; returns a line for people.
 
         Args:

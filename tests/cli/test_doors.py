@@ -202,7 +202,7 @@ def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pyte
 # From another folder
 
 
-@pytest.mark.parametrize(("command", "module"), [("train", "run.job"), ("check", "check.dry_run")])
+@pytest.mark.parametrize(("command", "module"), [("train", "run.job"), ("check", "dry_run.plan")])
 @pytest.mark.parametrize("own", [False, True], ids=["no configs.yaml there", "a configs.yaml there"])
 def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project_s_and_named(
     command: str, module: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

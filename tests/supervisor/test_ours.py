@@ -17,9 +17,10 @@ import pytest
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import read_launch
+from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.durable import write_json
 from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
-from ci_llm.core.run_status import Failure, Status, is_alive, pid_space, write_failure
+from ci_llm.core.run_status import Status, is_alive, pid_space
 from ci_llm.errors import BadInput, CheckpointError
 from ci_llm.supervisor import own_run
 from ci_llm.supervisor.attempt import AttemptResult
@@ -189,7 +190,7 @@ def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pyt
     for name in ("CI_LLM_SUPERVISED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     told = own_run.OwnRun(["true"], ["output_dir=run"], grace_s=20).environment()
-    assert read_launch(told, parent_command=[]).patience_s == 20
+    assert read_launch(told, parent_command=[]).kill_delay_s == 20
     assert told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "15"
 
 

@@ -24,7 +24,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.run import shutdown
 from ci_llm.supervisor import loop
 from ci_llm.supervisor.attempt import AttemptResult
-from ci_llm.supervisor.log import Story
+from ci_llm.supervisor.log import SupervisorLog
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.own_run import OwnRun
 from ci_llm.supervisor.policy import Policy
@@ -221,7 +221,7 @@ class Beginnings:
         loop.Attempt = Forked  # type: ignore[misc, assignment]
         try:
             words = self.words(**keys | {"output_dir": folder / "run"})
-            story, run = Story(folder / "safe_train.log", fd=ends[1]), OwnRun(["train.py"], words)
+            story, run = SupervisorLog(folder / "safe_train.log", fd=ends[1]), OwnRun(["train.py"], words)
             supervision = loop.Supervision(run, Policy(), story, Interrupts(), wake_fd=ends[0], tracker_runs=None)
             assert supervision.run() == 0, (folder / "log").read_text()
         finally:

@@ -85,7 +85,7 @@ MOMENTS = {
     "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune", step=3, behind=True),
     "evaluation on the way": Moment("ci_llm.crowd.scoring._score_batch", step=3),
     "the last step": Moment("ci_llm.run.loop.apply_gradients", STEPS, step=STEPS),
-    "evaluation at the end": Moment("ci_llm.run.job.evaluate", step=STEPS),
+    "evaluation at the end": Moment("ci_llm.run.evaluation.Evaluator.scores", 2, step=STEPS),
     "generation": Moment("ci_llm.crowd.model.Crowd.write", step=STEPS),
     "the final checkpoint is made": Moment("ci_llm.checkpoints.manager.CheckpointManager.finish", completed=True),
     "results are written": Moment("ci_llm.run.job.write_json", completed=True),

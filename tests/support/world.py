@@ -112,7 +112,7 @@ def lose_a_peer(processes: Any) -> dict[str, Any]:
 def main(folder: Path, then: str) -> None:
     with Interrupts() as interrupts:
         launch = read_launch()
-        armed = launch.dies_unheard and die_with_parent()
+        armed = not launch.forwards_sigterm and die_with_parent()
         from ci_llm.distributed.processes import Processes
 
         processes = Processes(CONFIG)  # type: ignore[arg-type]
