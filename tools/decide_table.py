@@ -1,4 +1,4 @@
-"""The table of `decide`, row by row: what the documentation shows and the tests enumerate."""
+"""The table of `decide`: the documentation shows it, and the tests check every row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EARLY: Final = replace(
 )
 _CUT: Final = replace(_RAN, kind="nonfinite")
 
-#: (how the attempt ended, the situation, attempts before it, its outcome), row by row.
+#: One row each: how the attempt ended, the situation, the attempts before it, its outcome.
 CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("completed", "", (), replace(_RAN, kind="completed")),
     ("interrupted", "it stopped by itself, or was asked to", (), replace(_RAN, kind="interrupted")),
@@ -50,7 +50,7 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
 
 
 def render_table(policy: Policy | None = None) -> str:
-    """The table as markdown, computed by `decide` itself: learning rate 2e-4 and batch 32 unless a row says else."""
+    """The table as markdown, computed by `decide`, with learning rate 2e-4 and batch 32 unless a row says otherwise."""
     rows = list(_rows(policy or Policy()))
     head = ("the attempt", "situation", "action", "what changes, or why", "exit code")
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
