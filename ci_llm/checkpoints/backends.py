@@ -14,7 +14,7 @@ from ci_llm.checkpoints.commit import Others
 from ci_llm.checkpoints.distributed import PartWriter
 from ci_llm.checkpoints.state_files import Snapshot, State, hand_off
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
-from ci_llm.distributed.side_channel import Peers
+from ci_llm.distributed.side_channel import ProcessGroup
 from ci_llm.errors import CheckpointError
 
 
@@ -56,7 +56,7 @@ class Backend(Protocol):
 class Vanilla:
     """Process 0 writes its own state; the others do nothing."""
 
-    def __init__(self, processes: Peers) -> None:
+    def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
 
     def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask | None:
@@ -75,7 +75,7 @@ class Vanilla:
 class Distributed:
     """The tensors of a state that all processes hold are dealt out, and each process writes its part."""
 
-    def __init__(self, processes: Peers) -> None:
+    def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
         self._crew: PartWriter | None = None
 
@@ -96,13 +96,13 @@ class Distributed:
         return SaveTask(mine, lambda take: crew.save(wanted.store, wanted.step, take, commit), crew.give_up)
 
 
-BACKENDS: Mapping[str, Callable[[Peers], Backend]] = {
+BACKENDS: Mapping[str, Callable[[ProcessGroup], Backend]] = {
     "vanilla": Vanilla,
     "distributed": Distributed,
 }
 
 
-def open_backend(name: str, processes: Peers) -> Backend:
+def open_backend(name: str, processes: ProcessGroup) -> Backend:
     """The backend of that name. Raises CheckpointError if there is none."""
     if name not in BACKENDS:
         raise CheckpointError(

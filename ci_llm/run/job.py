@@ -203,7 +203,7 @@ def _begin(run: Run) -> int:
     """Lease the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
     manager, processes = run.manager, run.processes
     step = run.began_at = run.state.step
-    processes.same_folder(run.config.run_folder)
+    processes.require_same_folder(run.config.run_folder)
     attempt = processes.on_main(partial(_claim, run))
     run.log.open(attempt, still_held=manager.store.still_held)
     run.log.cut_back(step if step else -1)

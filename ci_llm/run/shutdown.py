@@ -17,9 +17,7 @@ from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query
 from ci_llm.config import Config, words_without
 from ci_llm.core.attempts import PEER_LOST, Failure, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.distributed.processes import PeerLost
-from ci_llm.distributed.side_channel import PeerGone
-from ci_llm.errors import GivenUp
+from ci_llm.errors import GivenUp, PeerLost
 from ci_llm.run.context import Run
 
 _BRIEFLY_S = 3.0  # who is about to be killed cannot wait long for an answer
@@ -131,7 +129,7 @@ def record_failure(run: Run, attempt: int, error: BaseException) -> None:
 
 def reason_of(error: BaseException) -> str:
     """A word for scripts, and for the supervisor."""
-    if isinstance(error, (PeerLost, PeerGone)):
+    if isinstance(error, PeerLost):
         return PEER_LOST
     for cause in _causes(error):
         if isinstance(cause, GivenUp):
