@@ -71,7 +71,7 @@ SEED_OF_CHOICES = 7
 
 
 @dataclass(frozen=True)
-class SideChannel:
+class Answerer:
     """One answerer, seed by seed and row by row: `right` and `nll` are [seeds, n]; `tokens` [n]."""
 
     name: str
@@ -89,9 +89,9 @@ class SideChannel:
         """[seeds], nats per answer token."""
         return self.nll.sum(1) / self.tokens.sum()
 
-    def minus(self, other: SideChannel) -> SideChannel:
+    def minus(self, other: Answerer) -> Answerer:
         """Paired by seed and row."""
-        return SideChannel(f"{self.name} - {other.name}", self.right - other.right, self.nll - other.nll, self.tokens)
+        return Answerer(f"{self.name} - {other.name}", self.right - other.right, self.nll - other.nll, self.tokens)
 
 
 def train(keys: Mapping[str, str], folder: Path) -> Path:
@@ -166,7 +166,7 @@ def best_agent(scores: Scores) -> int:
     return max(ranked)[2]
 
 
-def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -> list[SideChannel]:
+def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -> list[Answerer]:
     """The answerers of the table, the crowd last; `chosen` is the best agent of every seed's crowd."""
     crowds = scores[CROWD]
     lines = [
@@ -177,14 +177,14 @@ def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -
     return [*lines, _line("crowd", crowds, lambda values, _: values[-1])]
 
 
-def _line(name: str, scores: Sequence[Scores], pick: Callable[[Tensor, int], Tensor]) -> SideChannel:
+def _line(name: str, scores: Sequence[Scores], pick: Callable[[Tensor, int], Tensor]) -> Answerer:
     """`pick` makes [n] of a score's [K+1, n] and the number of its seed."""
     right = torch.stack([pick(one.right.double(), number) for number, one in enumerate(scores)])
     nll = torch.stack([pick(one.nll.double(), number) for number, one in enumerate(scores)])
-    return SideChannel(name, right, nll, scores[0].tokens.double())
+    return Answerer(name, right, nll, scores[0].tokens.double())
 
 
-def table(lines: Sequence[SideChannel]) -> str:
+def table(lines: Sequence[Answerer]) -> str:
     """Markdown; the crowd is the last line, and what it gains over each of the others stands beside that."""
     crowd = lines[-1]
     out = [

@@ -158,7 +158,7 @@ def compare(folder: str) -> str:
             slope = (slope.T if isinstance(module.base_layer, Conv1D) else slope) * module.settings.scaling
             for own, wanted in ((a, b.T @ slope), (b, slope @ a.T)):
                 assert _near(own.grad, wanted.detach()), f"the gradient of {name} differs"
-    alone = crowd.write(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), alone=True).alone
+    alone = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), include_agents=True).agents
     wanted_texts = [[_continued(twin, prompt) for prompt in PROMPTS] for twin in twins]
     assert alone == wanted_texts, f"agents write {alone}, alone {wanted_texts}"
     return ("packed" if reason is None else f"padded: {reason}") + _in_peft(untouched, crowd, folder, batch, losses[0])

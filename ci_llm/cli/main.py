@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ci_llm._version import __version__
-from ci_llm.errors import CiLlmError, ConfigError
-from ci_llm.interrupts import ABORTED_EXIT_CODE
+from ci_llm.errors import BadInput, CiLlmError, ConfigError
+from ci_llm.interrupts import ABORTED_EXIT_CODE, ends_with_process
 
 if TYPE_CHECKING:
     from ci_llm.cluster.launch import Launch
     from ci_llm.config import Config, Reading
+
+_LOGGER = logging.getLogger(__name__)
 
 READER_GONE: Final = 141  # what a shell says of a program that wrote to a pipe that nobody reads any more
 
@@ -37,11 +40,34 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
 
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
 
---help after a command says more."""
+--help after a command says more; --debug shows the traceback of an error, and what is done on the way."""
+
+TRAIN_USAGE = """python train.py [--config FILE] [--continue] [key=value | --key value | --key=value ...]
+The command line wins over the file, the file over what `accelerate launch` says, that over these defaults.
+The file: configs.yaml of the current folder, else the project's own, where --config names no other.
+--continue: a checkpoint must exist. --debug: tell what is done on the way, and the traceback of an error.
+example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine
+"""
+
+CHECK_USAGE = """python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the words of train.py
+Tries on this machine what the run will need, at toy size, and leaves nothing behind; 0 only if all passes.
+example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml batch_size=16"""
+
+STATUS_USAGE = """ci-llm status [RUN | --config FILE | key=value ...]
+Says how a run stands: its state and why, its last step, its process, a warning if there is one, and the command that
+goes on. RUN is its output_dir; with the words of train.py it is the run that they would train.
+exit codes: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call
+example: ci-llm status ci_llm_output/mine"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`ci-llm COMMAND ...`; returns the exit code."""
+    """`ci-llm COMMAND ...`; returns the exit code.
+
+    Args:
+        arguments: None if this process is the command and ends with it.
+    """
+    if arguments is None:
+        ends_with_process()
     words = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: _obey(words), debug="--debug" in words)
 
@@ -79,9 +105,9 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
     """
     _prepare_standard_files()
     if debug:
-        logging.getLogger("ci_llm").setLevel(logging.DEBUG)
+        _show_debug_lines()
     try:
-        code = command()
+        code = _code_of(command)
         sys.stdout.flush()  # while a reader that has gone can still be told from a failure
         return code
     except KeyboardInterrupt:  # a person who insists knows why
@@ -91,11 +117,43 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
             raise
         _lead_nowhere()
         return READER_GONE
+    except OSError as error:
+        if not _output_is_refused():
+            raise
+        _lead_nowhere()
+        refusal = BadInput(
+            f"what was to be said could not be written: {error.strerror}",
+            where="standard output",
+            hint="lead it to a terminal, a pipe, or a file on a disk that has space",
+        )
+        explain(refusal)
+        return refusal.exit_code
     except CiLlmError as error:
         if debug:
             traceback.print_exc()
         explain(error)
         return error.exit_code
+
+
+def _code_of(command: Callable[[], int]) -> int:
+    """The exit code, also of a command that ends the program as argparse does after `--help`."""
+    try:
+        return command()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        return end.code or 0
+
+
+def _show_debug_lines() -> None:
+    """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
+    shown = logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
+    package = logging.getLogger("ci_llm")
+    package.setLevel(logging.DEBUG)
+    package.handlers[:] = [shown]
+    package.propagate = False
+    _LOGGER.debug("Python %s, %s, in %s", sys.version.split()[0], sys.argv, Path.cwd())
 
 
 def _prepare_standard_files() -> None:
@@ -116,6 +174,16 @@ def _reader_is_gone() -> bool:
     return bool(poll.poll(0))
 
 
+def _output_is_refused() -> bool:
+    """Whether standard output is what failed: a full disk, or /dev/full, refuses what is still to be written."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")  # where nothing is buffered, nothing was left to flush
+    except OSError:
+        return True
+    return False
+
+
 def _lead_nowhere() -> None:
     """What is still to be written, at the exit of the interpreter at the latest, goes where it cannot fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -129,7 +197,8 @@ def explain(error: CiLlmError) -> None:
 
     number = own_process_index()
     told = f"error: {error}" if number == 0 else f"process {number}: error: {error.what.splitlines()[0]}"
-    print(told, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the exit code says it as well
+        print(told, file=sys.stderr, flush=True)
 
 
 def train(words: list[str]) -> int:
@@ -163,7 +232,10 @@ def _configuration(words: Sequence[str]) -> Reading:
     from ci_llm.config import default_file, read_config
 
     keys = [word for word in words if word != "--continue"]
-    return read_config(default_file(), keys, accelerate_settings(os.environ))
+    read = read_config(default_file(), keys, accelerate_settings(os.environ))
+    changes = type(read.config)().diff(read.config)
+    _LOGGER.debug("not the default: %s", ", ".join(f"{change.key}={change.new}" for change in changes))
+    return read
 
 
 def _require_checkpoint(folder: Path) -> None:
@@ -178,12 +250,7 @@ def _require_checkpoint(folder: Path) -> None:
 def _help_train() -> int:
     from ci_llm.config import describe_keys
 
-    print("python train.py [--config FILE] [key=value | --key value | --key=value ...]")
-    print("The command line wins over the file, the file over what `accelerate launch` says, that over these defaults.")
-    print("The file: configs.yaml of the current folder, else the project's own, where --config names no other.")
-    print(
-        "example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine\n"
-    )
+    print(TRAIN_USAGE)
     print(describe_keys())
     return 0
 
@@ -217,7 +284,8 @@ def _quiet_libraries() -> None:
 def check(words: list[str]) -> int:
     """`ci-llm check`, and `python dry_run_sanity_check.py`."""
     if {"-h", "--help"} & {*words}:
-        return _help_check()
+        print(CHECK_USAGE)
+        return 0
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
@@ -237,27 +305,22 @@ def check(words: list[str]) -> int:
         return dry_run(config, interrupts, launch, debug="--debug" in words)
 
 
-def _help_check() -> int:
-    print(
-        "python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the words of train.py, or its launcher's"
-    )
-    print("Tries on this machine what the run will need, at toy size, and leaves nothing behind; 0 only if all passes.")
-    print("example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml batch_size=16")
-    return 0
-
-
 def status(words: list[str]) -> int:
     """`ci-llm status RUN`, or with the words of train.py: the run that they would train."""
     from ci_llm.core.run_status import read_status
 
     if {"-h", "--help"} & {*words}:
-        print(USAGE)
+        print(STATUS_USAGE)
         return 0
     words = [word for word in words if word != "--debug"]
     named = len(words) == 1 and "=" not in words[0] and not words[0].startswith("-")
-    found = read_status(words[0] if named else _configuration(words).config.run_folder)
+    folder = words[0] if named else _configuration(words).config.run_folder
+    _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
+    found = read_status(folder)
     reason = f" ({found.reason})" if found.reason else ""
     print(f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}")
+    if found.warning:
+        print(f"warning: {found.warning}")
     if found.best_step is not None:
         print(f"best crowd in an evaluation so far: after step {found.best_step}")
     if found.next_command:

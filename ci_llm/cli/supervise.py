@@ -81,16 +81,23 @@ def _training(call: Options) -> Training:
     words = our_words(call.command) if call.command else [] if is_own_script(script) else None
     if words is None:
         return ExternalScript(call)
-    if meant_for_others := call.options_for_other_scripts():
-        raise ConfigError(
-            f"our own trainer takes no {' and no '.join(meant_for_others)}",
-            where="command line",
-            hint="--config FILE and key=value; what is adjusted after a failure travels in recovery.json",
-        )
+    if call.options_for_other_scripts():
+        raise _no_options_of_ours(call)
     from ci_llm.supervisor.own_run import OwnRun
 
     command = call.command or (sys.executable, str(script))
     return OwnRun([*command, *extra], [*words, *extra], grace_s=call.grace_s)
+
+
+def _no_options_of_ours(call: Options) -> ConfigError:
+    """Where Hydra's two options mean a file that is there, it is named."""
+    meant = Path(call.config_path or "", f"{call.config_name}.yaml")
+    file = f"--config {meant if meant.is_file() else 'FILE'}"
+    return ConfigError(
+        f"our own trainer takes no {' and no '.join(call.options_for_other_scripts())}",
+        where="command line",
+        hint=f"write {file} and key=value; what is adjusted after a failure travels in recovery.json",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- whose

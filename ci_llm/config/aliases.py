@@ -1,4 +1,4 @@
-"""Other names of the keys, and other words for their values, as users of other trainers type them."""
+"""Words of other trainers: other names of the keys, other words for their values, and what has no key here."""
 
 from __future__ import annotations
 
@@ -84,4 +84,93 @@ WORDS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("loss", "eval_loss", "eval_nll", "eval/crowd/nll"), "nll"),
         **dict.fromkeys(("accuracy", "eval_accuracy", "eval_exact_match", "eval/crowd/exact_match"), "exact_match"),
     },
+}
+
+_ONE_BASE = "one frozen base carries all agents: model_name=NAME"
+_LATENT = "leave it away: agents are LoRA adapters, and lora_rank is their size"
+_ONE_LOSS = "leave it away: every learned token weighs the same"
+_HELD_OUT = "eval_split=NAME takes a split of dataset_name, which may be a folder with train.jsonl and test.jsonl"
+_LAUNCHER = "the launcher says it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
+
+#: Options of other trainers that are no keys here: what each one was there, and the way here.
+OF_OTHERS: dict[str, tuple[str, str]] = {
+    # LatentWire
+    "llama_id": ("the first of LatentWire's two models", _ONE_BASE),
+    "qwen_id": ("the second of LatentWire's two models", _ONE_BASE),
+    "model_id": ("LatentWire's model", "model_name=NAME"),
+    "latent_len": ("the length of LatentWire's latent prefix", _LATENT),
+    "latent_shared_len": ("the shared part of LatentWire's latent prefix", _LATENT),
+    "latent_private_len": ("the private part of LatentWire's latent prefix", _LATENT),
+    "d_z": ("the width of LatentWire's latent prefix", _LATENT),
+    "encoder_type": ("the encoder of LatentWire's latent prefix", _LATENT),
+    "first_token_ce_weight": ("the weight of LatentWire's loss on the first token of an answer", _ONE_LOSS),
+    "k_ce_weight": ("the weight of LatentWire's loss on the first tokens of an answer", _ONE_LOSS),
+    "kd_first_k_weight": ("the weight of LatentWire's distillation", _ONE_LOSS),
+    "warm_anchor_text": (
+        "the text between LatentWire's latent prefix and the answer",
+        "leave it away: the chat template writes what stands before an answer (docs/data.md)",
+    ),
+    "sequential_models": (
+        "LatentWire's switch to train one model after the other",
+        "leave it away: all agents train in one pass",
+    ),
+    "max_answer_tokens": ("LatentWire's length of an answer in training", "max_seq_length=N counts prompt and answer"),
+    "grace_period": ("LatentWire's time to save after a signal", "grace_s=120"),
+    "resume_from": ("LatentWire's checkpoint to go on from", "resume_from_checkpoint=PATH"),
+    "grad_ckpt": ("LatentWire's switch for less memory", "use_gradient_checkpointing=true"),
+    "load_4bit": ("LatentWire's quantised model", "model_dtype=bf16 is the smallest base here"),
+    # PyRecover
+    "distributed": ("PyRecover's switch for several processes", _LAUNCHER),
+    "profile": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
+    "profile_nsys": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
+    "use_flash_attention": (
+        "PyRecover's attention kernel",
+        "leave it away: packed rows take a fused kernel wherever it agrees with the base",
+    ),
+    "log_loss_to_csv": ("PyRecover's table of losses", "leave it away: metrics.jsonl holds them, always"),
+    "verify_checkpoints": (
+        "PyRecover's check of what was written",
+        "leave it away: every checkpoint is read back and verified",
+    ),
+    "max_kept_checkpoints": ("PyRecover's number of checkpoints", "save_total_limit=N"),
+    # Transformers, TRL and Accelerate's examples
+    "eval_dataset": ("a data set to evaluate on", _HELD_OUT),
+    "test_dataset": ("a data set to evaluate on", _HELD_OUT),
+    "eval_file": ("a file to evaluate on", _HELD_OUT),
+    "test_file": ("a file to evaluate on", _HELD_OUT),
+    "validation_file": ("a file to evaluate on", _HELD_OUT),
+    "max_eval_samples": ("the rows of an evaluation", "eval_samples=N"),
+    "train_file": ("a file to train on", "dataset_name=FILE"),
+    "per_device_eval_batch_size": ("the rows of an evaluation at once", "leave it away: evaluations take batch_size"),
+    "eval_batch_size": ("the rows of an evaluation at once", "leave it away: evaluations take batch_size"),
+    "eval_strategy": ("when to evaluate", "eval_steps=N, or eval_steps=null"),
+    "evaluation_strategy": ("when to evaluate", "eval_steps=N, or eval_steps=null"),
+    "save_strategy": ("when to save", "save_steps=N, save_interval_seconds=S, or null"),
+    "checkpointing_steps": ("when to save", "save_steps=N"),
+    "bf16": ("a precision", "mixed_precision=bf16"),
+    "fp16": ("a precision", "mixed_precision=fp16"),
+    "load_in_4bit": ("a quantised base", "model_dtype=bf16 is the smallest base here"),
+    "load_in_8bit": ("a quantised base", "model_dtype=bf16 is the smallest base here"),
+    "optim": ("a choice of optimizer", "leave it away: AdamW it is; fused_optimizer=false takes the plain one"),
+    "optimizer": ("a choice of optimizer", "leave it away: AdamW it is; fused_optimizer=false takes the plain one"),
+    "use_lora": ("a switch for adapters", "leave it away: agents are LoRA adapters, always"),
+    "packing": ("rows put end to end", "leave it away: rows are packed, always"),
+    "tokenizer_name": ("a tokenizer of its own", "leave it away: the base's own is taken"),
+    "tokenizer_name_or_path": ("a tokenizer of its own", "leave it away: the base's own is taken"),
+    "model_path": ("the base model", "model_name=FOLDER"),
+    "model_type": ("the architecture", "leave it away: config.json of model_name says it"),
+    "with_tracking": ("a switch for trackers", "report_to=tensorboard, or another"),
+    "project_dir": ("where trackers write", "output_dir=FOLDER"),
+    "logging_dir": ("where trackers write", "output_dir=FOLDER"),
+    "num_processes": (
+        "an option of accelerate launch",
+        "before train.py: accelerate launch --num_processes=4 train.py",
+    ),
+    "multi_gpu": ("an option of accelerate launch", "before train.py: accelerate launch --multi_gpu train.py"),
+    "nproc_per_node": ("an option of torchrun", "before train.py: torchrun --nproc-per-node 4 train.py"),
+    "deepspeed": ("a configuration of DeepSpeed", "leave it away: DeepSpeed owns backward, step and checkpoint"),
+    "fsdp": ("shards of the model", "leave it away: every process holds the base; FSDP owns backward and checkpoint"),
+    # Ours, elsewhere
+    "debug": ("a word of the command line", "did you mean --debug on the command line?"),
+    "continue": ("a word of the command line", "did you mean --continue on the command line?"),
 }

@@ -5,13 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from ci_llm.config.aliases import ALIASES, WORDS
+from ci_llm.config.aliases import ALIASES, OF_OTHERS, WORDS
 from ci_llm.config.parsing import (
     PLACE,
     Entry,
@@ -41,6 +40,7 @@ from ci_llm.config.schema import (
     RecoveryKeys,
     TrainingKeys,
 )
+from ci_llm.config.suggest import nearest
 from ci_llm.config.validation import Clash, find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml, read_yaml
 from ci_llm.errors import ConfigError
@@ -334,7 +334,11 @@ def _double(key: str, first: Entry, second: Entry) -> _Problem:
 
 
 def _unknown(entry: Entry) -> _Problem:
-    near = "--debug on the command line" if entry.name == "debug" else _nearest(entry.name.replace("-", "_"))
+    name = entry.name.replace("-", "_")
+    if name in OF_OTHERS:
+        was, way = OF_OTHERS[name]
+        return _Problem(entry.where, f"{entry.name} is no key here; it is {was}", way)
+    near = _nearest(name)
     hint = f"did you mean {near}?" if near else "all keys: python train.py --help"
     return _Problem(entry.where, f"{entry.name} is no key", hint)
 
@@ -344,10 +348,8 @@ def _nearest(name: str) -> str | None:
     last = name.rpartition(".")[2]
     if last.startswith("no_") and _stands(last[3:]) == "alone":
         return f"{_canonical(last[3:])}=false"
-    known = [*Config.model_fields, *ALIASES]
-    by_lower = {known_name.lower(): known_name for known_name in known}
-    close = get_close_matches(last.lower(), by_lower, n=1, cutoff=0.6)
-    return _with_alias(by_lower[close[0]]) if close else None
+    near = nearest(last, [*Config.model_fields, *ALIASES])
+    return _with_alias(near) if near else None
 
 
 def _with_alias(name: str) -> str:

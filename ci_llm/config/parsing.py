@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from ci_llm.config.schema import DurationMark
+from ci_llm.config.suggest import WHOLE
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
             if _can_read(field, Scalar(text)):
                 return f"write {text} without quotes" if raw.quoted else f"write {text}"
         choices = [choice for kind in kinds_of(field) for choice in (kind.item or kind).choices]
-        if close := get_close_matches(raw.text.lower(), choices, n=1):
+        if close := get_close_matches(raw.text.lower(), choices, n=1, cutoff=WHOLE):
             return f"did you mean {close[0]}?"
     return None
 

@@ -12,10 +12,12 @@ free        logging, saving, places: allowed, nothing to say
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from ci_llm.core.plugins import plugin_names
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 
@@ -38,6 +40,13 @@ Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: no calendar ends before
+# The values of these keys are the modules of a package, so that a new one needs no edit here.
+if TYPE_CHECKING:
+    Diversity = str
+    Aggregator = str
+else:
+    Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
+    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Signals = Annotated[
     tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
@@ -104,15 +113,19 @@ class AgentKeys(Keys):
         "all-linear", "Linear layers that get an adapter: all-linear, or a list of names as in PEFT"
     )
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)")
-    initialize_adapters_rand: bool = exact(True, "true: every agent its own random start; false: all the same start")
+    initialize_adapters_rand: bool = exact(
+        True, "true: every agent its own random start; false: all the same, to differ by lora_dropout or dropconnect_p"
+    )
     dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter in a step")
-    init_from: Place | None = exact(None, "folder of PEFT adapters to start from; null: fresh adapters")
+    init_from: Place | None = exact(
+        None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
+    )
 
 
 class ObjectiveKeys(Keys):
     """What the agents learn, and how they answer together"""
 
-    diversity: Literal["none", "joint", "swd", "swd_raw"] = exact(
+    diversity: Diversity = exact(
         "none", "term that keeps agents apart: Jensen gap (joint), sliced Wasserstein distance (swd, swd_raw)"
     )
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
@@ -120,9 +133,7 @@ class ObjectiveKeys(Keys):
     swd_representation: Literal["last_token", "mean", "first_token"] = exact(
         "last_token", "hidden state of a row that swd compares"
     )
-    aggregator: Literal["probability", "logit"] = free(
-        "probability", "how the crowd answers: mean of probabilities or of logits"
-    )
+    aggregator: Aggregator = free("probability", "how the crowd answers: mean of probabilities or of logits")
     dirichlet_alpha_aggregator: Positive = free(1.0, "concentration of the original's symmetric Dirichlet")
     parallel_mode: bool = free(False, "the original's parallel agents")
 
@@ -220,7 +231,13 @@ class CheckpointKeys(Keys):
         300.0, "save every n seconds; auto: as often as loses least, by what saves and failures cost here; null: off"
     )
     save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
-    resume_from_checkpoint: Place | None = free("latest", "latest, a path, or null for a fresh start")
+    resume_from_checkpoint: Place | None = free(
+        "latest", "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start"
+    )
+    restart_from: Place | None = free(None, "go back, once, to a step of this run or to a checkpoint; null: off")
+    overwrite_output_dir: bool = free(
+        False, "begin anew, once, where another run is; that one moves to the sub-folder overwritten"
+    )
     allow_inexact_resume: bool = free(False, "resume although the run would not be the same")
     deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: where they exist")
     async_save: bool = free(True, "write checkpoints behind the training")

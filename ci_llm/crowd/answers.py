@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.aggregate import Aggregator
 from ci_llm.crowd.generation import Decoding, num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
@@ -136,7 +135,7 @@ def merged(teacher_forced: dict[str, Any], generated: AnswerScores | None) -> di
 
 
 @dataclass(frozen=True)
-class Examination:
+class Questions:
     """Questions with their right answers, the same on every process.
 
     Attributes:
@@ -152,7 +151,7 @@ class Examination:
     ends: frozenset[int]
 
     @classmethod
-    def of(cls, rows: Examples, prompter: Prompter, crowd: Crowd, count: int, max_seq_length: int) -> Examination:
+    def of(cls, rows: Examples, prompter: Prompter, crowd: Crowd, count: int, max_seq_length: int) -> Questions:
         """Up to `count` rows, evenly spread over those that ask something and whose last answer is whole.
 
         A row of `max_seq_length` tokens may have been cut, and one as long as the base can read leaves no room.
@@ -174,14 +173,14 @@ class Examination:
         return len(self.prompts)
 
 
-def examine(
+def score_answers(
     crowd: Crowd,
     prompter: Prompter,
-    examination: Examination,
+    examination: Questions,
     batches: Iterable[Sequence[int]],
     *,
     max_new_tokens: int,
-    aggregator: Aggregator,
+    aggregator: str,
     stop: Callable[[], bool] = lambda: False,
 ) -> AnswerScores | None:
     """Let agents and crowd write their answers, greedily, and score them; None when `stop` asked to leave.
@@ -192,13 +191,13 @@ def examine(
     decoding = Decoding(max_new_tokens, examination.ends, aggregator)
     parts = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)]
     for batch in batches:
-        written = crowd.write([examination.prompts[i] for i in batch], decoding, alone=True, stop=stop)
+        written = crowd.generate_ids([examination.prompts[i] for i in batch], decoding, include_agents=True, stop=stop)
         if stop():
             return None
         wanted = [examination.answers[i] for i in batch]
         answers = [
             [final_answer(prompter.text(ids), examination.style) for ids in texts]
-            for texts in (*written.alone, written.together)
+            for texts in (*written.agents, written.crowd)
         ]
         answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
         parts.append(torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers]))

@@ -55,7 +55,7 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
-class ForeignAdapter:
+class ExternalAdapter:
     """One adapter, whoever wrote it.
 
     Attributes:
@@ -79,7 +79,7 @@ class ForeignAdapter:
         return frozenset(match["module"] for name in self.tensors if (match := _TENSOR.fullmatch(name)))
 
 
-def read_adapters(source: Path) -> list[ForeignAdapter]:
+def read_adapters(source: Path) -> list[ExternalAdapter]:
     """Every adapter of a folder, in the order of its agents.
 
     Raises:
@@ -102,7 +102,7 @@ def _numbered(source: Path) -> list[Path]:
     return [source / f"agent{k}" for k in range(len(list(source.glob(f"agent[0-9]*/{CONFIG}"))))]
 
 
-def _read_peft(folder: Path) -> ForeignAdapter:
+def _read_peft(folder: Path) -> ExternalAdapter:
     config = _read_json(folder / CONFIG)
     odd = [f"{key}: {config[key]}" for key, value in _PLAIN.items() if config.get(key) and config[key] != value]
     if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
@@ -123,7 +123,7 @@ def _has(folder: Path, ending: str) -> bool:
     return (folder / f"adapter_model{ending}").is_file()
 
 
-def _read_original(source: Path) -> list[ForeignAdapter]:
+def _read_original(source: Path) -> list[ExternalAdapter]:
     meta = _read_json(source / META)
     count = meta.get("K_agents")
     if not isinstance(count, int) or count < 1:
@@ -168,9 +168,9 @@ def _adapter(
     tensors: Mapping[str, Tensor],
     base_name: str | None,
     prompts: Literal["chat", "text"],
-) -> ForeignAdapter:
+) -> ExternalAdapter:
     try:
-        adapter = ForeignAdapter(
+        adapter = ExternalAdapter(
             source,
             tensors,
             rank=int(config["r"]),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
+import torch
+import xxhash
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.external_adapters import ForeignAdapter, read_adapters
+from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
 from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.targets import linear_layers
+from ci_llm.crowd.targets import shortest_names
 from ci_llm.errors import ModelError
 
 
@@ -42,7 +44,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         alpha=adapters[0].alpha,
         dropout=adapters[0].dropout,
         use_rslora=adapters[0].use_rslora,
-        target_modules=_targets(base.model, adapters[0]),
+        target_modules=shortest_names(base.model, adapters[0].modules),
     )
     crowd = Crowd(base.model, settings, base.name, base.tokenizer.pad_token_id or 0)
     crowd.prompter = Prompter(base.tokenizer, adapters[0].prompts)
@@ -53,7 +55,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     return crowd
 
 
-def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
+def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
     first = adapters[0]
     for adapter in adapters[1:]:
         odd = [
@@ -71,7 +73,7 @@ def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
             )
 
 
-def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
+def _base_name(adapters: Sequence[ExternalAdapter]) -> str:
     names = sorted({adapter.base_name for adapter in adapters if adapter.base_name})
     if len(names) == 1:
         return names[0]
@@ -82,17 +84,10 @@ def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
     )
 
 
-def _targets(model: PreTrainedModel, adapter: ForeignAdapter) -> tuple[str, ...]:
-    """The shortest names by which PEFT's rules find exactly the modules that the adapter has tensors for."""
-    names = tuple(sorted({name.rpartition(".")[2] for name in adapter.modules}))
-    reached = {name for name in linear_layers(model) if name.rpartition(".")[2] in names}
-    return names if reached == adapter.modules else tuple(sorted(adapter.modules))
-
-
 # ---------------------------------------------------------------------------------------------------- init from
 
 
-def start_from(crowd: Crowd, folder: Path) -> str:
+def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
     """Fill the agents from `folder/agent<k>`, or all of them from the one adapter that lies in `folder`.
 
     Returns:
@@ -117,7 +112,30 @@ def start_from(crowd: Crowd, folder: Path) -> str:
     return f"starting from {folder}: {every}"
 
 
-def _check_scale(crowd: Crowd, adapter: ForeignAdapter) -> None:
+def require_distinct_agents(crowd: Crowd, where: str) -> None:
+    """Refuse to train agents that begin alike and that nothing drives apart: they see the same rows.
+
+    Dropout and DropConnect do, because each agent draws its own. A diversity term does not: it has the same gradient
+    for all of them.
+
+    Raises:
+        ModelError: some agents would have the same bits for ever.
+    """
+    if crowd.settings.dropout or crowd.settings.dropconnect:
+        return
+    raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.agents.weights)
+    alike = max(Counter(map(xxhash.xxh3_128_digest, raw)).values())
+    if alike > 1:
+        raise ModelError(
+            f"{alike} of {crowd.num_agents} agents begin with the same weights, and nothing makes them differ:"
+            " they would stay the same to the last bit, at the cost of as many",
+            where=where,
+            hint="lora_dropout=0.1 or dropconnect_p=0.1, which each agent draws for itself; as many different adapters"
+            " as agents, or without init_from initialize_adapters_rand=true; or num_agents=1",
+        )
+
+
+def _check_scale(crowd: Crowd, adapter: ExternalAdapter) -> None:
     there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, crowd.settings))
     odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
     if odd:

@@ -8,6 +8,7 @@ process communicates nothing. Accelerate owns launch, placement and precision; o
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -35,6 +36,7 @@ from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, en
 from ci_llm.errors import CiLlmError, LaunchError, ModelError, PeerLost
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 # A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
 # went silent, and for the main process while it works alone (`main_first`).
@@ -51,7 +53,7 @@ class Processes:
         launch: how this process was started; read from the environment by default.
 
     Attributes:
-        accelerator: for what must be visible to Accelerate: trackers, `prepare`, `no_sync`, `scaler`.
+        accelerator: Accelerate's own, for the device, autocast and the trackers.
         notes: lines for people about the way the run was started.
 
     Raises:
@@ -90,6 +92,7 @@ class Processes:
             )
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self._tokens: list[Path] = []
+        logger.debug("process %d of %d on %s; %s", self.index, self.count, self.device, self.launch)
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,7 @@ package passes its own `Processes`, which has the same interface.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -102,6 +103,38 @@ class SideChannel:
         gathered = [torch.empty_like(own) for _ in range(self.count)]
         dist.all_gather(gathered, own, group=self._group)
         return gathered
+
+
+class SaveResultChannel:
+    """Process 0 tells the others whether a save succeeded, at its own time. The constructor is a collective.
+
+    Process 0 never waits until a message is received: another process may be busy, or gone.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = dist.new_group(backend="gloo")
+        self._in_flight: list[Any] = []  # each send with its tensor, which must live as long as the send
+
+    def send(self, step: int, saved: bool) -> None:
+        """On process 0: tell whether `step` is saved."""
+        self._in_flight = [(work, message) for work, message in self._in_flight if not work.is_completed()]
+        for index in range(1, dist.get_world_size()):
+            message = torch.tensor([step, int(saved)])
+            with contextlib.suppress(RuntimeError):  # a process that is gone needs no message
+                self._in_flight.append((dist.isend(message, index, group=self._group), message))
+
+    def receive(self, step: int) -> bool:
+        """On every other process: wait for the message about `step`, and return whether that step is saved.
+
+        Returns:
+            False as well if process 0 is gone; the next collective reports that on every process.
+        """
+        message = torch.zeros(2, dtype=torch.int64)
+        with contextlib.suppress(RuntimeError):
+            dist.recv(message, 0, group=self._group)
+            while message[0] < step:  # about an earlier save, for which nobody here has waited
+                dist.recv(message, 0, group=self._group)
+        return message.tolist() == [step, 1]
 
 
 def _distributed() -> bool:

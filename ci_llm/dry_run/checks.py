@@ -21,7 +21,11 @@ from ci_llm.errors import CiLlmError
 S = TypeVar("S")
 S_contra = TypeVar("S_contra", contravariant=True)
 
-Verdict = Literal["passed", "failed", "skipped"]
+Verdict = Literal["passed", "failed", "skipped", "inapplicable"]
+
+
+class Inapplicable(Exception):
+    """There is nothing to try here, such as a path of a GPU where there is none; says what was not checked."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Check(Generic[S]):
 
     Attributes:
         needs: names of checks without which this one cannot be tried.
-        run: returns what was found, in lines; raises what is wrong, best as a `CiLlmError`.
+        run: returns what was found, in lines; raises what is wrong, best as a `CiLlmError`, or `Inapplicable`.
     """
 
     name: str
@@ -74,6 +78,8 @@ def _tried(check: Check[S], scene: S, debug: bool) -> CheckResult:
     start = time.monotonic()
     try:
         lines, verdict = check.run(scene).splitlines() or [""], "passed"
+    except Inapplicable as nothing:
+        lines, verdict = [str(nothing)], "inapplicable"
     except Exception as error:  # noqa: BLE001  whatever it is, the dry run is here to name it
         if debug:
             traceback.print_exc()
@@ -91,8 +97,8 @@ def _explained(error: Exception) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- table
 
 
-MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
-STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim"}
+MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped", "inapplicable": "-"}
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim", "inapplicable": "dim"}
 
 
 class Report:
@@ -111,7 +117,7 @@ class Report:
     def show(self, outcome: CheckResult) -> None:
         """One more line: what was found; of a failure what, where and the hint."""
         mark = MARKS[outcome.verdict]
-        took = f"{outcome.seconds:.1f} s" if outcome.verdict != "skipped" else ""
+        took = f"{outcome.seconds:.1f} s" if outcome.verdict in ("passed", "failed") else ""
         if self._console.is_terminal:
             row = Table.grid(padding=(0, 2, 0, 0))
             for width in (max(map(len, MARKS.values())), self._width, len("00.0 s")):

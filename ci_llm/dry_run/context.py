@@ -144,6 +144,8 @@ class CheckContext:
             "save_steps": None,
             "save_interval_seconds": None,
             "resume_from_checkpoint": "latest",
+            "restart_from": None,
+            "overwrite_output_dir": False,
         }
         if self.stands_in:
             toy |= {"model_name": "embedded", "lora_target_modules": "all-linear", "init_from": None}

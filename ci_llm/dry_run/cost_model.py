@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ci_llm.config import Config
-from ci_llm.crowd.base import DTYPES, explained
+from ci_llm.crowd.base import DTYPES, load_error
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
@@ -112,11 +112,11 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         with device:
             model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=eager)
     except ValueError as error:
-        raise explained(config.model_name, error) from error
+        raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
     if config.use_gradient_checkpointing:
-        crowd.recompute_layers()
+        crowd.gradient_checkpointing_enable()
     return crowd.train()
 
 

@@ -8,7 +8,7 @@ import time
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
-from ci_llm.dry_run import environment, estimates, inputs, toy_run
+from ci_llm.dry_run import environment, estimates, gpu, inputs, toy_run
 from ci_llm.dry_run.checks import Check, CheckResult, Report, duration, try_all
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.interrupts import Interrupts
@@ -19,6 +19,12 @@ CHECKS: tuple[Check[CheckContext], ...] = (
     Check("port", ("precision",), environment.port),  # before whatever may fail on one process alone
     Check("disk", (), environment.disk),
     Check("accelerate", ("disk", "port"), environment.accelerate),
+    Check("gpu autocast", ("accelerate",), gpu.on_gpu(gpu.autocast)),
+    Check("gpu attention", ("accelerate",), gpu.on_gpu(gpu.attention)),
+    Check("gpu determinism", ("accelerate",), gpu.determinism_of),
+    Check("gpu copies", ("accelerate",), gpu.on_gpu(gpu.copies)),
+    Check("gpu checkpoint", ("accelerate",), gpu.checkpoint_of),
+    Check("gpu memory", ("accelerate",), gpu.on_gpu(gpu.memory)),
     Check("architecture", (), inputs.architecture),
     Check("data", (), inputs.data),
     Check("template", ("accelerate", "architecture", "data"), inputs.template),
@@ -55,7 +61,7 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
         for outcome in try_all(CHECKS, scene, stopped=stopped, debug=debug):
             outcomes.append(outcome)
             _show(report, outcome, launch)
-        passed = all(outcome.verdict == "passed" for outcome in outcomes)
+        passed = all(outcome.verdict in ("passed", "inapplicable") for outcome in outcomes)
         if launch.is_main:
             for note in [*_notes(scene), *config.notices()]:
                 report.say(note)
@@ -83,6 +89,9 @@ def _show(report: Report, outcome: CheckResult, launch: Launch) -> None:
 def _summary(outcomes: list[CheckResult], seconds: float) -> str:
     failed = [outcome.name for outcome in outcomes if outcome.verdict == "failed"]
     skipped = sum(outcome.verdict == "skipped" for outcome in outcomes)
+    absent = sum(outcome.verdict == "inapplicable" for outcome in outcomes)
     if not failed and not skipped:
-        return f"all {len(outcomes)} checks passed in {duration(seconds)}; nothing of them is left on the disk"
+        beside = f", {absent} had nothing to check here" if absent else ""
+        passed = len(outcomes) - absent
+        return f"all {passed} checks passed in {duration(seconds)}{beside}; nothing of them is left on the disk"
     return f"failed: {', '.join(failed) or 'none'}; {skipped} of {len(outcomes)} checks skipped"

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregate import aggregate
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
@@ -27,10 +27,9 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import evaluate
-from ci_llm.run.job import conclude, save
+from ci_llm.run.job import conclude, contents, save
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.resume import contents, find_source, restore
+from ci_llm.run.resume import newest_source
 from ci_llm.run.setup import build_crowd, join, set_determinism
 
 TERMINATED = "signal:SIGTERM"
@@ -45,7 +44,7 @@ def model(scene: CheckContext) -> str:
     parameters = base.num_parameters  # counted before there are agents
     config = scene.toy_config()
     manager, log = scene.open_run_folder(config)
-    crowd = build_crowd(config, base, log)
+    crowd = build_crowd(config, base)
     crowd.prompter = Prompter(base.tokenizer, form_of(scene.examples.rows))
     run = scene.run = join(
         config, scene.processes, scene.interrupts, manager, log, base, crowd, scene.examples, scene.eval_examples
@@ -119,10 +118,10 @@ def checkpoint(scene: CheckContext) -> str:
         for tensor in moments.values():
             tensor.zero_()
     with run.processes.main_first():
-        source = find_source(run.manager, "latest")
+        source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(scene.scratch))
-    restore(run, source)
+    run.state = run.checkpoint.restore(source).state
     _compare(wanted, _bits(contents(run)), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
@@ -163,7 +162,7 @@ def interruption(scene: CheckContext) -> str:
     if stop != TERMINATED or run.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {run.state.step}: {stop}")
     with run.processes.main_first():
-        source = find_source(run.manager, "latest")
+        source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(scene.scratch))
     _compare(_bits(contents(run)), _bits(source.checkpoint.state), str(source.folder))
@@ -222,7 +221,7 @@ def generation(scene: CheckContext) -> str:
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
     with run.processes.autocast():
         start = time.monotonic()
-        texts = run.crowd.write(prompts, decoding).together
+        texts = run.crowd.generate_ids(prompts, decoding).crowd
         took = time.monotonic() - start
         gap = max(_regret(run, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
     if not gap <= _tolerance(run):
@@ -260,7 +259,7 @@ def conclusion(scene: CheckContext) -> str:
     """The end of a run: agents and crowd are judged, and the final checkpoint and its evaluation are there."""
     run = scene.run
     start = time.monotonic()
-    scores = evaluate(run)
+    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     middle = time.monotonic()
     _uninterrupted(conclude(run))
     end = time.monotonic()

@@ -151,6 +151,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", hint="python safe_train.py --help")
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own says nothing where the output is refused
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(

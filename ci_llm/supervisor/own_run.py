@@ -114,6 +114,7 @@ class OwnRun:
 
     def verdict(self, ending: AttemptResult) -> Outcome:
         """What the run wrote about its own end; what it can do nothing about is seen from outside."""
+        self._recovery = read_recovery(self._folder)  # an attempt that began anew has moved the old one aside
         status = self._status_of_attempt()
         failures = read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(ending, status, failures, has_begun=self._has_begun)

@@ -51,6 +51,8 @@ FIXED_DEFAULTS: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "experiment_name": None,
     "resume_from_checkpoint": "latest",
+    "restart_from": None,
+    "overwrite_output_dir": False,
     "deterministic": "auto",
     "allow_inexact_resume": False,
     "requeue": "auto",
@@ -569,6 +571,27 @@ def test_notices() -> None:
     said = load_config(None, ["diversity=swd_raw", "swd_representation=first_token"]).notices()
     assert len(said) == 2
     assert load_config(None, ["max_train_steps=5", "num_warmup_steps=5"]).notices() != []
+
+
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [
+        (["lambda_sw=0.5"], True),
+        (["lambda_sw=0.1"], True),
+        (["lambda_sw=0"], False),
+        (["lambda_sw=0.5", "diversity=swd"], False),
+        ([], False),
+        (["--config", str(ROOT / "configs.yaml")], False),
+        (["--config", str(ROOT / "configs.yaml"), "lambda_sw=0.5"], True),
+        (["--config", str(ROOT / "configs.yaml"), "diversity=swd_raw", "lambda_sw=0.5"], False),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else str(value),
+)
+def test_a_weight_without_its_term_is_told(words: list[str], is_told: bool) -> None:
+    said = [line for line in load_config(None, words).notices() if line.startswith("lambda_sw")]
+    assert bool(said) == is_told
+    for way in ("diversity=swd_raw", "diversity=swd ", "lambda_sw=0 ", "docs/crowd.md") if is_told else ():
+        assert way in said[0]
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)

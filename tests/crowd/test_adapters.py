@@ -297,7 +297,7 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     def gradient(checkpointing: bool) -> Tensor:
         crowd = crowd_of(base(), dropconnect=0.3, dropout=0.2).train()
         if checkpointing:
-            crowd.recompute_layers()
+            crowd.gradient_checkpointing_enable()
         torch.manual_seed(5)
         crowd.agents.begin_step(1)
         crowd(batch()).loss.backward()
@@ -337,6 +337,24 @@ def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
     peft.get_peft_model(model, opened)
     with pytest.raises(ModelError, match="dt_proj, which cannot carry an adapter"):
         Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("all-linear", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        (("v_proj", "q_proj"), ["q_proj", "v_proj"]),
+        (r".*\.1\.mlp\..*_proj", [f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")]),
+    ],
+)
+def test_an_adapter_names_its_layers_in_a_list(wanted: Any, told: list[str]) -> None:
+    """Servers such as vLLM and SGLang read neither all-linear nor a pattern."""
+    model = base()
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, target_modules=wanted), "toy")
+    config = crowd.adapter_files()["agent0/adapter_config"]
+    assert config["target_modules"] == told
+    opened = peft.get_peft_model(model, peft.LoraConfig(**config))
+    assert {name for name, _ in peft.get_peft_model_state_dict(opened).items()} == set(crowd.agents.agent_tensors(0))
 
 
 def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

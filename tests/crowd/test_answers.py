@@ -13,11 +13,11 @@ import torch
 from ci_llm.crowd.answers import (
     AnswerScores,
     AnswerStyle,
-    Examination,
-    examine,
+    Questions,
     final_answer,
     majority,
     merged,
+    score_answers,
     style_of,
 )
 from ci_llm.crowd.base import load_base
@@ -25,9 +25,11 @@ from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
+from ci_llm.crowd.scoring import paired_gain
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.data.templates import Encoder, Example
 from ci_llm.embedded import stories
+from ci_llm.run.report import score_table
 
 K = 3
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
@@ -115,10 +117,43 @@ def test_record_pairs_the_gains_over_rows() -> None:
     exact = record["exact_match"]
     assert (exact["agents"], exact["crowd"], exact["vote"]) == ([0.25, 0.5], 0.75, 0.5)
     assert exact["crowd_minus_mean"]["value"] == pytest.approx(0.375)
-    difference = torch.tensor([0.0, 0.5, 1.0, 0.0]).std()
-    assert exact["crowd_minus_mean"]["interval95"] == pytest.approx(1.96 * float(difference) / 2)
+    assert exact["crowd_minus_mean"]["interval95"] is None, "of four rows"
     assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25)
     assert exact["crowd_minus_vote"]["value"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval"),
+    [
+        ([1.0], None),
+        ([0.0, 0.0], None),
+        ([1.0, 0.0] * 14, None),
+        ([0.0] * 400, None),
+        ([1.0, 0.0] * 50, 1.96 * 0.502519 / 10),
+    ],
+)
+def test_an_interval_is_told_where_the_rows_can_tell_one(difference: list[float], interval: float | None) -> None:
+    gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
+    assert gain["value"] == pytest.approx(sum(difference) / len(difference))
+    assert gain["interval95"] == (None if interval is None else pytest.approx(interval, rel=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "interval", "words"),
+    [
+        ("none", 0.1, "over 9 held-out rows; ± is a 95 % interval, paired over rows"),
+        ("all", None, "over 9 rows that were trained on: none was held out"),
+        ("some", None, "over 9 rows, some of them trained on"),
+    ],
+)
+def test_the_table_says_what_its_rows_can_show(trained_on: Any, interval: float | None, words: str) -> None:
+    gain = {"value": 0.0, "interval95": interval}
+    exact = {"agents": [0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
+    record = {"n": 9, "rows_trained_on": trained_on, "measured_by": "teacher_forcing", "exact_match": exact}
+    lines = score_table({**record, "nll": {"agents": [1.0], "crowd": 1.0}}).splitlines()
+    assert lines[-1].endswith(words)
+    assert ("±" in lines[-2]) is (interval is not None)
+    assert "nan" not in " ".join(lines)
 
 
 def test_evaluation_says_what_was_measured_how() -> None:
@@ -161,36 +196,36 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
 @pytest.mark.slow
 def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -> None:
     rows = list(examples(prompter, 12))
-    test = Examination.of(rows, prompter, crowd, 99, max_seq_length=256)
+    test = Questions.of(rows, prompter, crowd, 99, max_seq_length=256)
     assert (len(test), test.style) == (12, "marked")
     assert test.ends == prompter.ends
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
     decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
     batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
-    scores = examine(crowd, prompter, test, batches, **HOW)
+    scores = score_answers(crowd, prompter, test, batches, **HOW)
     assert scores is not None
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
-        written = crowd.write([prompt], decoding, alone=True)
-        texts = [prompter.text(ids) for ids in (*(line[0] for line in written.alone), written.together[0])]
+        written = crowd.generate_ids([prompt], decoding, include_agents=True)
+        texts = [prompter.text(ids) for ids in (*(line[0] for line in written.agents), written.crowd[0])]
         *agents, together = (final_answer(text, test.style) for text in texts)
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
-    halves = [examine(crowd, prompter, test, [half], **HOW) for half in (range(6), range(6, 12))]
+    halves = [score_answers(crowd, prompter, test, [half], **HOW) for half in (range(6), range(6, 12))]
     joined = AnswerScores.joined(half for half in halves if half is not None)
     assert torch.equal(joined.right, scores.right)
 
 
 def test_an_examination_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
-    test = Examination.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
+    test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
     asked = iter([False, False, True, True])
-    assert examine(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(asked)) is None
+    assert score_answers(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(asked)) is None
 
 
 def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter) -> None:
-    test = Examination.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
-    scores = examine(crowd, prompter, test, [], **HOW)
+    test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
+    scores = score_answers(crowd, prompter, test, [], **HOW)
     assert scores is not None
     assert scores.right.shape == (K + 2, 0)
 
@@ -202,17 +237,17 @@ def test_only_whole_answers_to_questions_are_asked(crowd: Crowd, prompter: Promp
     talk = Chat(tuple(Message(role, text) for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)))
     plain = encoder.encode(Completion(None, "Ann has 5 pens."))
     rows = [cut, plain, other, encoder.encode(talk)]
-    test = Examination.of(rows, prompter, crowd, 9, max_seq_length=len(cut.input_ids))
+    test = Questions.of(rows, prompter, crowd, 9, max_seq_length=len(cut.input_ids))
     expected = [row for row in (other, encoder.encode(talk)) if len(row.input_ids) < len(cut.input_ids)]
     assert len(test) == len(expected) >= 1
     assert test.answers[-1] == "d"
     assert prompter.text(test.prompts[-1]) == "a\nbc\n"
-    assert len(Examination.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
+    assert len(Questions.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
 
 
 def test_questions_are_spread_over_the_rows(crowd: Crowd, prompter: Prompter) -> None:
     rows = list(examples(prompter, 10))
-    found = Examination.of(rows, prompter, crowd, 4, max_seq_length=256).prompts
+    found = Questions.of(rows, prompter, crowd, 4, max_seq_length=256).prompts
     assert found == [rows[i].input_ids[: len(ids)].tolist() for i, ids in zip((0, 2, 5, 7), found, strict=True)]
-    assert len(Examination.of(rows, prompter, crowd, 99, max_seq_length=256)) == 10
-    assert len(Examination.of(rows, prompter, crowd, 0, max_seq_length=256)) == 0
+    assert len(Questions.of(rows, prompter, crowd, 99, max_seq_length=256)) == 10
+    assert len(Questions.of(rows, prompter, crowd, 0, max_seq_length=256)) == 0

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from ci_llm.config import Config
 from ci_llm.crowd.base import fingerprint_of, load_base
 from ci_llm.dry_run import toy_run
+from ci_llm.dry_run.architecture import find_shape
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 from tests.support.tiny import base
@@ -72,6 +73,16 @@ def test_a_base_that_is_not_whole_is_refused(harm: Callable[[Path], None], messa
         load_base(str(folder))
     assert message in caught.value.what
     assert caught.value.where == f"model_name: {folder}"
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./models/mine", "../mine/x", "~/mine", "runs/one/model"])
+def test_a_folder_that_is_not_there_is_named_as_such(name: str) -> None:
+    """The hub's library would say that a repo id must use alphanumeric characters."""
+    for open_it in (load_base, find_shape):
+        with pytest.raises(ModelError) as caught:
+            open_it(name)
+        assert caught.value.what == "there is no such folder"
+        assert str(Path(name).absolute()) in str(caught.value.where)
 
 
 def test_a_dry_run_does_not_stand_in_for_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

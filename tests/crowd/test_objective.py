@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.aggregate import aggregate, mean_of_probabilities
-from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
+from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.diversity.joint import jensen_gap
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.sliced_wasserstein import row_states, sliced_wasserstein, unit_directions
 from ci_llm.data.batches import Batch
 from tests.support.tiny import base, batch
 
@@ -126,7 +127,7 @@ def test_joint_is_a_sum_over_tokens_and_interpolates_to_the_crowds_loss(crowd: C
     assert gap.item() == pytest.approx(halves.item(), rel=1e-12)
     assert gap.item() > 0
     full = Objective("joint", weight=1.0)(output, packed, step=0).total
-    crowd_loss = -mean_of_probabilities(output.log_probs).sum()
+    crowd_loss = -aggregate(output.log_probs, "probability").sum()
     assert full.item() == pytest.approx(3 * crowd_loss.item(), rel=1e-12)
 
 

@@ -152,8 +152,8 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     [
         (["batch_size=none"], ["batch_size is 'none'"]),
         (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
-        (["--lr-key", "lr"], ["our own trainer takes no --lr-key"]),
-        (["--config-name", "x"], ["our own trainer takes no --config-name\n"]),
+        (["--lr-key", "lr"], ["our own trainer takes no --lr-key", "write --config FILE"]),
+        (["--config-name", "mine"], ["our own trainer takes no --config-name\n", "write --config FILE"]),
         (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
         (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
     ],
