@@ -16,7 +16,7 @@ import torch
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.distributed.ballot import Ballot
-from ci_llm.distributed.processes import Processes, check_precision, meet_oneself, runs_on_cpu
+from ci_llm.distributed.processes import Processes, check_precision, check_process_group, runs_on_cpu
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError, LaunchError
@@ -84,7 +84,7 @@ def precision(context: CheckContext) -> str:
 
 def port(context: CheckContext) -> str:
     """The processes of this launch meet; a single one forms a world of its own for a moment."""
-    met = meet_oneself() if context.launch.num_processes == 1 else None
+    met = check_process_group() if context.launch.num_processes == 1 else None
     context.processes = Processes(context.config, launch=context.launch)
     context.at_end.callback(context.processes.shutdown)
     if met:
@@ -102,7 +102,7 @@ def accelerate(context: CheckContext) -> str:
     if (verdict.num_targets, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
         raise LaunchError(f"processes do not add up: {verdict}, {total}", where=str(processes.device))
     context.scratch = processes.broadcast_object(context.scratch if processes.is_main else Path())
-    processes.same_folder(context.scratch)
+    processes.require_same_folder(context.scratch)
     with processes.autocast():
         dtype = (torch.ones(2, 2, device=processes.device) @ torch.ones(2, 2, device=processes.device)).dtype
     return f"{processes.count} process(es) on {processes.device.type}, {str(dtype).removeprefix('torch.')}, one sum"

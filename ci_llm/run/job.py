@@ -238,7 +238,7 @@ def _log_lines(lines: Iterable[str]) -> None:
 def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     """Lease the folder, make it what `start` says, open the logs and cut them back."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
-    processes.same_folder(config.run_folder)
+    processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, start, step))
     run.log.open(number, still_held=manager.store.still_held)
     run.log.cut_back(step if step else -1)

@@ -77,7 +77,7 @@ def refusal(processes: Any, folder: Path) -> str | None:
     from ci_llm.errors import LaunchError
 
     try:
-        processes.same_folder(folder)
+        processes.require_same_folder(folder)
     except LaunchError as error:
         return error.what
     return None
@@ -98,7 +98,7 @@ def refused_on_main(processes: Any) -> str:
 
 def lose_a_peer(processes: Any) -> dict[str, Any]:
     from ci_llm.distributed.ballot import Ballot
-    from ci_llm.distributed.processes import PeerLost
+    from ci_llm.errors import PeerLost
 
     if processes.index == 1:
         os._exit(9)
