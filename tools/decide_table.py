@@ -11,7 +11,7 @@ from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 _RAN: Final = Outcome("crashed", learning_rate=2e-4, batch_size=32)
 _VAIN: Final = (_RAN, _RAN)
 _EARLY: Final = replace(
-    _RAN, detail="exit code 1: ImportError: no torch", fault="ImportError: no torch", duration_s=2.0
+    _RAN, detail="exit code 1: ImportError: no torch", signature="ImportError: no torch", duration_s=2.0
 )
 _CUT: Final = replace(_RAN, kind="nonfinite")
 
