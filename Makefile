@@ -6,7 +6,7 @@ JOBS   ?= 2
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install install-dev train test test-slurm check lint bench clean
+.PHONY: install install-dev train test campaign test-slurm check lint bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -32,6 +32,10 @@ train: install
 test: install-dev
 	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm
 	$(PYTEST) tests/slurm
+
+# Everything again, and in full what `make test` samples: crash points, random histories, combinations of a matrix.
+campaign: install-dev
+	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm --campaign
 
 # Preemption, walltime, requeue, a dead node, on a real SLURM.
 test-slurm: install-dev

@@ -193,6 +193,7 @@ def supervise(folder: Path, faults: list[Fault], seconds: float) -> int:
     """
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(DOOR)
+    (folder / "configs.yaml").touch()  # the defaults, and not the project's own
     (folder / PLAN).write_text(json.dumps([asdict(fault) for fault in faults]))
     words = [f"{key}={value}" for key, value in KEYS.items()]
     words += [f"max_train_steps={SPACING * (len(faults) + 1)}", "output_dir=run"]

@@ -64,7 +64,7 @@ def train_ours(folder: str) -> int:
     torch.set_num_threads(1)
     os.chdir(folder)
     interfere("ci_llm.crowd.model.Crowd.forward", FORWARD_PASS, lambda: strike(folder))
-    return command(["train", *(f"{key}={value}" for key, value in OURS.items())])
+    return command(["train", "--config", os.devnull, *(f"{key}={value}" for key, value in OURS.items())])
 
 
 def train_with_trainer(folder: str) -> int:
@@ -113,7 +113,7 @@ def time_steps(folder: str) -> int:
     torch.set_num_threads(1)
     os.chdir(folder)
     keys = OURS | {"max_train_steps": STEPS, "logging_steps": 1, "eval_samples": 1, "generation_eval_samples": 0}
-    return command(["train", *(f"{key}={value}" for key, value in keys.items())])
+    return command(["train", "--config", os.devnull, *(f"{key}={value}" for key, value in keys.items())])
 
 
 # ------------------------------------------------------------------------------------------ in this process

@@ -14,6 +14,9 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import campaign
+from tests.support.forkserver import ForkServer
+
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -22,13 +25,33 @@ FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "OMPI_", "ACCELERATE_", "TORCHELASTIC_"
 WORLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaign", action="store_true", help="run in full what is a sample otherwise")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not campaign.in_full:
+        left_out = [item for item in items if item.get_closest_marker("campaign")]
+        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    campaign.in_full = config.getoption("--campaign")
     for name in [name for name in os.environ if name.startswith(FOREIGN) or name in WORLD]:
         del os.environ[name]
     if "PYTEST_XDIST_WORKER" not in os.environ:  # those share what the process has that started them
         cache = tempfile.mkdtemp(prefix="ci-llm-tests-")
         os.environ["HF_DATASETS_CACHE"] = cache
         config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """The fork server of all tests that need no environment of their own."""
+    with ForkServer("tests.support.trials") as started:
+        yield started
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.embedded import BASE_FOLDER, rows, stories
 from ci_llm.errors import DataError
+from tests.support.events import DEADLINE_S
 
 EQUATION = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
 SIZES = {"train": 1500, "validation": 320, "test": 1000}
@@ -185,5 +186,5 @@ def test_pretraining_makes_the_shipped_tokenizer() -> None:
 
 def test_embedded_loads_neither_torch_nor_transformers() -> None:
     code = "import sys, ci_llm.embedded as e; e.rows('test'); print({'torch', 'transformers'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "set()"

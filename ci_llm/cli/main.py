@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import select
 import sys
@@ -17,7 +18,7 @@ from ci_llm.interrupts import ABORTED_EXIT_CODE
 
 if TYPE_CHECKING:
     from ci_llm.cluster.launch import Launch
-    from ci_llm.config import Config
+    from ci_llm.config import Config, Reading
 
 READER_GONE: Final = 141  # what a shell says of a program that wrote to a pipe that nobody reads any more
 
@@ -71,8 +72,14 @@ def safe_train(words: list[str]) -> int:
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code."""
+    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code.
+
+    Args:
+        debug: show the traceback of such an error, and log what is meant for developers.
+    """
     _prepare_standard_files()
+    if debug:
+        logging.getLogger("ci_llm").setLevel(logging.DEBUG)
     try:
         code = command()
         sys.stdout.flush()  # while a reader that has gone can still be told from a failure
@@ -132,13 +139,13 @@ def train(words: list[str]) -> int:
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
-    with Interrupts() as interrupts:
-        interrupts.plan = "leaving before the first step"
-        config = _configuration(words)
-        interrupts.listen_to(config.stop_signals, config.save_signals)
+    with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
+        read = _configuration(words)
+        config = read.config
+        interrupts.set_signals(config.stop_signals, config.save_signals)
         if "--continue" in words:
             _require_checkpoint(config.run_folder)
-        launch = read_launch()
+        launch = read_launch(words=words)
         if launch.dies_unheard:
             die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
         if launch.is_main:
@@ -147,15 +154,16 @@ def train(words: list[str]) -> int:
         _quiet_libraries()
         from ci_llm.run.job import run_job
 
-        return run_job(config, interrupts, launch)
+        return run_job(config, interrupts, launch, sources=read.lines)
 
 
-def _configuration(words: Sequence[str]) -> Config:
-    """What train.py is called with, on top of the configs.yaml of this folder."""
-    from ci_llm.config import load_config
+def _configuration(words: Sequence[str]) -> Reading:
+    """What train.py is called with, on top of configs.yaml, on top of what its launcher was told."""
+    from ci_llm.cluster.launch import accelerate_settings
+    from ci_llm.config import default_file, read_config
 
-    default = Path("configs.yaml")
-    return load_config(default if default.is_file() else None, [word for word in words if word != "--continue"])
+    keys = [word for word in words if word != "--continue"]
+    return read_config(default_file(), keys, accelerate_settings(os.environ))
 
 
 def _require_checkpoint(folder: Path) -> None:
@@ -171,7 +179,8 @@ def _help_train() -> int:
     from ci_llm.config import describe_keys
 
     print("python train.py [--config FILE] [key=value | --key value | --key=value ...]")
-    print("The command line wins over the file (configs.yaml by default), the file over these defaults.")
+    print("The command line wins over the file, the file over what `accelerate launch` says, that over these defaults.")
+    print("The file: configs.yaml of the current folder, else the project's own, where --config names no other.")
     print(
         "example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine\n"
     )
@@ -213,11 +222,14 @@ def check(words: list[str]) -> int:
     from ci_llm.interrupts import Interrupts, die_with_parent
 
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
-        config, launch = _configuration(words), read_launch()
+        read, launch = _configuration(words), read_launch(words=words)
+        config = read.config
         if launch.dies_unheard:
             die_with_parent()
         if launch.is_main:
             _tell(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")
+            for line in read.lines:
+                _tell(f"config    {line}")
         _mind_the_hub(config, launch)
         _quiet_libraries()
         from ci_llm.dry_run.plan import dry_run
@@ -243,7 +255,7 @@ def status(words: list[str]) -> int:
         return 0
     words = [word for word in words if word != "--debug"]
     named = len(words) == 1 and "=" not in words[0] and not words[0].startswith("-")
-    found = read_status(words[0] if named else _configuration(words).run_folder)
+    found = read_status(words[0] if named else _configuration(words).config.run_folder)
     reason = f" ({found.reason})" if found.reason else ""
     print(f"{found.status}{reason}: step {found.step}, attempt {found.attempt}, process {found.pid} on {found.host}")
     if found.best_step is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ci_llm.errors import ConfigError, LaunchError
-from ci_llm.supervisor.options import Options, parse_options
+from ci_llm.supervisor.options import DEFAULT_SCRIPT, Options, parse_options
 
 if TYPE_CHECKING:
     from ci_llm.supervisor.target import Target
@@ -76,7 +76,8 @@ def _supervise(options: Options) -> int:
 
 
 def _target(options: Options) -> Target:
-    words: list[str] | None = [] if is_own_script(options.script) else None
+    script = _script(options)
+    words: list[str] | None = [] if is_own_script(script) else None
     if options.command:
         words = own_words(options.command)
     if words is None:
@@ -91,9 +92,18 @@ def _target(options: Options) -> Target:
         )
     from ci_llm.supervisor.own_run import OwnRun
 
-    command = options.command or (sys.executable, str(options.script))
+    command = options.command or (sys.executable, str(script))
     extra = [*(["--config", str(options.config)] if options.config else []), *options.words]
     return OwnRun([*command, *extra], [*words, *extra], grace_s=options.grace_s)
+
+
+def _script(options: Options) -> Path:
+    """The script to run where no command is given. Called from a folder without a train.py, it is the project's own."""
+    if options.command or options.script != DEFAULT_SCRIPT or options.external_script_options():
+        return options.script
+    from ci_llm.config import default_file  # here, because it loads the whole configuration
+
+    return default_file(options.script.name) or options.script
 
 
 def is_own_script(script: Path) -> bool:

@@ -109,27 +109,27 @@ class Pace:
     """How long the latest steps and saves took. Written by the training thread, read by any.
 
     Attributes:
-        began: when the step under way began, by `clock`; None between two steps.
+        step_started: when the step under way began, by `clock`; None between two steps.
         at_boundary: called after each step, when weights and state have moved.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.at_boundary: Callable[[], None] = lambda: None
-        self.began: float | None = None
+        self.step_started: float | None = None
         # Tuples that are replaced: a reader in another thread sees the old one or the new one.
         self.steps_s: tuple[float, ...] = ()
         self.saves_s: tuple[float, ...] = ()
         self._last_save: Save | None = None
 
     def begin_step(self) -> None:
-        self.began = self._clock()
+        self.step_started = self._clock()
 
     def end_step(self, last_save: Save | None = None) -> None:
         """Note the step that began last, and the latest save unless it is noted already."""
-        if self.began is not None:
-            self.steps_s = (*self.steps_s[1 - MEASUREMENTS :], self._clock() - self.began)
-            self.began = None
+        if self.step_started is not None:
+            self.steps_s = (*self.steps_s[1 - MEASUREMENTS :], self._clock() - self.step_started)
+            self.step_started = None
         if last_save is not None and last_save is not self._last_save:
             self._last_save = last_save
             self.saves_s = (*self.saves_s[1 - MEASUREMENTS :], last_save.seconds)
@@ -173,7 +173,7 @@ class Walltime:
         # Half of the time, and half of the rest: steps may become slower while this waits.
         while not self._over.wait(min(max(self._spare_s() / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)):
             if self._spare_s() <= 0 and not self._is_prolonged():
-                self._interrupts.announce(f"the time is over at {self.deadline}: {self._interrupts.plan}")
+                self._interrupts.announce_stop(f"the time is over at {self.deadline}")
                 self._interrupts.request_stop(REASON)
                 return
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,10 +20,12 @@ from ci_llm.config.parsing import (
     UnreadableError,
     expected,
     hint,
+    parts_of,
     read_arguments,
     read_value,
     takes_flag,
 )
+from ci_llm.config.precedence import in_words, settle
 from ci_llm.config.schema import (
     AgentKeys,
     BaseModelKeys,
@@ -164,12 +166,34 @@ class _Problem:
         return f"{self.where}: {self.what}; {self.hint}"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A configuration as it was read, and lines for people: which file, which overrides, what does not count."""
+
+    config: Config
+    lines: tuple[str, ...]
+
+
 def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Config:
     """The configuration of a run: `arguments` over the file over the defaults.
 
     Args:
         path: the YAML file, unless `arguments` name another by `--config FILE`; None: no file.
         arguments: `--any-key V`, `--any_key=V`, `any_key=V`, `--flag`; `--debug` is skipped.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, each with its place and its hint.
+    """
+    return read_config(path, arguments).config
+
+
+def read_config(
+    path: str | Path | None, arguments: Sequence[str] = (), launcher: Mapping[str, str] | None = None
+) -> Reading:
+    """As `load_config`, with words about where the values come from.
+
+    Args:
+        launcher: values that `accelerate launch` names, by key; they count where file and arguments are silent.
 
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
@@ -182,9 +206,19 @@ def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Confi
         else:
             problems.append(_Problem(PLACE, "--config without a file", "write --config FILE"))
     written = [] if path is None else read_yaml(_read_file(Path(path)), str(path))
-    given = _by_key(written, problems, last_wins=False)
-    given |= _by_key([entry for entry in typed if entry.name != "config"], problems, last_wins=True)
-    return _build(given, problems)
+    places = (
+        {key: Entry(key, Scalar(value), "accelerate launch") for key, value in (launcher or {}).items()},
+        _by_key(written, problems, last_wins=False),
+        _by_key([entry for entry in typed if entry.name != "config"], problems, last_wins=True),
+    )
+    config = _build(settle(*places), problems)
+    return Reading(config, tuple(in_words(None if path is None else Path(path), *places)))
+
+
+def words_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
+    """A command line without these keys, under whatever name they stand there."""
+    parts = parts_of(arguments, _stands)
+    return [word for words, entry in parts if entry is None or _canonical(entry.name) not in keys for word in words]
 
 
 def parse_config(text: str, where: str) -> Config:

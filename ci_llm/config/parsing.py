@@ -290,16 +290,25 @@ def read_arguments(arguments: Sequence[str], stands: Callable[[str], Stands]) ->
     """
     entries: list[Entry] = []
     strays: list[str] = []
+    for words, entry in parts_of(arguments, stands):
+        if entry is None:
+            strays += words
+        else:
+            entries.append(entry)
+    return entries, strays
+
+
+def parts_of(arguments: Sequence[str], stands: Callable[[str], Stands]) -> Iterator[tuple[list[str], Entry | None]]:
+    """The words of each entry with the entry; None for a word that belongs to none."""
     words = list(arguments)
     while words:
-        word = words.pop(0)
+        before, word = list(words), words.pop(0)
+        entry = None
         if match := _ASSIGNMENT.fullmatch(word):
-            entries.append(Entry(match[1], Scalar(match[2]) if match[2] else NO_VALUE, PLACE))
+            entry = Entry(match[1], Scalar(match[2]) if match[2] else NO_VALUE, PLACE)
         elif match := _OPTION.fullmatch(word):
-            entries.append(Entry(match[1], _take_value(stands(match[1]), words), PLACE))
-        else:
-            strays.append(word)
-    return entries, strays
+            entry = Entry(match[1], _take_value(stands(match[1]), words), PLACE)
+        yield before[: len(before) - len(words)], entry
 
 
 def _take_value(stands: Stands, words: list[str]) -> Raw:

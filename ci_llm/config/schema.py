@@ -87,7 +87,9 @@ class BaseModelKeys(Keys):
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
         None, "precision of the frozen base; null: fp32 on CPU, the checkpoint's own on CUDA"
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] = exact("no", "autocast precision of the forward pass")
+    mixed_precision: Literal["no", "bf16", "fp16"] = exact(
+        "no", "autocast precision of the forward pass; unset: what accelerate launch says"
+    )
     use_gradient_checkpointing: bool = rounding(False, "recompute layers in the backward pass: less memory, slower")
 
 
@@ -140,10 +142,12 @@ class DataKeys(Keys):
 class TrainingKeys(Keys):
     """How long, how much at once, how fast"""
 
-    epochs: Count = schedule(3, "passes over the rows; max_train_steps overrules it")
+    epochs: Count = schedule(3, "passes over the rows; max_train_steps in the same place overrules it")
     max_train_steps: Count | None = schedule(None, "optimizer steps of the whole run; null: epochs decides")
     batch_size: Count = rounding(4, "rows per process and micro-step")
-    gradient_accumulation_steps: Count = rounding(1, "micro-steps per optimizer step")
+    gradient_accumulation_steps: Count = rounding(
+        1, "micro-steps per optimizer step; unset: what accelerate launch says"
+    )
     global_batch_size: Count | None = exact(
         None, "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps"
     )

@@ -89,8 +89,6 @@ def _doubtful(c: Config) -> Iterator[str]:
         yield "diversity swd_raw is the original's, kept for comparison: at weight 1 it halves accuracy"
     if c.diversity.startswith("swd") and c.swd_representation == "first_token":
         yield "swd_representation first_token is alike in all rows: a causal model has read nothing yet"
-    if c.global_batch_size is not None and c.gradient_accumulation_steps != 1:
-        yield "gradient_accumulation_steps has no effect: it follows from global_batch_size"
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never filled: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:

@@ -14,18 +14,20 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor
 from torch import distributed as dist
 
-from ci_llm.cluster.launch import Launch, decline, read_launch, remarks
+from ci_llm.cluster.launch import Launch, decline, option, read_launch, remarks
 from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.run_status import is_alive, pid_space
@@ -48,7 +50,7 @@ class Processes:
     """The processes of this run, from the inside of one of them. Building it is where they meet.
 
     Args:
-        config: `mixed_precision` and `model_dtype` are read.
+        config: `mixed_precision` and `model_dtype` are read, and for the notes the size of the batch.
         log_with, project_dir: handed to the Accelerator for its trackers.
         launch: how this process was started; read from the environment by default.
 
@@ -90,12 +92,7 @@ class Processes:
                 where=f"launcher: {self.launch.launcher}",
                 hint="build nothing of Accelerate's before Processes; start by torchrun or accelerate launch",
             )
-        self.notes += remarks(
-            self.launch,
-            os.environ,
-            num_gpus=0 if on_cpu else torch.cuda.device_count(),
-            mixed_precision=config.mixed_precision,
-        )
+        self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self._tokens: list[Path] = []
 
     @property
@@ -317,6 +314,24 @@ def check_precision(config: Config) -> None:
             )
         if value == "bf16" and not on_cpu and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ModelError(f"{torch.cuda.get_device_name()} has no bf16", where=f"{key}: bf16", hint=f"{key}=fp16")
+
+
+def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:
+    if launch.asked_for is None:
+        return remarks(launch, os.environ, num_gpus=num_gpus)
+    rows = None if config.global_batch_size else config.batch_size * config.gradient_accumulation_steps
+    number = launch.asked_for or _configured_processes(launch.launcher_command)
+    launch = replace(launch, asked_for=None if number == 1 else number)
+    return remarks(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
+
+
+def _configured_processes(command: Sequence[str]) -> int:
+    """The number of processes in the file that `accelerate launch` has read; 0 if that has gone meanwhile."""
+    try:
+        settings = load_config_from_file(option(command, "config_file") or None)
+    except OSError:
+        return 0
+    return int(settings.num_processes)
 
 
 def _check_gpus(launch: Launch, on_cpu: bool) -> None:

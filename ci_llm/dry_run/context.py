@@ -161,6 +161,6 @@ class CheckContext:
             interrupts=self.interrupts,
             say=log.say,
         )
-        self.at_end.callback(manager.close)
         self.at_end.callback(log.close)
+        self.at_end.callback(manager.close)
         return manager, log

@@ -79,6 +79,12 @@ class Run:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor wants it."""
         return min(self.config.batch_size, self.state.healing.micro_batch_size or self.config.batch_size)
 
+    def describe_stop(self) -> str:
+        """What a request to stop does now. The step under way may have voted already: then one more step follows."""
+        if self.pace.step_started is not None:
+            return f"finishing step {self.state.step + 1}, then saving and leaving"
+        return f"step {self.state.step} is done; saving and leaving"
+
     @property
     def bounds(self) -> Bounds:
         """How far the ways back from numbers that are not finite go."""

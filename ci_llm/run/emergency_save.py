@@ -109,7 +109,7 @@ class EmergencySave:
 
     def _is_time(self, until: float) -> bool:
         pace = self._run.pace
-        began, now = pace.began, time.monotonic()
+        began, now = pace.step_started, time.monotonic()
         return began is not None and time_to_go_s(now, began, until, pace.steps_s, pace.saves_s) <= 0
 
     def _hold_back(self) -> bool:

@@ -96,7 +96,6 @@ def _judged(run: Run, count: int, batch_size: int, judge: Callable[[Rounds], T |
 
 def evaluate_and_log(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
-    run.interrupts.plan = f"saving step {run.state.step}"
     scores = evaluate(run)
     if scores is not None:
         metrics = evaluation_metrics(scores)

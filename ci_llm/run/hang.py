@@ -23,8 +23,8 @@ from typing import Final
 
 import psutil
 
+from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_status import Failure, write_failure
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
@@ -120,7 +120,8 @@ class Watchdog:
 
 #: For all children together, one after the other: they write into one file, and at once their lines would mix.
 _ANSWERS_S: Final = 4.0
-_LOOK_S: Final = 0.02
+#: A process that is silent for as long has said all: a busy machine may take the processor from it in mid-sentence.
+_LOOK_S: Final = 0.2
 
 
 class Stacks:

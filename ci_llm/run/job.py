@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.cluster.launch import Launch
-from ci_llm.cluster.slurm import read_job, record_attempt
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.answers import AnswerScores, merged
@@ -52,8 +53,11 @@ from ci_llm.run.shutdown import command_line, leave, record_failure, walltime_wa
 PROBE_BYTES = 1 << 20
 
 
-def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
+def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: Sequence[str] = ()) -> int:
     """Train as `config` says and return the exit code (see the contract on exit codes in docs/).
+
+    Args:
+        sources: lines for people about where the values of `config` come from.
 
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
@@ -76,7 +80,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
         on_disk_full=config.on_disk_full,
         say=log.say,
     )
-    for note in [*processes.notes, *config.notices()]:
+    for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         log.say(note)
     code = 1
     try:
@@ -84,10 +88,11 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch) -> int:
         code = _conduct(run)
         return code
     finally:
-        log.close()
+        log.finish_trackers()  # while the folder is still leased to this attempt
         try:
             manager.close()
         finally:
+            log.close()
             if not processes.shutdown():
                 end_at_once(code, sys.exc_info()[1])
 
@@ -122,6 +127,7 @@ def check_folder(folder: Path) -> None:
 
 def _conduct(run: Run) -> int:
     go_on(run)
+    run.interrupts.describe_stop = run.describe_stop
     if is_over(run) and _is_concluded(run):
         run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _say_next(run)
@@ -133,7 +139,7 @@ def _conduct(run: Run) -> int:
 
 def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> int:
     who = f"attempt{attempt}_process{run.processes.index}"
-    batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who, say=run.log.say)
+    batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who)
     try:
         with _watched(run, attempt, stacks):
             if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
@@ -207,7 +213,6 @@ def _begin(run: Run) -> int:
         attempt,
         is_main=processes.is_main,
         still_held=manager.store.still_held,
-        warn=run.log.say,
     )
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
@@ -226,7 +231,8 @@ def _claim(run: Run) -> int:
     attempt = run.manager.store.claim()
     for path in run.manager.supersede(run.state.step):
         run.log.say(f"newer than the resumed step, moved to {path}")
-    record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
+    job = read_job()
+    record_attempt(run.config.run_folder, attempt, run.state.step, job.record() if job else None)
     return attempt
 
 
@@ -250,7 +256,7 @@ def _watched(run: Run, attempt: int, stacks: Stacks) -> Iterator[None]:
 
 @contextmanager
 def _hardware_monitored(run: Run) -> Iterator[None]:
-    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.store.still_held, warn=run.log.say)
+    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.store.still_held)
     if run.config.monitor_gpu and run.processes.is_main:
         monitor.start()
     try:
@@ -267,7 +273,6 @@ def save(run: Run) -> None:
 
 def conclude(run: Run) -> str | None:
     """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    run.interrupts.plan = "the last step is saved; leaving"
     run.log.say(f"judging   agents and crowd on {len(run.eval_rows)} held-out rows")
     scores = evaluate(run)
     if scores is not None:
@@ -325,5 +330,5 @@ def _is_concluded(run: Run) -> bool:
 
 
 def _say_next(run: Run) -> None:
-    for line in next_steps(run.config.run_folder, command_line(run.processes.launch)):
+    for line in next_steps(run.config, partial(command_line, run.processes.launch)):
         run.log.say(line)

@@ -52,12 +52,8 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
     run.last_good.begin(run.state.step)
     stop = evaluate_and_log(run) if evaluation_missed(run) else None
     for step, micro_batches in batches if stop is None and not is_over(run) else ():
-        run.interrupts.plan = f"saving step {step + 1}"
         run.pace.begin_step()
         verdict = agree_on_gradients(run, step, micro_batches)
-        run.interrupts.plan = (
-            f"saving step {min(step + 2, run.total_steps)}"  # who asks now is heard in the next ballot
-        )
         findings = examine(run, step, verdict)
         norms = apply_gradients(run, step, verdict, findings.left_out)
         rows = len(run.plan.rows(step))

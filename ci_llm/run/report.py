@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from ci_llm.config import Config, default_file
 
 
 def score_table(record: Mapping[str, Any]) -> str:
@@ -61,13 +63,31 @@ The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
 """
 
 
-def next_steps(folder: Path, command: str) -> list[str]:
-    """What a person may want to do after a completed run, which `command` has started."""
-    drawn = folder / "tensorboard"
+def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str]) -> list[str]:
+    """What a person may want to do after a completed run.
+
+    Args:
+        command: what starts a run like this one with changed keys; None for a key that is left out.
+    """
+    folder, drawn = config.run_folder, config.run_folder / "tensorboard"
+    longer = command({"epochs": None, "max_train_steps": "..."})
     return [
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     tensorboard --logdir {drawn}"] if drawn.is_dir() else []),
-        f"longer     {command} max_train_steps=...   goes on from here",
-        f"own data   {command} dataset_name=my.jsonl max_train_samples=null experiment_name=mine"
-        "   with columns question, answer",
+        f"longer     {longer}   goes on from here",
+        f"own data   {command(_with_own_data(config))}   with columns question, answer",
     ]
+
+
+def _with_own_data(config: Config) -> dict[str, str | None]:
+    """What changes for a fresh run on somebody's own rows; the toy base gives way to one that can learn from them."""
+    changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
+    if config.model_name == "embedded":
+        preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
+        base = {"config": str(preset)} if preset else {"model_name": "..."}
+        changes |= {"config": None, "model_name": None, **base}
+    defaults = Config()
+    for key in ("dataset_subset", "dataset_split", "eval_split", "max_train_samples"):
+        value, default = getattr(config, key), getattr(defaults, key)
+        changes[key] = None if value == default or changes.get("config") else str(default or "null")
+    return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}

@@ -5,24 +5,18 @@ A process that fails first writes the reason to a file, and enters no collective
 
 from __future__ import annotations
 
-import shlex
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-
-import psutil
 
 from ci_llm.checkpoints.store import DISK_FULL
 from ci_llm.cluster.deadline import REASON, Deadline, Walltime, find_deadline
-from ci_llm.cluster.launch import Launch
-from ci_llm.cluster.slurm import Job, ask, attempts_in_vain, end_now, end_of, killed_at, put_back, read_job
-from ci_llm.config import Config
+from ci_llm.cluster.launch import Launch, shell_line
+from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
+from ci_llm.config import Config, words_without
+from ci_llm.core.attempts import PEER_LOST, Failure, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_status import PEER_LOST, Failure, write_failure
 from ci_llm.distributed.processes import PeerLost
 from ci_llm.distributed.side_channel import PeerGone
 from ci_llm.errors import GivenUp
@@ -33,12 +27,12 @@ _BRIEFLY_S = 3.0  # who is about to be killed cannot wait long for an answer
 
 def walltime_watched(run: Run) -> Walltime:
     """The end of the job becomes a request to stop, on the main process; the ballot tells the others."""
-    deadline = _deadline(run.config, end_of) if run.processes.is_main else None
+    deadline = _deadline(run.config, job_end) if run.processes.is_main else None
     if deadline is not None:
         run.log.say(f"walltime  stops in time before {deadline}")
     elif run.config.stop_before_walltime is True:
         run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
-    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, end_now))
+    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, current_job_end))
 
 
 def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
@@ -56,7 +50,7 @@ def kill_at(run: Run, deadline: Deadline | None) -> float:
     if deadline is not None and run.interrupts.stop_reason == REASON:
         return time.monotonic() + deadline.at - time.time()
     job = read_job()
-    end = killed_at(job, partial(ask, timeout_s=_BRIEFLY_S)) if job else None
+    end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
     by_slurm = time.monotonic() + end - time.time() if end else heard_at + run.config.grace_s
     return min(by_slurm, heard_at + run.processes.launch.patience_s)
 
@@ -78,28 +72,39 @@ def leave(run: Run, reason: str) -> None:
     run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
     if mine:  # a job that another attempt has taken over is that attempt's to put back
         config = run.config
-        in_vain = attempts_in_vain(config.run_folder, step)
-        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
+        without_progress = attempts_without_progress(config.run_folder, step)
+        line = requeue(config.requeue, reason, max_requeues=config.max_requeues, without_progress=without_progress)
         if line:
             run.log.say(line)
 
 
-def command_line(launch: Launch) -> str:
-    """What a person types to start this run again: the launcher's command where there is one."""
-    command = sys.orig_argv
-    if launch.launcher in ("accelerate", "torchrun"):
-        with suppress(psutil.Error, AttributeError):  # it is gone
-            command = psutil.Process().parent().cmdline() or command  # type: ignore[union-attr]
-    program, *words = command
-    if words and _is_on_path(words[0]):  # a script such as torchrun knows its interpreter
-        program, *words = words
-    return shlex.join([Path(program).name if _is_on_path(program) else program, *words])
+def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None) -> str:
+    """What a person types to start this run again, by its launcher if there is one.
+
+    Args:
+        changes: for another run like it: a key with its new value, or None for a key that is left out.
+    """
+    command = [*(launch.launcher_command or _own_command(launch))]
+    if changes is not None:
+        if not _ends_with(command, launch.words):
+            command = _by_module(launch)
+        program = command[: len(command) - len(launch.words)]
+        given = [f"{key}={value}" for key, value in changes.items() if value is not None]
+        command = [*program, *words_without(launch.words, changes), *given]
+    return shell_line(command)
 
 
-def _is_on_path(program: str) -> bool:
-    """Whether its bare name starts this very program, and not another one or none; `make train` calls one off it."""
-    found = shutil.which(Path(program).name)
-    return found is not None and Path(found).absolute() == Path(program).absolute()
+def _own_command(launch: Launch) -> list[str]:
+    """That of this process, unless a person talks to it: then it is the notebook's, or that of a bare interpreter."""
+    return _by_module(launch) if hasattr(sys, "ps1") else sys.orig_argv
+
+
+def _by_module(launch: Launch) -> list[str]:
+    return [sys.executable, "-m", "ci_llm", "train", *launch.words]
+
+
+def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
+    return [*command[len(command) - len(words) :]] == [*words]
 
 
 # ---------------------------------------------------------------------------------------------------- failure

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from ci_llm.core.run_status import PEER_LOST, Failure, Status, earliest_failure
+from ci_llm.core.attempts import PEER_LOST, Failure, earliest_failure
+from ci_llm.core.run_status import Status
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.patterns import says_killed
 from ci_llm.supervisor.policy import Kind, Outcome

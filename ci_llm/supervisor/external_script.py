@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ci_llm.cluster.launch import SUPERVISED
-from ci_llm.cluster.slurm import put_back
+from ci_llm.cluster.launch import SUPERVISED, outside_of_a_step
+from ci_llm.cluster.slurm import requeue
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import classify_by_output
@@ -53,7 +53,7 @@ class ExternalScript:
 
     def prepare(self) -> list[str]:
         """Remove the temporary configurations of a supervisor that was killed."""
-        lines = []
+        lines = outside_of_a_step(os.environ)
         if self._command.original is not None:
             lines.append(f"configuration: {self._command.original}, which stays as it is")
         if self._lr_key is None:
@@ -123,7 +123,7 @@ class ExternalScript:
 
     def requeue(self, stop_reason: str | None) -> str | None:
         """Ask SLURM to run this job again."""
-        return put_back("auto", stop_reason or "", max_requeues=MAX_REQUEUES, in_vain=0)
+        return requeue("auto", stop_reason or "", max_requeues=MAX_REQUEUES, without_progress=0)
 
     def close(self) -> list[str]:
         """Remove the temporary configuration, and compare the original with what it was."""

@@ -1,4 +1,4 @@
-"""The supervisor's log: a handler that writes each record to the terminal and to safe_train.log."""
+"""The supervisor's log: a handler that writes the package's records to the terminal and to safe_train.log."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from types import TracebackType
 from typing import Final
 
 LOG_NAME: Final = "safe_train.log"
-#: For `extra` of a logging call while a progress bar may stand on the current line of the terminal.
+#: `extra` of a logging call while a progress bar may stand on the current line of the terminal.
 MID_LINE: Final = {"mid_line": True}
-_PACKAGE: Final = "ci_llm"
+#: `extra` of a logging call for what the terminal has shown already.
+FILE_ONLY: Final = {"file_only": True}
+_PACKAGE: Final = logging.getLogger("ci_llm")
 _TERMINAL_WAIT_S: Final = 1.0
 
 
 class SupervisorLog(logging.Handler):
-    """Shows the records of this package on the terminal, and appends them to a file; a context manager.
+    """Handles the records of the package's loggers; a context manager.
 
-    Debug records go to the file alone. A file that cannot be written is reported once, and a terminal that is gone, or
-    stopped by Ctrl-S, is skipped: the training is worth more than its log.
+    Messages of the level INFO appear as they are. Those of any other level are marked: `warning: ...` on the terminal,
+    `WARNING ...` in the file. A file that cannot be written is reported once. A terminal that is gone, or stopped by
+    Ctrl-S, is skipped: the training is worth more than its log.
 
     Args:
-        path: the file.
+        path: the file, to which the records are appended.
         fd: the terminal; standard error by default.
     """
 
@@ -33,31 +36,33 @@ class SupervisorLog(logging.Handler):
         super().__init__()
         self._path, self._fd = path, fd
         self._is_failing = False
-        self._level_before = logging.NOTSET
+        self._before = (_PACKAGE.propagate, _PACKAGE.level)
 
     def __enter__(self) -> SupervisorLog:
-        logger = logging.getLogger(_PACKAGE)
-        self._level_before = logger.level
-        logger.addHandler(self)
-        logger.setLevel(logging.DEBUG)
+        self._before = (_PACKAGE.propagate, _PACKAGE.level)
+        _PACKAGE.propagate = False
+        if _PACKAGE.level == logging.NOTSET:
+            _PACKAGE.setLevel(logging.INFO)
+        _PACKAGE.addHandler(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        logger = logging.getLogger(_PACKAGE)
-        logger.setLevel(self._level_before)
-        logger.removeHandler(self)
+        _PACKAGE.removeHandler(self)
+        _PACKAGE.propagate, level = self._before
+        _PACKAGE.setLevel(level)
         self.close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, in as many lines as its message has. A warning is marked, so that grep finds it."""
-        mark = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
-        lines = [f"{mark}{line}" for line in self.format(record).splitlines() or [""]]
-        if record.levelno >= logging.INFO:
+        """Write one record, in as many lines as its message has."""
+        lines = self.format(record).splitlines() or [""]
+        mark = "" if record.levelno == logging.INFO else record.levelname
+        if not getattr(record, "file_only", False):
             before = "\n" if getattr(record, "mid_line", False) else ""  # the bar keeps its line
-            self._show(before + "".join(f"safe_train: {line}\n" for line in lines))
-        self._append(lines, datetime.fromtimestamp(record.created))
+            prefix = f"safe_train: {mark.lower()}: " if mark else "safe_train: "
+            self._show(before + "".join(f"{prefix}{line}\n" for line in lines))
+        self._append([f"{mark} {line}" if mark else line for line in lines], datetime.fromtimestamp(record.created))
 
     def _append(self, lines: list[str], time: datetime) -> None:
         try:
@@ -65,7 +70,7 @@ class SupervisorLog(logging.Handler):
                 file.write("".join(f"{time:%Y-%m-%d %H:%M:%S} {line}".rstrip() + "\n" for line in lines))
         except OSError as error:
             if not self._is_failing:
-                self._show(f"safe_train: {self._path} cannot be written: {error.strerror}\n")
+                self._show(f"safe_train: warning: {self._path} cannot be written: {error.strerror}\n")
             self._is_failing = True
 
     def _show(self, text: str) -> None:

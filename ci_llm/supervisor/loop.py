@@ -10,7 +10,7 @@ from typing import Final
 
 from ci_llm.interrupts import Interrupts
 from ci_llm.supervisor.attempt import Attempt, AttemptResult, StopOrder
-from ci_llm.supervisor.log import MID_LINE
+from ci_llm.supervisor.log import FILE_ONLY, MID_LINE
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 from ci_llm.supervisor.target import Target
@@ -58,6 +58,8 @@ class Supervisor:
         self._target, self._policy = target, policy
         self._interrupts, self._wake_fd, self._wandb_cleanup = interrupts, wake_fd, wandb_cleanup
         self._records: list[_Record] = []
+        self._attempt_runs = False
+        interrupts.describe_stop = self._describe_stop
 
     def run(self) -> int:
         """Supervise to the end.
@@ -103,13 +105,17 @@ class Supervisor:
         number = len(self._records) + 1
         command, environment = self._target.begin_attempt()
         logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shlex.join(command))
-        self._interrupts.plan = f"ending attempt {number}"
         evidence = Evidence(self._target.user_patterns)
         grace_s = self._target.grace_s
         with Attempt(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as attempt:
+            self._attempt_runs = True
             result = attempt.run(lambda: self._stop_order(evidence))
-        self._interrupts.plan = "launching nothing more"
+            self._attempt_runs = False
         return result
+
+    def _describe_stop(self) -> str:
+        """What a request to stop leads to now, for the line that announces it."""
+        return f"ending attempt {len(self._records) + 1}" if self._attempt_runs else "launching nothing more"
 
     def _stop_order(self, evidence: Evidence) -> StopOrder | None:
         if self._interrupts.take_save_request():
@@ -133,16 +139,16 @@ class Supervisor:
         extra = {} if result.at_line_start else MID_LINE
         logger.info(_end_of(len(self._records), outcome), extra=extra)
         if result.left_behind:
-            logger.warning("  had to be killed: %s", ", ".join(result.left_behind))
+            logger.info("  had to be killed: %s", ", ".join(result.left_behind))
         if outcome.kind in _FAILURES and result.evidence.last_lines:
-            # For the file alone: the terminal has shown them.
-            logger.debug("\n".join(["  its last lines:", *(f"    {line}" for line in result.evidence.last_lines)]))
+            last_lines = ["  its last lines:", *(f"    {line}" for line in result.evidence.last_lines)]
+            logger.info("\n".join(last_lines), extra=FILE_ONLY)
 
     def _log_decision(self, decision: Decision) -> None:
         if decision.action != "finish":
             level = logging.WARNING if decision.action == "give up" else logging.INFO
-            told = {"why": decision.why, "wait_s": decision.wait_s, "rerun_effect": self._target.rerun_effect}
-            logger.log(level, "  %s", _NEXT[decision.action].format(**told))
+            values = {"why": decision.why, "wait_s": decision.wait_s, "rerun_effect": self._target.rerun_effect}
+            logger.log(level, "  %s", _NEXT[decision.action].format(**values))
 
     def _summarise(self, decision: Decision) -> None:
         """Tell the whole supervision in one piece, if it took more than one attempt or the only one failed."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.patterns import UserPatterns
@@ -28,6 +28,8 @@ _EXAMPLES = """examples:
 
 exit codes: 0 completed, 2 bad call, 75 interrupted (call it again), 1 gave up, 130 aborted by a second Ctrl-C"""
 
+DEFAULT_SCRIPT: Final = Path("train.py")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -45,7 +47,7 @@ class Options:
     config_path: Path | None = None
     config_name: str | None = None
     config_flag: str | None = None
-    script: Path = Path("train.py")
+    script: Path = DEFAULT_SCRIPT
     grace_s: float | None = None
     delete_wandb_runs: bool = True
     lr_key: str | None = None
@@ -166,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_target_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--train-script", type=Path, default=Path("train.py"), metavar="FILE", help="the script; default train.py")
+    add("--train-script", type=Path, default=DEFAULT_SCRIPT, metavar="FILE", help="the script; default train.py")
     add("--config", type=Path, metavar="FILE", help="its configuration; default configs.yaml, for train.py")
     add("--config-path", type=Path, metavar="DIR", help="Hydra's folder of configurations; default configs")
     add("--config-name", metavar="NAME", help="the name of the configuration in it; default config")

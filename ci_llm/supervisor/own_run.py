@@ -6,23 +6,15 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import SUPERVISED
-from ci_llm.cluster.slurm import attempts_in_vain, put_back
-from ci_llm.config import load_config
+from ci_llm.cluster.slurm import requeue
+from ci_llm.config import default_file, load_config
+from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
 from ci_llm.core.recovery import read_recovery, write_recovery
-from ci_llm.core.run_status import (
-    VANISHED_AFTER_S,
-    Failure,
-    Status,
-    earliest_failure,
-    pid_space,
-    read_failures,
-    read_status,
-)
+from ci_llm.core.run_status import VANISHED_AFTER_S, Status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
@@ -58,8 +50,7 @@ class OwnRun:
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
         self._command = command
-        default = Path("configs.yaml")
-        self._config = load_config(default if default.is_file() else None, words)
+        self._config = load_config(default_file(), words)
         self._folder = self._config.run_folder
         self._recovery = read_recovery(self._folder)
         self._status_before: Status | None = None
@@ -165,11 +156,11 @@ class OwnRun:
     def requeue(self, stop_reason: str | None) -> str | None:
         """Ask SLURM to run this job again, as the configuration allows."""
         status = self._status()
-        return put_back(
+        return requeue(
             self._config.requeue,
             stop_reason or (status and status.reason) or "",
             max_requeues=self._config.max_requeues,
-            in_vain=attempts_in_vain(self._folder, status.step) if status else 0,
+            without_progress=attempts_without_progress(self._folder, status.step) if status else 0,
         )
 
     def close(self) -> list[str]:

@@ -22,6 +22,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off
 from ci_llm.errors import CheckpointError
+from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ class Gate:
 
         def gated(copy: Copy) -> Any:
             assert threading.current_thread() is not threading.main_thread()
-            assert self.opened.wait(60)
+            assert self.opened.wait(DEADLINE_S)
             return finish(copy)
 
         monkeypatch.setattr(Copy, "finish", gated)
@@ -102,7 +103,7 @@ def test_an_optimizer_waits_for_the_copy_and_the_state_is_that_of_the_call(
     stepping, moved, finish = threading.Event(), threading.Event(), Copy.finish
 
     def late(copy: Copy) -> Any:
-        assert stepping.wait(60)
+        assert stepping.wait(DEADLINE_S)
         moved.wait(0.2)
         return finish(copy)
 
@@ -272,7 +273,7 @@ last_line = threading.Event()
 
 class Slow(Filesystem):
     def write(self, handle, data):
-        assert threading.current_thread() is threading.main_thread() or last_line.wait(60)
+        assert threading.current_thread() is threading.main_thread() or last_line.wait(600)
         return super().write(handle, data)
 
 folder = Path(sys.argv[1])
@@ -291,7 +292,7 @@ last_line.set()
 
 def leave(*arguments: object) -> str:
     command = [sys.executable, "-c", LEAVES, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_S, capture_output=True, text=True).stdout
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from ci_llm.checkpoints.manifest import FileImage, verify_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from tests.support.campaign import size
 from tests.support.disks import Crash, Log, MortalDisk, build
 
 STATES_PER_POINT = 24
@@ -275,7 +276,7 @@ def listing(root: Path) -> list[str]:
 
 
 Histories.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=size(60, 250),
     stateful_step_count=15,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

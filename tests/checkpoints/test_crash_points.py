@@ -1,4 +1,7 @@
-"""Real crashes: a seeded sample of the sweep over every system call that touches a checkpoint folder."""
+"""Real crashes: a seeded sample of the sweep over every system call that touches a checkpoint folder.
+
+In a campaign: all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import campaign
+
 pytestmark = pytest.mark.slow
 
 SWEEP = Path(__file__).parents[2] / "benchmarks" / "crash_sweep.py"
-POINTS = 700  # a tenth of them
+POINTS = 200  # of 7,000
 
 
 def why_not() -> str | None:
@@ -30,11 +35,11 @@ def why_not() -> str | None:
 def test_old_or_new_at_every_sampled_point(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    command = [sys.executable, str(SWEEP), "--sample", str(POINTS), "--seed", "0", "--json"]
+    command = [sys.executable, str(SWEEP), "--json"] + ([] if campaign.in_full else ["--sample", str(POINTS)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     sweep = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        told, _ = sweep.communicate(timeout=900)
+        told, _ = sweep.communicate()  # each of its victims has a deadline
     finally:
         if sweep.poll() is None:
             os.killpg(sweep.pid, signal.SIGKILL)
@@ -42,5 +47,5 @@ def test_old_or_new_at_every_sampled_point(tmp_path: Path) -> None:
     print(told)
     result = json.loads(told.splitlines()[-1])
     assert result["violations"] == []
-    assert result["points"] == POINTS
+    assert result["points"] > POINTS if campaign.in_full else result["points"] == POINTS
     assert sweep.returncode == 0

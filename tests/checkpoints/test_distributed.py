@@ -6,7 +6,6 @@ import errno
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +25,11 @@ from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 from tests.support import crews
+from tests.support.campaign import size
 from tests.support.forkserver import ForkServer
 
-POINTS = 48
+POINTS = size(12, 48)
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.crews") as server:
-        yield server
 
 
 class World:

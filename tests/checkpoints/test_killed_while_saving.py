@@ -1,6 +1,6 @@
 """Killed before any operation on the disk, the trainer goes on, to the bits of the run that was never killed.
 
-The crash sweep strikes the manager at every system call; here the whole program is struck at ten, drawn by seed.
+The crash sweep strikes the manager at every system call; here the whole program is struck at a few, drawn by seed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from typing import Any
 import pytest
 
 from ci_llm.core.durable import Filesystem
+from tests.support.campaign import size
 from tests.support.disks import CHANGES
 from tests.support.forkserver import ForkServer
 from tests.support.trials import Cell, Trials, account, differences, train_watched
 
+# References that the tests share.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("killed while saving")]
+
 CELL = Cell(accumulation=4, dropout=0.1)
 PARTS = Cell(accumulation=4, dropout=0.1, ranks=2)
+#: The others write as time passes: a run that is faster than the one that counted would have fewer operations.
+WRITERS = ("MainThread", "ci_llm checkpoint")
 SAVING = {"save_steps": 2, "save_total_limit": 2}
 
 
@@ -34,8 +40,7 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
 
     def guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
         def act(disk: Filesystem, *args: Any) -> Any:
-            # Heartbeats come as time passes: a run that is faster than the one that counted would have fewer.
-            if threading.current_thread().name != "ci_llm heartbeat" and next(count) == number:
+            if threading.current_thread().name.startswith(WRITERS) and next(count) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return operation(disk, *args)
 
@@ -48,50 +53,47 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
     return code
 
 
-@pytest.mark.slow
-def test_ten_points_drawn_by_seed_go_on_training(tmp_path: Path) -> None:
-    modules = ("tests.support.trials", "tests.checkpoints.test_killed_while_saving")
-    with ForkServer(*modules) as server:
-        trials = Trials(server, tmp_path)
-        reference = trials.reference(CELL)  # tokenises, so that every run from here on has the same operations
-
-        def strike(folder: Path, number: int) -> list[int]:
-            arguments = CELL.arguments(**SAVING)
-            return server.run(struck, folder / "log", folder=str(folder), arguments=arguments, number=number)
-
-        alive = trials.new_folder()
-        assert strike(alive, -1) == [0]
-        total = int((alive / "operations").read_text())
-        assert total > 200
-        for number in random.Random(20).sample(range(total), 10):
-            folder = trials.new_folder()
-            assert strike(folder, number) == [-signal.SIGKILL], f"operation {number} of {total}"
-            assert trials.train(CELL, folder, **SAVING) == [0], (folder / "log").read_text()
-            assert not differences(reference, account(folder)), f"operation {number} of {total}"
+@pytest.fixture(scope="module")
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("killed"))
 
 
-@pytest.mark.slow
+def test_points_drawn_by_seed_go_on_training(server: ForkServer, trials: Trials) -> None:
+    reference = trials.reference(CELL)  # tokenises, so that every run from here on has the same operations
+
+    def strike(folder: Path, number: int) -> list[int]:
+        arguments = CELL.arguments(**SAVING)
+        return server.run(struck, folder / "log", folder=str(folder), arguments=arguments, number=number)
+
+    alive = trials.new_folder()
+    assert strike(alive, -1) == [0]
+    total = int((alive / "operations").read_text())
+    assert total > 200
+    for number in random.Random(20).sample(range(total), size(4, 10)):
+        folder = trials.new_folder()
+        assert strike(folder, number) == [-signal.SIGKILL], f"operation {number} of {total}"
+        assert trials.train(CELL, folder, **SAVING) == [0], (folder / "log").read_text()
+        assert not differences(reference, account(folder)), f"operation {number} of {total}"
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-def test_either_of_two_that_write_their_parts_may_die(tmp_path: Path, victim: int) -> None:
+def test_either_of_two_that_write_their_parts_may_die(victim: int, server: ForkServer, trials: Trials) -> None:
     """Whichever backend takes over from there."""
-    modules = ("tests.support.trials", "tests.checkpoints.test_killed_while_saving")
     keys = SAVING | {"checkpoint_backend": "distributed"}
-    with ForkServer(*modules) as server:
-        trials = Trials(server, tmp_path)
-        reference = trials.reference(PARTS)
+    reference = trials.reference(PARTS)
 
-        def strike(folder: Path, number: int) -> list[int]:
-            place = {"folder": str(folder), "arguments": PARTS.arguments(**keys)}
-            return server.run(struck, folder / "log", ranks=2, number=number, victim=victim, **place)
+    def strike(folder: Path, number: int) -> list[int]:
+        place = {"folder": str(folder), "arguments": PARTS.arguments(**keys)}
+        return server.run(struck, folder / "log", ranks=2, number=number, victim=victim, **place)
 
-        alive = trials.new_folder()
-        assert strike(alive, -1) == [0, 0], (alive / "log").read_text()
-        assert list(alive.glob("run/checkpoint_step_12/optimizer-0000*-of-00002.safetensors"))
-        assert not differences(reference, account(alive))
-        total = int((alive / "operations").read_text())
-        for number in random.Random(victim).sample(range(total), 2):
-            folder = trials.new_folder()
-            assert strike(folder, number)[victim] == -signal.SIGKILL, f"operation {number} of {total}"
-            taking_over = keys if victim else SAVING
-            assert trials.train(PARTS, folder, **taking_over) == [0, 0], (folder / "log").read_text()
-            assert not differences(reference, account(folder)), f"operation {number} of {total}"
+    alive = trials.new_folder()
+    assert strike(alive, -1) == [0, 0], (alive / "log").read_text()
+    assert list(alive.glob("run/checkpoint_step_12/optimizer-0000*-of-00002.safetensors"))
+    assert not differences(reference, account(alive))
+    total = int((alive / "operations").read_text())
+    for number in random.Random(victim).sample(range(total), size(1, 2)):
+        folder = trials.new_folder()
+        assert strike(folder, number)[victim] == -signal.SIGKILL, f"operation {number} of {total}"
+        taking_over = keys if victim else SAVING
+        assert trials.train(PARTS, folder, **taking_over) == [0, 0], (folder / "log").read_text()
+        assert not differences(reference, account(folder)), f"operation {number} of {total}"

@@ -29,6 +29,7 @@ from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
 from tests.support import loops
 from tests.support.disks import CachedDisk, FailingDisk
+from tests.support.events import DEADLINE_S
 from tests.support.forkserver import ForkServer
 
 
@@ -431,7 +432,7 @@ class GatedDisk(CachedDisk):
 
     def write(self, handle: int, data: Any) -> int:
         self.reached.set()
-        assert threading.current_thread() is threading.main_thread() or self.gate.wait(60)
+        assert threading.current_thread() is threading.main_thread() or self.gate.wait(DEADLINE_S)
         return super().write(handle, data)
 
 
@@ -441,7 +442,7 @@ def test_saving_behind_keeps_what_was_there_at_the_call(managers: Any) -> None:
     manager.store.claim()
     weight, info = torch.ones(1000), {"rows": [1]}
     assert manager.save(1, {"w": weight, "plain": {"a": [1]}}, info=info)
-    assert disk.reached.wait(60)
+    assert disk.reached.wait(DEADLINE_S)
     weight.zero_()
     info["rows"].append(2)
     disk.gate.set()
@@ -455,7 +456,7 @@ def test_one_save_is_in_flight_and_the_next_waits(managers: Any) -> None:
     manager = managers(disk=disk, async_save=True, say=lambda line: disk.gate.set())  # that it waits
     manager.store.claim()
     manager.save(1, {"a": 1})
-    assert disk.reached.wait(60)
+    assert disk.reached.wait(DEADLINE_S)
     assert manager.store.numbered_steps() == []
     manager.save(2, {"a": 2})
     assert 1 in manager.store.numbered_steps()
@@ -535,12 +536,6 @@ def test_a_manager_that_only_saves_leaves_the_signals_alone(managers: Any) -> No
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.loops") as server:
-        yield server
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path, signalled: int) -> None:
@@ -592,7 +587,7 @@ def live_and_be_terminated(directory: Path) -> int:
             for _ in range(7):
                 assert loop.stdout.readline()
             loop.terminate()
-            loop.communicate(timeout=60)
+            loop.communicate(timeout=DEADLINE_S)
             assert loop.returncode == 0
         finally:
             loop.kill()
@@ -611,4 +606,4 @@ import ci_llm.checkpoints.manager
 heavy = {"transformers", "peft", "accelerate", "datasets"} & set(sys.modules)
 assert not heavy, heavy
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)

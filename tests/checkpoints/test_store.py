@@ -29,6 +29,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
 from tests.support.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
+from tests.support.events import DEADLINE_S
 
 
 def files(step: int, size: int = 40) -> dict[str, FileImage]:
@@ -379,11 +380,12 @@ def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> No
             with pytest.raises(WriterBusy, match=f"process {sleeper.pid} on"):
                 run.open().claim()
             os.kill(sleeper.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)  # from here on its heart beats no more
             run.silence()
             owner = run.open()
             owner.save(3, files(3))
             os.kill(sleeper.pid, signal.SIGCONT)
-            told, _ = sleeper.communicate("go on\n", timeout=60)
+            told, _ = sleeper.communicate("go on\n", timeout=DEADLINE_S)
             assert sleeper.returncode == WriterBusy.exit_code
             assert "attempt 1 was taken over" in told
         finally:
@@ -404,10 +406,10 @@ def test_the_heart_beats_and_stops_with_the_claim(run: Run) -> None:
     before = set(threading.enumerate())
     store = run.open(writer_timeout=0.06, disk=Heartbeat())
     store.claim()
-    assert all(beats.acquire(timeout=20) for _ in range(3))
+    assert all(beats.acquire(timeout=DEADLINE_S) for _ in range(3))
     store.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=20)
+        thread.join(timeout=DEADLINE_S)
         assert not thread.is_alive()
 
 
@@ -424,7 +426,7 @@ def test_a_heart_that_the_disk_refused_once_beats_again(run: Run) -> None:
             super().touch(path)
 
     run.open(writer_timeout=0.06, disk=Hiccup()).claim()
-    assert beats.acquire(timeout=20)
+    assert beats.acquire(timeout=DEADLINE_S)
 
 
 def test_a_claim_that_failed_locks_nobody_out(run: Run) -> None:

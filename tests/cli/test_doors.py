@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ci_llm.cli import entry, main
+from ci_llm.cli import entry, main, supervise
+from ci_llm.errors import ConfigError
+from ci_llm.supervisor.options import parse_options
+from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60
 
 
 def run(*words: str | Path, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +112,7 @@ def test_one_process_explains_and_no_other_ends_without_a_word(
 @pytest.mark.parametrize("script", ["train.py", "safe_train.py", "dry_run_sanity_check.py"])
 def test_outside_of_the_environment_the_cure_is_one_line(script: str) -> None:
     bare = [sys.executable, "-S", ROOT / script]  # -S: no package that was installed is found
-    done = subprocess.run(bare, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(bare, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert done.returncode == 2
     assert "is not installed for" in done.stderr
     assert f"make install, then .venv/bin/python {script}" in done.stderr
@@ -122,3 +128,50 @@ def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pyte
     monkeypatch.setattr(main, "main", job)
     with pytest.raises(ModuleNotFoundError, match="package_of_somebody_else"):
         entry.enter("main", [])
+
+
+# From another folder
+
+
+@pytest.mark.parametrize(("command", "module"), [("train", "run.job"), ("check", "check.dry_run")])
+@pytest.mark.parametrize("own", [False, True], ids=["no configs.yaml there", "a configs.yaml there"])
+def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project_s_and_named(
+    command: str, module: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python /path/train.py` trained other values, without a word: those of no file at all."""
+    seen: list[Any] = []
+
+    def job(config: Any, *_: Any, **named: Any) -> int:
+        seen.append((config, *named.get("sources", ())))
+        return 0
+
+    monkeypatch.setitem(sys.modules, f"ci_llm.{module}", SimpleNamespace(run_job=job, dry_run=job))
+    monkeypatch.chdir(tmp_path)
+    if own:
+        (tmp_path / "configs.yaml").write_text("max_train_steps: 7\n")
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert main.main([command, "experiment_name=a"]) == 0
+    [(config, *said)] = seen
+    assert config.max_train_steps == (7 if own else 260)
+    said = said or [line.removeprefix("config    ") for line in told.getvalue().splitlines() if "config  " in line]
+    file = "configs.yaml" if own else str(ROOT / "configs.yaml")
+    assert said == [f"{file}; command line: experiment_name=a; defaults for all other keys"]
+
+
+def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = supervise._training(parse_options(["experiment_name=a"]))
+    assert training.command() == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
+    with pytest.raises(ConfigError, match="no such training script"):
+        supervise._training(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
+    (tmp_path / "train.py").write_text("from ci_llm.cli.entry import enter")
+    assert supervise._training(parse_options([])).command() == [sys.executable, "train.py"]
+
+
+def test_what_the_launcher_was_told_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert main._configuration([]).config.mixed_precision == "bf16"
+    assert main._configuration(["mixed_precision=no"]).config.mixed_precision == "no"

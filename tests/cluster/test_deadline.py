@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ci_llm.cluster.deadline import MARGIN_S, MEASUREMENTS, Deadline, Pace, Walltime, find_deadline, spare_s, upper
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
+from tests.support.events import DEADLINE_S
 
-DEADLINE_S = 60.0
 durations = st.lists(st.floats(min_value=0, max_value=1e6), max_size=120)
 
 
@@ -99,14 +99,14 @@ def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
     save = Saved(4.0)
     for step in range(MEASUREMENTS + 20):
         pace.begin_step()
-        assert pace.began == clock.now
+        assert pace.step_started == clock.now
         clock.now += step
         pace.end_step(save)
         clock.now += 1000.0  # what lies between two steps, an evaluation for instance, belongs to neither
     assert pace.steps_s == tuple(range(20, MEASUREMENTS + 20))
     assert pace.saves_s == (4.0,)
     pace.end_step(Saved(4.0))
-    assert (pace.saves_s, len(pace.steps_s), pace.began) == ((4.0, 4.0), MEASUREMENTS, None)
+    assert (pace.saves_s, len(pace.steps_s), pace.step_started) == ((4.0, 4.0), MEASUREMENTS, None)
 
 
 # The clock speaks

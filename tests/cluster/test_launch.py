@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 
 import pytest
 
-from ci_llm.cluster.launch import Launch, decline, read_launch, remarks
+from ci_llm.cluster.launch import Launch, accelerate_settings, decline, outside_of_a_step, read_launch, remarks
 from ci_llm.errors import LaunchError
 
 TORCHRUN = {
@@ -31,8 +32,8 @@ STEP = {
 ACCELERATE = ["/venv/bin/python", "/venv/bin/accelerate", "launch"]
 
 
-def read(environ: Mapping[str, str], parent: list[str] | None = None) -> Launch:
-    return read_launch(environ, parent or [])
+def read(environ: Mapping[str, str], parent: list[str] | None = None, words: list[str] | None = None) -> Launch:
+    return read_launch(environ, parent or [], words or [])
 
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
@@ -141,6 +142,7 @@ def test_variables_that_cannot_be_true(environ: Mapping[str, str], said: str) ->
         (["--num-processes", "16", "train.py"], {"MASTER_ADDR": "127.0.0.1"}, 16),
         (["train.py"], {"MASTER_ADDR": "127.0.0.1"}, 0),
         (["--num_processes=1", "train.py"], {}, None),
+        (["--num_processes=1", "train.py"], {"MASTER_ADDR": "of my own"}, None),
     ],
 )
 def test_a_lone_accelerate_and_what_it_was_asked_for(
@@ -166,11 +168,35 @@ def test_the_parent_is_looked_up() -> None:
     assert read_launch({}).launcher == "python"
 
 
+@pytest.mark.parametrize(
+    ("environ", "parent"),
+    [
+        (TORCHRUN, ["/usr/bin/python3", "/venv/bin/torchrun", "--nnodes=1", "train.py"]),
+        (TORCHRUN, ["python", "-m", "torch.distributed.run", "train.py"]),
+        (TORCHRUN, [*ACCELERATE, "--multi_gpu", "train.py"]),
+        ({}, [*ACCELERATE, "train.py"]),
+        (without(STEP, "SLURM_STEP_NUM_TASKS") | {"OMPI_COMM_WORLD_SIZE": "1"}, []),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["/usr/bin/mpirun", "-n", "2", "train.py"]),
+    ],
+)
+def test_the_command_of_the_launcher_is_remembered(environ: Mapping[str, str], parent: list[str]) -> None:
+    """At the start: when it matters, the launcher has been killed, and the parent is PID 1."""
+    assert read(environ, parent).launcher_command == tuple(parent)
+
+
+@pytest.mark.parametrize("environ", [{}, TORCHRUN, STEP, {"MASTER_ADDR": "here"}], ids=len)
+@pytest.mark.parametrize(
+    "stranger", [["/sbin/init"], ["make", "train"], ["ray", "--password=x"], ["bash", "-c", "torchrun train.py"]]
+)
+def test_the_words_of_a_stranger_are_not(environ: Mapping[str, str], stranger: list[str]) -> None:
+    assert read(environ, stranger).launcher_command == ()
+
+
 # Remarks
 
 
-def remarked(launch: Launch, num_gpus: int = 0, **environ: str) -> list[str]:
-    return remarks(launch, environ, num_gpus=num_gpus, mixed_precision="no")
+def remarked(launch: Launch, num_gpus: int = 0, rows: int | None = None, **environ: str) -> list[str]:
+    return remarks(launch, environ, num_gpus=num_gpus, rows_per_process=rows)
 
 
 def test_a_launch_as_meant_needs_no_remark() -> None:
@@ -199,9 +225,60 @@ def test_gpus_without_a_process() -> None:
     assert "accelerate launch --num_processes=4" in line
 
 
-def test_a_precision_that_only_the_launcher_knows() -> None:
-    (line,) = remarked(read({}), ACCELERATE_MIXED_PRECISION="bf16")
-    assert "mixed_precision=bf16" in line
+@pytest.mark.parametrize(
+    ("number", "share"), [(2, "half: 12 rows and not 24"), (4, "a quarter: 12 rows and not 48"), (8, "1/8: 12 rows")]
+)
+def test_fewer_processes_make_a_smaller_batch(number: int, share: str) -> None:
+    launch = read({"MASTER_ADDR": "here"}, [*ACCELERATE, f"--num_processes={number}", "train.py"])
+    assert f"the effective batch of a run that begins like this is {share}" in remarked(launch, rows=12)[0]
+    assert "batch" not in remarked(launch)[0], "global_batch_size fixes it"
+
+
+@pytest.mark.parametrize(
+    ("typed", "pasted"),
+    [
+        ("launch --num_processes=4 train.py lr=1 'a b'", "launch --multi_gpu --num_processes=4 train.py lr=1 'a b'"),
+        ("launch --cpu --num-processes 4 train.py", "launch --multi_gpu --num-processes 4 train.py"),
+        ("launch train.py --cpu", "launch --multi_gpu --num_processes=N train.py --cpu"),
+    ],
+)
+def test_the_line_that_starts_as_many_as_were_asked_for_is_ready_to_paste(typed: str, pasted: str) -> None:
+    command, launched = ["/odd/python", "-m", "accelerate.commands.accelerate_cli"], shlex.split(typed)
+    words = launched[launched.index("train.py") + 1 :]
+    launch = read({"MASTER_ADDR": "here"}, [*command, *launched], words)
+    told, line = remarked(launch)[0].splitlines()
+    assert told.endswith("; this starts them on the CPU:")
+    assert line.strip() == f"{shlex.join(command)} {pasted}"
+    _, line = remarked(launch, ACCELERATE_USE_CPU="True")[0].splitlines()
+    assert line.strip() == f"ACCELERATE_USE_CPU=true {shlex.join(command)} {pasted}"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "settings"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, [], {"mixed_precision": "bf16"}),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, [], {}),
+        ({}, ["--gradient_accumulation_steps=4"], {"gradient_accumulation_steps": "4"}),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, [], {"gradient_accumulation_steps": "2"}),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, [], {}),
+    ],
+)
+def test_what_accelerate_says_of_our_keys(environ: dict[str, str], words: list[str], settings: dict[str, str]) -> None:
+    assert accelerate_settings(environ, [*ACCELERATE, *words, "train.py"]) == settings
+
+
+def test_the_options_of_a_stranger_say_nothing() -> None:
+    assert accelerate_settings({}, ["fit.sh", "--gradient_accumulation_steps=4"]) == {}
+
+
+def test_a_process_of_a_job_that_is_no_step_of_it_is_warned() -> None:
+    """SLURM tells the beginning of a preemption's grace to steps alone."""
+    batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    (line,) = remarked(read(batch), **batch)
+    assert [line] == outside_of_a_step(batch)
+    assert line.startswith("SLURM job 77, but no step of it")
+    assert "`srun`" in line
+    assert outside_of_a_step(STEP) == outside_of_a_step({}) == []
 
 
 def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +296,20 @@ def test_what_accelerate_would_do_and_this_program_declines() -> None:
     assert "ACCELERATE_USE_DEEPSPEED is not used" in line
     assert environ["ACCELERATE_USE_DEEPSPEED"] == "false"
     assert decline(environ) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "yes", "no"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "false"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "false"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "false"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "no"),
+    ],
+)
+def test_each_is_said_and_switched_off(name: str, yes: str, no: str) -> None:
+    """A compiler alone makes Accelerate's state allow TF32 on a GPU: other bits."""
+    environ = {name: yes}
+    assert [line.partition(" is not used: ")[0] for line in decline(environ)] == [name]
+    assert environ == {name: no}
+    assert decline({name: no.upper()}) == []

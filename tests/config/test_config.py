@@ -15,10 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ci_llm.config import Config, describe_keys, groups, keys_as_markdown, load_config
+from ci_llm.config import (
+    Config,
+    default_file,
+    describe_keys,
+    groups,
+    keys_as_markdown,
+    load_config,
+    read_config,
+    words_without,
+)
 from ci_llm.config.aliases import ALIASES, WORDS
 from ci_llm.config.schema import NO_EFFECT
 from ci_llm.errors import ConfigError
+from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 PRESETS = [ROOT / "configs.yaml", *sorted((ROOT / "configs").glob("*.yaml"))]
@@ -139,7 +149,7 @@ def test_presets_are_valid_and_say_what_they_are_for(path: Path) -> None:
 def test_import_is_light() -> None:
     code = "import ci_llm.config, sys; print([*{'torch', 'transformers', 'numpy'} & set(sys.modules)])"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -267,6 +277,125 @@ def test_home_is_home_where_no_shell_has_read_it(key: str, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", "/home/me")
     assert getattr(load_config(None, [f"{key}=~/it"]), key) == "/home/me/it"
     assert getattr(load_config(None, [f"{key}=owner/it"]), key) == "owner/it"
+
+
+# ---------------------------------------------------------------------------------- which source decides
+
+
+@pytest.mark.parametrize(
+    ("strong", "weak"),
+    [
+        ("max_train_steps: 260", "epochs=7"),
+        ("max_train_steps: 260", "--num-train-epochs=7"),
+        ("global_batch_size: 32", "gradient_accumulation_steps=7"),
+        ("num_warmup_steps: 9", "num_warmup_steps_ratio=0.5"),
+    ],
+)
+def test_the_command_line_sets_aside_what_the_file_says_of_the_same_thing(strong: str, weak: str, file: Path) -> None:
+    """`--epochs 7` did nothing, because the file that is shipped has `max_train_steps`."""
+    file.write_text(f"seed: 1\n{strong}\n", encoding="utf-8")
+    read = read_config(file, [weak])
+    key, value = strong.split(": ")
+    assert set(changed(read.config)) == {"seed", *changed(load_config(None, [weak]))}
+    assert getattr(read.config, key) is None
+    _, line = read.lines
+    assert line.startswith(f"{key}={value} ({file}:2) is set aside: the command line says ")
+
+
+def test_the_configuration_as_shipped_takes_epochs() -> None:
+    config = load_config(PRESETS[0], ["--epochs", "7"])
+    assert (config.epochs, config.max_train_steps) == (7, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("max_train_steps: 5\nepochs: 2\n", [], "epochs has no effect: max_train_steps decides (my.yaml:1)"),
+        ("", ["epochs=2", "max_train_steps=5"], "epochs has no effect: max_train_steps decides (command line)"),
+        (
+            "",
+            ["global_batch_size=2", "gradient_accumulation_steps=2"],
+            "gradient_accumulation_steps has no effect: global_batch_size decides (command line)",
+        ),
+        ("epochs: 2\n", ["max_train_steps=5"], None),
+        ("max_train_steps: null\nepochs: 2\n", [], None),
+        ("max_train_steps: null\n", ["epochs=2"], None),
+        ("max_train_steps: 5\n", ["max_train_steps=null", "epochs=2"], None),
+        ("epochs: 2\n", ["epochs=3"], None),
+    ],
+)
+def test_within_one_source_the_stronger_key_decides_and_that_is_said(
+    text: str, words: list[str], said: str | None, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    file.write_text(text, encoding="utf-8")
+    assert read_config("my.yaml", words).lines[1:] == ((said,) if said else ())
+
+
+def test_where_the_values_come_from_is_one_line(file: Path) -> None:
+    assert read_config(None).lines == ("no file: there is no configs.yaml here; defaults for all other keys",)
+    file.write_text("seed: 1\n", encoding="utf-8")
+    (line,) = read_config(None, ["--config", str(file), "--lr", "1e-3", "K=2", "--monitor_gpu"], {"seed": "1"}).lines
+    given = "command line: learning_rate=1e-3 num_agents=2 monitor_gpu=true"
+    assert line == f"{file}; {given}; defaults for all other keys"
+
+
+BF16 = {"mixed_precision": "bf16", "gradient_accumulation_steps": "4"}
+
+
+def test_what_the_launcher_says_is_the_default(file: Path) -> None:
+    file.write_text("seed: 1\n", encoding="utf-8")
+    read = read_config(file, [], BF16)
+    assert (read.config.mixed_precision, read.config.gradient_accumulation_steps) == ("bf16", 4)
+    assert f"{file}; accelerate launch: mixed_precision=bf16 gradient_accumulation_steps=4; " in read.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "decides"),
+    [
+        ("mixed_precision: no\n", [], "mixed_precision=no decides (my.yaml:1)"),
+        ("", ["mixed_precision=fp16"], "mixed_precision=fp16 decides (command line)"),
+        ("global_batch_size: 8\n", [], "global_batch_size=8 decides (my.yaml:1)"),
+        ("", ["gradient_accumulation_steps=2"], "gradient_accumulation_steps=2 decides (command line)"),
+    ],
+)
+def test_what_the_launcher_says_in_vain_is_said(
+    text: str, words: list[str], decides: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    file.write_text(text, encoding="utf-8")
+    read = read_config("my.yaml", words, BF16)
+    (line,) = read.lines[1:]
+    assert line.endswith(f" (accelerate launch) has no effect: {decides}")
+    assert load_config("my.yaml", words).mixed_precision in (read.config.mixed_precision, "no")
+
+
+def test_a_precision_of_the_launcher_that_is_none_of_ours_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="mixed_precision is 'fp8'") as caught:
+        read_config(None, [], {"mixed_precision": "fp8"})
+    assert caught.value.where == "accelerate launch"
+
+
+def test_the_configuration_as_shipped_leaves_the_word_to_the_launcher() -> None:
+    config = read_config(PRESETS[0], [], BF16).config
+    assert (config.mixed_precision, config.gradient_accumulation_steps) == ("bf16", 4)
+    assert load_config(PRESETS[0]).mixed_precision == "no"
+
+
+def test_where_no_file_is_named_it_is_that_of_this_folder_else_that_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert default_file() == ROOT / "configs.yaml"
+    assert default_file("nowhere.yaml") is None
+    (tmp_path / "configs.yaml").touch()
+    assert default_file() == Path("configs.yaml")
+
+
+def test_a_command_line_without_some_keys() -> None:
+    words = ["--lr", "1", "K=2", "--monitor_gpu", "--samples=3", "--monitor-gpu", "false", "stray"]
+    assert words_without(words, ("monitor_gpu", "max_train_samples")) == ["--lr", "1", "K=2", "stray"]
+    assert words_without(words, ()) == words
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -439,7 +568,6 @@ def test_notices() -> None:
     ]
     said = load_config(None, ["diversity=swd_raw", "swd_representation=first_token"]).notices()
     assert len(said) == 2
-    assert load_config(None, ["global_batch_size=2", "gradient_accumulation_steps=2"]).notices() != []
     assert load_config(None, ["max_train_steps=5", "num_warmup_steps=5"]).notices() != []
 
 

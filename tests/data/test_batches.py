@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ci_llm.data.batches import Batch, pack, padded, stream
 from ci_llm.data.order import Plan
+from tests.support.events import DEADLINE_S
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,10 @@ def test_workers_are_deaf_to_what_is_meant_for_the_run_and_gone_at_the_end() -> 
     assert len(workers) == 2
     taken = [next(running), next(running)]  # one from each worker: both have begun
     for name in ("TERM", "INT", "USR1", "USR2"):  # from somebody else: a worker obeys its own parent
-        subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True, timeout=30)
+        subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True, timeout=DEADLINE_S)
     taken.extend(running)
     assert_same(taken, steps(0, 12))
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []
 
 
 def test_workers_go_when_the_stream_is_closed_early() -> None:
@@ -171,4 +172,4 @@ def test_workers_go_when_the_stream_is_closed_early() -> None:
     assert len(workers) == 1
     next(running)
     running.close()
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []

@@ -118,7 +118,10 @@ def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_pat
 
 @pytest.mark.slow
 def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_path: Path) -> None:
-    command = ("launch", "--num_processes=4", "--mixed_precision=fp16", WORLD, tmp_path, "wait")
+    """How many were asked for stands in Accelerate's own file."""
+    settings = tmp_path / "accelerate.yaml"
+    settings.write_text("distributed_type: 'NO'\nnum_processes: 4\nnum_machines: 1\ndynamo_backend: INDUCTOR\n")
+    command = ("launch", "--config_file", settings, WORLD, tmp_path, "wait")
     with Child(SCRIPTS / "accelerate", *command) as launcher:
         launcher.read_until(f"waiting {sys.platform == 'linux'}")
         launcher.signal(signal.SIGTERM)
@@ -126,10 +129,23 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
         assert launcher.wait() == -signal.SIGTERM
     (one,) = told(tmp_path, 1)
     assert (one["count"], one["launcher"], one["heard"]) == (1, "accelerate", "signal:SIGTERM")
-    asked_for, *_, precision = one["notes"]
+    compiler, asked_for, *_ = one["notes"]
+    assert "ACCELERATE_DYNAMO_BACKEND is not used" in compiler
     assert "asked for 4 processes, running 1" in asked_for
-    assert "--multi_gpu --num_processes=4" in asked_for
-    assert "mixed_precision=fp16" in precision
+    assert "a quarter: 12 rows and not 48" in asked_for
+    assert "--multi_gpu --num_processes=4 --config_file" in asked_for
+
+
+@pytest.mark.slow
+def test_the_line_that_is_offered_instead_starts_as_many_as_were_asked_for(tmp_path: Path) -> None:
+    with Child(SCRIPTS / "accelerate", "launch", "--num_processes=2", "--main_process_port=0", WORLD, tmp_path) as lone:
+        run_all([lone])
+    (one,) = told(tmp_path, 1)
+    line = one["notes"][0].splitlines()[-1]
+    (tmp_path / "main was here").unlink()
+    with Child("sh", "-c", line) as pasted:
+        run_all([pasted])
+    assert_one_world_of_two(tmp_path, "torchrun")
 
 
 @pytest.mark.slow

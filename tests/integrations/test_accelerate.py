@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +29,7 @@ from tests.support import tiny
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
 from tests.support.forkserver import ForkServer
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.accelerate_loops") as started:
-        yield started
+pytestmark = pytest.mark.xdist_group("accelerate hooks")  # references that tests share
 
 
 def complete(server: ForkServer, folder: Path, processes: int, **how: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from examples import accelerate_loop, own_loop
 from tests.support.forkserver import ForkServer
 from tests.support.moments import interfere
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("examples")]  # references that tests share
 
 STEPS = 4
 ROWS_PER_STEP = 8
@@ -41,12 +40,6 @@ def watched_loop(folder: str, rows_per_process: int) -> int:
     index = os.environ.get("RANK", "0")
     save_file({"losses": losses, "gradients": gradients}, Path(folder, f"process{index}.safetensors"))
     return 0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(__name__) as started:
-        yield started
 
 
 def told(server: ForkServer, folder: Path, processes: int) -> list[dict[str, Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,10 +127,8 @@ def test_names_that_users_of_transformers_type() -> None:
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    folder = tmp_path_factory.mktemp("best")
-    with ForkServer("tests.support.trials") as server:
-        yield Trials(server, folder)
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("best"))
 
 
 def spoilt(trials: Trials, folder: Path, fate: Fate | None = None, ranks: int = 1, **keys: Any) -> list[int]:

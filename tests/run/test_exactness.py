@@ -11,17 +11,17 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.campaign import every_pair, sampled
 from tests.support.children import ROOT, Child
 from tests.support.forkserver import ENVIRONMENT, ForkServer, free_port
 from tests.support.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
-# One fork server, and references that trials share.
+# References that trials share.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exactness")]
 
 ONE_PROCESS = matrix(moment=MOMENTS, accumulation=(1, 4), dropout=(0.0, 0.1), workers=(0, 2))
@@ -51,24 +51,25 @@ THROUGH_TRAIN_PY = [
     Cell("mid epoch 1", accumulation=4, dropout=0.1, precision="bf16"),
     Cell("mid epoch 1", accumulation=1, dropout=0.1, ranks=2),
 ]
+#: What `make test` runs of them: each value of each axis, and of one process each pair of values.
+SAMPLE = [*every_pair(ONE_PROCESS), *OTHER_MATHS[3:], *TWO_PROCESSES[::3], TWO_PROCESSES[-1]]
+SAMPLE_THROUGH_TRAIN_PY = [THROUGH_TRAIN_PY[0], THROUGH_TRAIN_PY[-1]]
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    folder = tmp_path_factory.mktemp("exactness")
-    with ForkServer("tests.support.trials") as server:
-        yield Trials(server, folder)
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("exactness"))
 
 
 # Killed
 
 
-@pytest.mark.parametrize("cell", [*ONE_PROCESS, *OTHER_MATHS], ids=str)
+@pytest.mark.parametrize("cell", sampled([*ONE_PROCESS, *OTHER_MATHS], SAMPLE), ids=str)
 def test_killed_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.killed(cell))
 
 
-@pytest.mark.parametrize("cell", TWO_PROCESSES, ids=str)
+@pytest.mark.parametrize("cell", sampled(TWO_PROCESSES, SAMPLE), ids=str)
 def test_two_processes_killed_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.killed(cell))
 
@@ -84,7 +85,7 @@ def test_dying_again_and_again(trials: Trials) -> None:
     assert not differences(trials.reference(cell), account(folder))
 
 
-@pytest.mark.parametrize("cell", THROUGH_TRAIN_PY, ids=str)
+@pytest.mark.parametrize("cell", sampled(THROUGH_TRAIN_PY, SAMPLE_THROUGH_TRAIN_PY), ids=str)
 def test_through_train_py(trials: Trials, cell: Cell) -> None:
     """The program as people call it, killed when it is about to give the next checkpoint its name."""
     folder = trials.new_folder()

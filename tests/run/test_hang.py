@@ -5,27 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.attempts import read_failures
+from ci_llm.core.run_status import read_status
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.heartbeat import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer
 from ci_llm.run.state import TrainState
+from tests.support.events import DEADLINE_S
 from tests.support.faults import Fault, fired, said, train
 from tests.support.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing hang")]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.faults") as server:
-        yield server
 
 
 def stacks(folder: Path) -> list[str]:
@@ -106,12 +101,12 @@ with Stacks() as stacks:
 
 
 def test_a_silent_child_leaves_the_others_time_to_answer() -> None:
-    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=DEADLINE_S)
 
 
 def test_a_run_at_work_is_left_alone(server: ForkServer, tmp_path: Path) -> None:
     """Evaluation, generation and a pause are progress or rest, even where a step is short."""
-    keys = {"hang_timeout": 20, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
+    keys = {"hang_timeout": 60, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
     assert train(server, tmp_path, max_train_steps=6, **keys) == [0], said(tmp_path)
 
 

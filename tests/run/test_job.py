@@ -58,6 +58,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_what_a_run_leaves(finished: Path) -> None:
     assert read_status(finished).status == "completed"
+    assert f"config    {CONFIG}; command line: num_agents=3 " in (finished / "training.log").read_text()
     assert sorted(p.name for p in finished.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_6"]
     for name in ("training.log", "tensorboard", "evaluation.json", "final_checkpoint/README.md"):
         assert (finished / name).exists()

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive, read_status
 from tests.slurm.cluster import until
+from tests.support.campaign import sampled
 from tests.support.children import ROOT, SCRIPTS, Child
-from tests.support.moments import arguments
+from tests.support.forkserver import ForkServer
+from tests.support.moments import arguments, train_signalled
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +30,23 @@ ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     "CUDA_VISIBLE_DEVICES": "",
     "GLOO_SOCKET_IFNAME": "lo",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",  # a machine under load starts slowly, and is told to end before that
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # a machine under load starts slowly, and is told to end before that
 }
 LONG = {"max_train_steps": 100_000, "eval_steps": "null", "save_steps": "null"}
 MUCH_TO_JUDGE = {"max_train_steps": 3, "eval_steps": "null", "eval_samples": 400, "generation_eval_samples": 200}
+#: What is read before the launcher is told to end, the keys of the run, and the step that it must have saved.
+MOMENTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "at the start": ("loading...", LONG, 0),
+    "in the evaluation at the end": ("step 3/3", MUCH_TO_JUDGE, 3),
+}
+BEFORE_AND_AFTER = [
+    ("accelerate, 1 process", "at the start"),
+    ("accelerate, 1 process", "in the evaluation at the end"),
+    ("torchrun, 2 processes", "in the evaluation at the end"),
+    ("torchrun, 2 processes", "at the start"),
+    ("accelerate, 2 processes", "at the start"),
+    ("accelerate, 2 processes", "in the evaluation at the end"),
+]
 
 
 def launch(launcher: str, folder: Path, **keys: object) -> Child:
@@ -61,15 +77,10 @@ def stop(child: Child, folder: Path) -> list[str]:
     return child.seen
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize(
-    ("seen", "keys", "step"),
-    [("loading...", LONG, 0), ("step 3/3", MUCH_TO_JUDGE, 3)],
-    ids=["at the start", "in the evaluation at the end"],
-)
-def test_before_and_after_training(
-    launcher: str, seen: str, keys: dict[str, object], step: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", sampled(BEFORE_AND_AFTER, BEFORE_AND_AFTER[::2]), ids=", ".join)
+def test_before_and_after_training(case: tuple[str, str], tmp_path: Path) -> None:
+    launcher, when = case
+    seen, keys, step = MOMENTS[when]
     with launch(launcher, tmp_path, **keys) as child:
         child.read_until(seen)
         said = stop(child, tmp_path)
@@ -79,13 +90,17 @@ def test_before_and_after_training(
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_in_training(launcher: str, tmp_path: Path) -> None:
+def test_in_training(launcher: str, server: ForkServer, tmp_path: Path) -> None:
+    """A launcher that starts a run which goes on is seen under the supervisor and on SLURM: here only the run does."""
     with launch(launcher, tmp_path, **LONG) as child:
         child.read_until("step 1/")
         said = stop(child, tmp_path)
     status = read_status(tmp_path / "run")
     assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
+    assert f"{' '.join(LAUNCHERS[launcher])} " in str(status.next_command), "the launcher's, which has gone by then"
     assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
-    with launch(launcher, tmp_path, max_train_steps=status.step + 1) as child:
-        assert child.wait() == 0, child.seen
+    ranks = 1 if "1 process" in launcher else 2
+    words = [f"--config={ROOT / 'configs.yaml'}", *arguments(max_train_steps=status.step + 1)]
+    codes = server.run(train_signalled, tmp_path / "log", ranks=ranks, folder=str(tmp_path), words=words)
+    assert codes == [0] * ranks, (tmp_path / "log").read_text()
     assert read_status(tmp_path / "run").status == "completed"

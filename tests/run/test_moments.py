@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,14 @@ from tests.support.moments import EVAL_STEPS, MOMENTS, STEPS, Moment, arguments
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.moments") as server:
-        yield server
-
-
 def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:
     """One attempt; the exit codes of its processes."""
     folder.mkdir(exist_ok=True)
-    defaults = {"sent": "SIGTERM", "rank": None, "ranks": 1, "tripwire": None, "stall_s": 0.0, "times": 1}
-    settings: dict[str, Any] = defaults | {"keys": {}} | options
-    return server.run(
-        moments.train_signalled,
-        folder / "log",
-        folder=str(folder),
-        words=arguments(**settings.pop("keys")),
-        place=moment.place if moment else None,
-        call=moment.call if moment else 0,
-        **settings,
-    )
+    keys: Any = options.pop("keys", {})
+    if moment is not None:
+        options |= {"place": moment.place, "call": moment.call, "behind": moment.behind}
+    how: dict[str, Any] = {"folder": str(folder), "words": arguments(**keys)} | options
+    return server.run(moments.train_signalled, folder / "log", **how)
 
 
 def learned(folder: Path) -> dict[str, bytes]:
@@ -72,7 +59,7 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
         assert status.status == "completed"
     else:
         assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
-        assert status.step == moment.step or moment.step is None
+        assert status.step == moment.step
         assert f"step {status.step} is saved" in said or (status.step == 0 and "no step is saved" in said)
         assert status.next_command
     assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
@@ -80,11 +67,11 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
     assert learned(tmp_path) == learned(undisturbed)
 
 
-def test_who_is_stopped_in_an_evaluation_is_told_the_step_that_will_be_saved(
+def test_a_stop_in_an_evaluation_is_announced_with_the_step_that_will_be_saved(
     server: ForkServer, tmp_path: Path
 ) -> None:
     assert train(server, tmp_path, MOMENTS["evaluation on the way"]) == [0]
-    assert f"SIGTERM: saving step {EVAL_STEPS}\n" in (tmp_path / "log").read_text()
+    assert f"SIGTERM: step {EVAL_STEPS} is done; saving and leaving\n" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -139,9 +126,9 @@ def test_which_signals_stop_and_which_save_is_configured(server: ForkServer, tmp
 
 def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: ForkServer, tmp_path: Path) -> None:
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
-    assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0) == [130]
+    assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0, committed=2) == [130]
     said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
-    assert "SIGINT: saving step 3 (again to abort now)" in said
+    assert "SIGINT: finishing step 3, then saving and leaving (again to abort now)" in said
     assert "interrupted (signal:SIGINT): step 2 is saved" in said
     assert "Traceback" not in said
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGINT", 2)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import Recovery, write_recovery
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tests.support.forkserver import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing")]  # one fork server, and a reference that tests share
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.faults") as server:
-        yield server
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing")]  # a reference that tests share
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +81,7 @@ def test_a_trouble_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) -> 
     fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
     cut = tmp_path / "cut"
-    assert train(server, cut, fault, Fault("kill", steps=(7,)), **keys) == [-9]
+    assert train(server, cut, fault, Fault("kill", steps=(7,), committed=5), **keys) == [-9]
     assert train(server, cut, fault, **keys) == [0], said(cut)
     assert "agent1    set back to its weights and moments of step 0" in said(cut).partition("resume    step 5 of")[2]
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
@@ -125,9 +119,9 @@ def test_a_replay_skips_it_without_a_look(server: ForkServer, tmp_path: Path) ->
     fault = Fault("nan output", steps=(4,), agents=(0, 1, 2))
     assert train(server, tmp_path / "whole", fault) == [0], said(tmp_path / "whole")
     cut = tmp_path / "cut"
-    assert train(server, cut, fault, Fault("kill", steps=(6,)), save_steps=3) == [-9]
+    assert train(server, cut, fault, Fault("kill", steps=(5,), committed=3), save_steps=3) == [-9]
     assert train(server, cut) == [0], said(cut)
-    assert fired(cut) == [("nan output", 4, 0), ("kill", 6, 0)]
+    assert fired(cut) == [("nan output", 4, 0), ("kill", 5, 0)]
     assert "recovery: steps skipped: 5" in said(cut)
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
     states = [load_checkpoint(folder / "run" / "final_checkpoint").state for folder in (cut, tmp_path / "whole")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from ci_llm.data.batches import pack
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 from tests.support import tiny
@@ -27,12 +27,6 @@ BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_trai
 BIG |= {"max_train_steps": 3, "model_dtype": "fp64"}
 #: A third of what 16 rows of three agents in fp64 need besides what the first step has left in the heap: 0.3 GB.
 SPARE_BYTES = 100 << 20
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.faults") as server:
-        yield server
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -61,7 +55,7 @@ def adapters(folder: Path) -> dict[str, torch.Tensor]:
 def test_all_processes_do_the_step_again_and_remember(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory", steps=(2,), process=1, amount=1)
     keys = {"max_train_steps": 6, "global_batch_size": 8, "save_steps": 4}
-    assert train(server, tmp_path, fault, Fault("kill", steps=(5,)), ranks=2, **keys) == [-9, -9]
+    assert train(server, tmp_path, fault, Fault("kill", steps=(5,), committed=4), ranks=2, **keys) == [-9, -9]
     told = said(tmp_path)
     assert "step 3 does not fit (on another process): micro-batch 4 -> 2 row(s), the effective batch of 8 holds" in told
     assert "step 3 does not fit (on another process): micro-batch 2 -> 1 row(s)" in told
@@ -125,7 +119,7 @@ def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice
 def test_recomputing_is_remembered(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory", steps=(2,), times=1)
     keys = {"batch_size": 1, "save_steps": 4, "max_train_steps": 6}
-    assert train(server, tmp_path, fault, Fault("kill", steps=(5,)), **keys) == [-9]
+    assert train(server, tmp_path, fault, Fault("kill", steps=(5,), committed=4), **keys) == [-9]
     assert train(server, tmp_path, **keys) == [0], said(tmp_path)
     assert "recovery: layers are recomputed in the backward pass" in said(tmp_path)
 

@@ -6,16 +6,14 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
-from ci_llm.cluster.launch import Launch
-from ci_llm.cluster.slurm import record_attempt
+from ci_llm.cluster.launch import Launch, read_launch
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run import shutdown
 
@@ -36,8 +34,8 @@ def interrupted(folder: Path, steps: list[int], began_at: int = 0, trained: int 
     return run, said
 
 
-def launch(launcher: str) -> Launch:
-    return Launch(launcher, 1, 0, 0, 1, None, {})
+def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Launch:
+    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, words=words)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +58,12 @@ def test_the_step_of_an_interruption_is_the_one_that_is_saved(
 
 def test_steps_that_no_checkpoint_holds_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(shutdown, "put_back", lambda *_, **keys: asked.update(keys))
+    monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
     for attempt in (1, 2):
-        record_attempt(tmp_path, attempt, 5, None)
+        record_attempt(tmp_path, attempt, 5)
     run, _ = interrupted(tmp_path, [5], began_at=5, trained=9)
     shutdown.leave(run, "signal:SIGTERM")
-    assert asked["in_vain"] == 2
+    assert asked["without_progress"] == 2
 
 
 def test_a_full_disk_hides_no_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +71,7 @@ def test_a_full_disk_hides_no_interruption(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("ci_llm.core.run_status.write_json", full)
-    monkeypatch.setattr(shutdown, "put_back", lambda *_, **__: "SLURM job 7 is put back into the queue")
+    monkeypatch.setattr(shutdown, "requeue", lambda *_, **__: "SLURM job 7 is put back into the queue")
     run, said = interrupted(tmp_path, [5])
     shutdown.leave(run, "signal:SIGTERM")
     refused, ended, queued = said
@@ -83,10 +81,6 @@ def test_a_full_disk_hides_no_interruption(tmp_path: Path, monkeypatch: pytest.M
 
 
 # The command
-
-
-def parent(command: list[str]) -> Callable[[], Any]:
-    return lambda: SimpleNamespace(parent=lambda: SimpleNamespace(cmdline=lambda: command))
 
 
 PATH = {"python": "/usr/bin/python", "python3": "/usr/bin/python3", "torchrun": "/venv/bin/torchrun"}
@@ -99,16 +93,15 @@ PATH = {"python": "/usr/bin/python", "python3": "/usr/bin/python3", "torchrun": 
         (["/usr/bin/python3", "-m", "torch.distributed.run", "train.py"], "python3 -m torch.distributed.run train.py"),
         (["/usr/bin/python3", "-u", "/venv/bin/torchrun", "train.py"], "python3 -u /venv/bin/torchrun train.py"),
         (["/usr/bin/python3", "/odd/bin/torchrun", "train.py"], "python3 /odd/bin/torchrun train.py"),
-        ([], "python train.py"),  # a zombie has no command line
+        ([], "python train.py"),  # no launcher was found
     ],
 )
 def test_the_command_that_goes_on_is_the_launcher_s(
     command: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "train.py"])
-    monkeypatch.setattr(psutil, "Process", parent(command))
     monkeypatch.setattr(shutil, "which", PATH.get)
-    assert shutdown.command_line(launch("torchrun")) == expected
+    assert shutdown.command_line(launch("torchrun", tuple(command))) == expected
     assert shutdown.command_line(launch("python")) == "python train.py"
 
 
@@ -124,3 +117,51 @@ def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, m
     monkeypatch.setattr(sys, "orig_argv", [program, "train.py"])
     monkeypatch.setattr(shutil, "which", PATH.get)
     assert shutdown.command_line(launch("python")) == f"{program} train.py"
+
+
+def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how it goes on."""
+    command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
+    monkeypatch.setattr("ci_llm.cluster.launch._command_of_parent", lambda: command)
+    launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})
+    monkeypatch.setattr(
+        "ci_llm.cluster.launch._command_of_parent", lambda: ["/sbin/supervise", "--token=of-a-stranger"]
+    )
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert shutdown.command_line(launched) == " ".join(command)
+
+
+def test_in_a_notebook_the_command_is_one_for_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What started the process there is the kernel; IPython sets `sys.ps1`, as the interpreter does at its prompt."""
+    kernel = ["/venv/bin/python", "-m", "ipykernel_launcher", "-f", "/home/me/kernel-1.json"]
+    monkeypatch.setattr(sys, "orig_argv", kernel)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    words = ("num_agents=2",)
+    line = shutdown.command_line(launch("python", words=words))
+    assert line == f"{shutdown.shell_line([sys.executable])} -m ci_llm train num_agents=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "rest"),
+    [
+        (["lr=1", "--max-steps", "5"], {"max_train_steps": "..."}, "lr=1 max_train_steps=..."),
+        (
+            ["--samples=7", "--auto_resume", "K=2"],
+            {"max_train_samples": "null"},
+            "--auto_resume K=2 max_train_samples=null",
+        ),
+        (["--auto_resume", "K=2"], {"resume_from_checkpoint": None}, "K=2"),
+        (["--continue", "K=2"], {"continue": None}, "K=2"),
+        (["--config", "a.yaml", "K=2"], {"config": "b.yaml"}, "K=2 config=b.yaml"),
+        ([], {"epochs": "3"}, "epochs=3"),
+    ],
+)
+def test_a_run_like_this_one_names_each_key_once(
+    words: list[str], changes: dict[str, str | None], rest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", PATH.get)
+    command = ("/usr/bin/python", "/venv/bin/torchrun", "train.py", *words)
+    assert shutdown.command_line(launch("torchrun", command, tuple(words)), changes) == f"torchrun train.py {rest}"
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "my_program.py"])  # which calls the trainer by itself
+    own = f"{shutdown.shell_line([sys.executable])} -m ci_llm train" if words else "python my_program.py"
+    assert shutdown.command_line(launch("python", words=tuple(words)), changes) == f"{own} {rest}"

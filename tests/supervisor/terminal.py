@@ -16,9 +16,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.events import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-DEADLINE_S = 180.0
 #: The same supervise, with pauses of no time: tests wait for events only.
 HASTY = """
 import functools, sys

@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive
+from ci_llm.supervisor.external_script import ExternalScript
+from ci_llm.supervisor.options import parse_options
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone
 
 CONFIG = """\
@@ -438,3 +440,12 @@ def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str]
     assert "Traceback" not in terminal.text
     for part in told:
         assert part in terminal.text
+
+
+def test_outside_of_a_step_of_slurm_the_log_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    script = ExternalScript(parse_options(["--", "python", "fit.py"]))
+    assert script.prepare()[0].startswith("SLURM job 7, but no step of it")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert "SLURM" not in script.prepare()[0]

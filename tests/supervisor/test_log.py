@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.supervisor.log import MID_LINE, SupervisorLog
+from ci_llm.supervisor.log import FILE_ONLY, MID_LINE, SupervisorLog
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
 
 GOLDEN = """\
@@ -88,27 +88,26 @@ def test_the_log_is_appended_to(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "a.log") == ["one", "two", "three"]
 
 
-def test_only_the_terminal_is_spared_details_and_warnings_are_marked(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_of_the_whole_package_are_marked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with SupervisorLog(tmp_path / "a.log"):
-        logger.debug("a detail")
+        logger.debug("for developers")
+        logger.info("shown already", extra=FILE_ONLY)
         logger.info("a line")
         logging.getLogger("ci_llm.checkpoints.store").warning("%d damaged\nas seen here", 1)
-    assert lines_of(tmp_path / "a.log") == ["a detail", "a line", "WARNING 1 damaged", "WARNING as seen here"]
+    assert lines_of(tmp_path / "a.log") == ["shown already", "a line", "WARNING 1 damaged", "WARNING as seen here"]
     assert capfd.readouterr().err.splitlines() == [
         "safe_train: a line",
-        "safe_train: WARNING 1 damaged",
-        "safe_train: WARNING as seen here",
+        "safe_train: warning: 1 damaged",
+        "safe_train: warning: as seen here",
     ]
 
 
 def test_after_its_end_nothing_is_logged(tmp_path: Path) -> None:
     package = logging.getLogger("ci_llm")
-    before = (package.level, list(package.handlers))
+    before = (package.level, package.propagate, list(package.handlers))
     with SupervisorLog(tmp_path / "a.log"):
-        pass
-    assert (package.level, list(package.handlers)) == before
+        assert package.handlers
+    assert (package.level, package.propagate, list(package.handlers)) == before
     assert not (tmp_path / "a.log").exists()
 
 

@@ -12,7 +12,7 @@ from ci_llm.cli.supervise import is_own_script, own_words
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import Options, parse_options
 from ci_llm.supervisor.policy import Policy
-from tests.supervisor.terminal import ROOT
+from tests.supervisor.terminal import DEADLINE_S, ROOT
 
 
 def test_the_defaults() -> None:
@@ -135,25 +135,30 @@ def test_help_loads_nothing_and_answers_at_once() -> None:
         "try: runpy.run_path('safe_train.py', run_name='__main__')\n"
         f"except SystemExit as end: print(end.code, *({{{HEAVY}}} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stderr == "0\n"
     assert "python safe_train.py num_agents=8 -- torchrun" in done.stdout
 
 
 def test_help_takes_less_than_0_3_s_of_the_processor() -> None:
+    """The least of a few: beside other work on the same core, the same instructions take longer."""
     import resource
 
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "safe_train.py", "--help"], cwd=ROOT, capture_output=True, check=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.3
+    def cost_s() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "safe_train.py", "--help"]
+        subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=DEADLINE_S)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+
+    assert min(cost_s() for _ in range(5)) < 0.3
 
 
 def test_a_script_of_somebody_else_starts_without_our_configuration() -> None:
     """Which is strict, by a library that takes longer to load than everything else together."""
     code = "import sys\nfrom ci_llm.supervisor import external_script, loop, shim, wandb_cleanup\n"
     code += "print(*({'pydantic', 'ci_llm.config'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
@@ -162,5 +167,5 @@ def test_no_part_of_the_supervisor_loads_torch() -> None:
     code = f"import importlib, sys\nfor name in {names}: importlib.import_module('ci_llm.supervisor.' + name)\n"
     code += "print(*({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)))"
     code = code.replace("'__init__', ", "")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

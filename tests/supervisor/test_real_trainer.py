@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import read_recovery
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from tests.supervisor.terminal import ROOT, Terminal
 from tests.support.faults import KEYS, Fault, fired, metrics
 
@@ -32,6 +33,7 @@ def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
     """The story of a supervised run that has to complete."""
     values = {"kind": fault.kind, "steps": fault.steps, "agents": fault.agents}
     (folder / "train.py").write_text(DOOR.replace("{fault}", repr(values)).replace("{cut!r}", repr(cut)))
+    (folder / "configs.yaml").touch()  # the defaults, and not the project's own
     words = [f"{key}={value}" for key, value in (KEYS | keys).items()]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with Terminal("--train-script", "train.py", *words, cwd=folder, hasty=True, env=env) as terminal:

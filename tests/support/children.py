@@ -15,7 +15,8 @@ from typing import IO
 
 import psutil
 
-DEADLINE_S = 300.0  # as that of forkserver.py
+from tests.support.events import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 

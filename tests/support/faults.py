@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +27,11 @@ from ci_llm.cli.main import main
 from ci_llm.crowd import scoring
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
+from ci_llm.run import hang as hang_watch
 from ci_llm.run import job, loop, shutdown
-from tests.support.forkserver import DEADLINE_S, ForkServer
+from ci_llm.run.heartbeat import SilenceTimer
+from tests.support.events import DEADLINE_S, wait_until, wait_until_committed
+from tests.support.forkserver import ForkServer
 
 FIRED = "fired.jsonl"
 SAMPLES = "samples.jsonl"
@@ -46,6 +48,7 @@ class Fault:
         agents: whom it strikes, where the kind asks for agents.
         amount: bytes of memory, rows, or whatever the kind asks for.
         times: how often it strikes in a process; 0: whenever it can.
+        committed: step whose checkpoint must be committed before a process is killed; the process waits for it.
     """
 
     kind: str
@@ -54,6 +57,7 @@ class Fault:
     agents: tuple[int, ...] = ()
     amount: int = 0
     times: int = 0
+    committed: int | None = None
 
 
 class Now:
@@ -169,9 +173,7 @@ def terminated_after_another(fault: Fault) -> None:
 
     def strike(*_: object) -> None:
         if Now.strikes(fault):
-            until = time.monotonic() + DEADLINE_S
-            while not list(Path("run/attempts").glob("*/process_*.json")) and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_until("another process has failed", lambda: any(Path("run/attempts").glob("*/process_*.json")))
             os.kill(os.getpid(), signal.SIGTERM)
 
     wrap(loop, "compute_gradients", strike)
@@ -233,6 +235,8 @@ def kill(fault: Fault) -> None:
 
     def strike(*_: object) -> None:
         if Now.strikes(fault):
+            if fault.committed is not None:
+                wait_until_committed(Path("run"), fault.committed)
             os.kill(os.getpid(), signal.SIGKILL)
 
     wrap(loop, "compute_gradients", strike)
@@ -255,6 +259,18 @@ KINDS: dict[str, Callable[[Fault], None]] = {
 }
 
 
+def watch_once_it_hangs() -> None:
+    """No silence counts before a process hangs: on a busy machine a healthy step may be longer than `hang_timeout`."""
+    tick = SilenceTimer.tick
+
+    def count(silence: SilenceTimer, seconds: float) -> None:
+        if Path(FIRED).exists():
+            tick(silence, seconds)
+
+    SilenceTimer.tick = count  # type: ignore[method-assign]
+    hang_watch.OTHERS_S = DEADLINE_S  # type: ignore[misc]
+
+
 def arm(faults: Sequence[Fault]) -> None:
     """Let these faults strike in this process, and note what it trains on."""
 
@@ -271,6 +287,8 @@ def arm(faults: Sequence[Fault]) -> None:
 
     wrap(Crowd, "forward", note_rows)
     register_optimizer_step_post_hook(note_step)
+    if {fault.kind for fault in faults} & {"hang", "hang in a worker"}:
+        watch_once_it_hangs()
     for fault in faults:
         if fault.process in (None, own_index()):
             KINDS[fault.kind](fault)
@@ -282,7 +300,7 @@ def train_with_faults(folder: str, words: list[str], faults: list[dict[str, Any]
     torch.set_num_threads(1)
     os.chdir(folder)
     arm([Fault(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}) for values in faults])
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 # ----------------------------------------------------------------------------------------- in the test's process

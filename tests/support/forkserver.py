@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.events import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 300.0  # nobody comes near it, under any load: it only ends a test that will never end
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ACCELERATE_USE_CPU": "true",
@@ -36,7 +37,7 @@ class ForkServer:
     """The client's end; a context manager, at whose end the server and all its children are gone.
 
     Args:
-        modules: what the server imports before it forks; a trial is a function of one of them.
+        modules: what the server imports at once; the module of a trial follows when it is first asked for.
         environment: variables for the server and its children, beside those of this process.
     """
 
@@ -106,7 +107,9 @@ def serve(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(_fork_all(json.loads(line))), flush=True)
+        request = json.loads(line)
+        importlib.import_module(request["target"][0])
+        print(json.dumps(_fork_all(request)), flush=True)
 
 
 def _fork_all(request: dict[str, Any]) -> dict[str, Any]:

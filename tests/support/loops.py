@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
+from tests.support.events import DEADLINE_S
 
 
 def train_step(state: dict[str, Any]) -> dict[str, Any]:
@@ -92,16 +93,16 @@ def forking(directory: str) -> int:
 
     def held_back(disk: Filesystem, handle: int, data: Any) -> int:
         reached.set()
-        assert gate.wait(60)
+        assert gate.wait(DEADLINE_S)
         return write(disk, handle, data)
 
     with CheckpointManager(directory) as manager:
         manager.store.claim()
         Filesystem.write = held_back  # type: ignore[method-assign]
         assert manager.save(1, {"a": 1})
-        assert reached.wait(60)
+        assert reached.wait(DEADLINE_S)
         if (pid := os.fork()) == 0:
-            signal.alarm(20)
+            signal.alarm(60)
             atexit._run_exitfuncs()
             os._exit(0)
         code = os.waitpid(pid, 0)[1]

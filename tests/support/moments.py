@@ -20,6 +20,8 @@ import torch
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli.main import main
 from ci_llm.distributed.processes import Processes
+from ci_llm.run import emergency_save
+from tests.support.events import DEADLINE_S, wait_until_committed
 
 STRUCK = "struck"
 STEPS = 6
@@ -52,14 +54,16 @@ class Moment:
     """The `call`-th call of `place`, a dotted path.
 
     Attributes:
-        step: at which the run must have been saved when it has left; None where that depends on the disk.
+        step: at which the run must have been saved when it has left.
         completed: the run was as good as over, and is completed.
+        behind: the call is one of the thread that saves behind the training, which then waits for it in step 3.
     """
 
     place: str
     call: int = 1
-    step: int | None = None
+    step: int = STEPS
     completed: bool = False
+    behind: bool = False
 
 
 MOMENTS = {
@@ -77,8 +81,8 @@ MOMENTS = {
     "the optimizer moves": Moment("torch.optim.AdamW.step", 4, step=5),
     "a line of metrics": Moment("ci_llm.logs.run_log.RunLog.metrics", 1, step=2),
     "a checkpoint is copied": Moment("ci_llm.checkpoints.async_saver.AsyncSaver.begin", step=3),
-    "a checkpoint is committed behind": Moment("ci_llm.checkpoints.store.commit"),
-    "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune"),
+    "a checkpoint is committed behind": Moment("ci_llm.checkpoints.store.commit", step=3, behind=True),
+    "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune", step=3, behind=True),
     "evaluation on the way": Moment("ci_llm.crowd.scoring._score_batch", step=3),
     "the last step": Moment("ci_llm.run.loop.apply_gradients", STEPS, step=STEPS),
     "evaluation at the end": Moment("ci_llm.run.job.evaluate", step=STEPS),
@@ -97,35 +101,52 @@ def arguments(**keys: Any) -> list[str]:
 def train_signalled(
     folder: str,
     words: list[str],
-    place: str | None,
-    call: int,
-    sent: str,
-    rank: int | None,
-    tripwire: int | None,
-    stall_s: float,
-    times: int,
+    place: str | None = None,
+    call: int = 0,
+    sent: str = "SIGTERM",
+    rank: int | None = None,
+    tripwire: int | None = None,
+    stall_s: float = 0.0,
+    times: int = 1,
+    behind: bool = False,
+    committed: int | None = None,
 ) -> int:
     """A trial for the fork server: `train.py`, which sends itself a signal at a moment.
 
     Args:
+        place, call: the moment; None: never.
         rank: of the only process that does; None: all of them.
         tripwire: the call of `place` that no other process may come to any more.
         stall_s: how long the call takes from then on.
         times: how often the signal is sent.
+        behind: whether the main thread and the one that sends it wait for each other, in step 3, after its ballot.
+        committed: step whose checkpoint must be committed before the signal is sent; the process waits for it.
     """
+    waiting, struck = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        assert struck.wait(DEADLINE_S)
 
     def strike() -> None:
+        assert not behind or waiting.wait(DEADLINE_S)
+        if committed is not None:
+            wait_until_committed(Path(folder, "run"), committed)
         for _ in range(times):
             os.kill(os.getpid(), signal.Signals[sent])
+        struck.set()
         time.sleep(stall_s)
 
     torch.set_num_threads(1)
     os.chdir(folder)
+    emergency_save.OTHERS_S = DEADLINE_S  # type: ignore[misc]  # nobody kills this run: it may wait for a busy machine
     if place is not None and rank in (None, int(os.environ.get("RANK", "0"))):
         interfere(place, call, strike)
     elif place is not None and tripwire is not None:
         interfere(place, tripwire, lambda: os._exit(99))
-    return main(["train", *words])
+    if behind:
+        interfere("ci_llm.run.loop.apply_gradients", 3, wait)
+    return main(["train", "--config", os.devnull, *words])
 
 
 def train_stuck(folder: str, words: list[str]) -> int:
@@ -133,7 +154,7 @@ def train_stuck(folder: str, words: list[str]) -> int:
     torch.set_num_threads(1)
     os.chdir(folder)
     Processes.shutdown = lambda _self: False  # type: ignore[method-assign]
-    main(["train", *words])
+    main(["train", "--config", os.devnull, *words])
     return 99
 
 
@@ -143,7 +164,7 @@ def train_apart(folder: str, words: list[str]) -> int:
     own = Path(folder, os.environ.get("RANK", "0"))
     own.mkdir(exist_ok=True)
     os.chdir(own)
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:
@@ -160,7 +181,7 @@ def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, 
 
     if after_s and rank == int(os.environ.get("RANK", "0")):
         threading.Timer(after_s, strike).start()
-    return main(["train", *words])
+    return main(["train", "--config", os.devnull, *words])
 
 
 def interfere(place: str, call: int, act: Callable[[], object]) -> None:

@@ -198,7 +198,7 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
 
     register_module_forward_pre_hook(look)
     CheckpointStore.save = commit_and_tell  # type: ignore[method-assign, assignment]
-    return main(["train", *arguments])
+    return main(["train", "--config", os.devnull, *arguments])
 
 
 # ----------------------------------------------------------------------------------------- in the test's process

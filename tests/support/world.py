@@ -18,7 +18,9 @@ from typing import Any
 from ci_llm.cluster.launch import read_launch
 from ci_llm.interrupts import Interrupts, die_with_parent
 
-CONFIG = SimpleNamespace(mixed_precision="bf16", model_dtype=None)
+CONFIG = SimpleNamespace(
+    mixed_precision="bf16", model_dtype=None, global_batch_size=None, batch_size=6, gradient_accumulation_steps=2
+)
 
 
 def talk(processes: Any, folder: Path) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def main(folder: Path, then: str) -> None:
             told |= lose_a_peer(processes)
         if then == "wait":
             print("waiting", armed, flush=True)
-            told["heard"] = interrupts.wait(100) and interrupts.stop_reason
+            told["heard"] = interrupts.wait(300) and interrupts.stop_reason
         told["left"] = processes.shutdown()
         told["tokens left"] = [path.name for path in folder.rglob(".launch-*")] if then != "die" else []
         (folder / f"process_{launch.process_index}.json").write_text(json.dumps(told))

@@ -49,6 +49,6 @@ if sys.argv[1] == "parent-first":
     psutil.Process.__init__ = launcher_ends_at_its_turn  # type: ignore[method-assign]
 else:
     psutil.process_iter = launcher_ends_before_its_turn  # type: ignore[assignment]
-killed = process_tree.end(60.0)
+killed = process_tree.end(300.0)
 assert launcher.returncode is not None, "nobody looked"
 print(f"killed {killed}, saved {os.path.exists('saved')}")

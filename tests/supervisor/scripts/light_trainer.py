@@ -17,8 +17,9 @@ import psutil
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import guarded  # its import makes this script one of ours
+from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.recovery import read_recovery
-from ci_llm.core.run_status import Failure, RunStatus, read_status, write_failure
+from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.interrupts import Interrupts
 
 TOTAL_STEPS, SAVE_STEPS = 1000, 2
@@ -70,7 +71,7 @@ def fail(fault: str, attempt: int, step: int, store: CheckpointStore, status: Ru
     if fault == "interrupted":
         supervisor = psutil.Process().parent().parent()  # type: ignore[union-attr]
         supervisor.terminate()  # type: ignore[union-attr]
-        assert interrupts.wait(60)
+        assert interrupts.wait(300)
         status.finish("interrupted", interrupts.stop_reason)
         return 0
     if fault == "damaged":

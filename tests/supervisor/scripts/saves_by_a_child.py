@@ -45,5 +45,5 @@ def counted(session: int | None = None) -> list[psutil.Process]:
 
 
 process_tree.living = counted
-killed = process_tree.end(60.0)
+killed = process_tree.end(300.0)
 print(f"killed {killed}, saved {pathlib.Path('saved').exists()}")
