@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from ci_llm.integrations import TrainerCheckpoints
+from ci_llm import TrainerCheckpoints
 
 
 def row(number: int) -> dict[str, torch.Tensor]:

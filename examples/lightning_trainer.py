@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ci_llm.integrations import LightningCheckpoints
+from ci_llm import LightningCheckpoints
 
 
 class Net(lightning.LightningModule):

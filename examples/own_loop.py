@@ -15,8 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ci_llm import CheckpointManager, StatefulSampler
-from ci_llm.core.determinism import seed_everything
+from ci_llm import CheckpointManager, StatefulSampler, seed_everything
 
 STEPS, BATCH = 60, 8
 

@@ -82,13 +82,13 @@ def test_which_signals_mean_what_is_a_choice() -> None:
 def test_what_is_listened_to_may_change_and_notes_stay() -> None:
     with Interrupts(announce=lambda _line: None) as one:
         send(signal.SIGUSR1)
-        one.listen_to(stop=["SIGUSR1"], save=["SIGHUP"])
+        one.set_signals(stop=["SIGUSR1"], save=["SIGHUP"])
         assert one.take_save_request()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         send(signal.SIGHUP)
         assert (one.take_save_request(), one.stop_reason) == (True, None)
         with pytest.raises(ConfigError, match="SIGUSR1"):
-            one.listen_to(stop=["SIGUSR1"], save=["SIGUSR1"])
+            one.set_signals(stop=["SIGUSR1"], save=["SIGUSR1"])
         send(signal.SIGUSR1)
         assert one.stop_reason == "signal:SIGUSR1"
     assert [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
@@ -181,7 +181,7 @@ def test_the_announcement_says_what_the_run_will_do() -> None:
         heard.set()
 
     with Interrupts(announce=announce) as one:
-        one.plan = "saving step 37"
+        one.describe_stop = lambda: "saving step 37"
         send(signal.SIGTERM)
         assert heard.wait(DEADLINE_S)
         send(signal.SIGTERM)
@@ -372,10 +372,10 @@ with Interrupts(announce=lambda line: None) as interrupts:
 
 ON_THE_WAY_OUT = """
 import atexit, sys
-from ci_llm.cli.entry import enter
+from ci_llm.cli.entry import run_command
 
 atexit.register(lambda: (print("on the way out"), input()))
-sys.exit(enter("main", ["train", "num_agent=3"]))
+sys.exit(run_command("main", ["train", "num_agent=3"]))
 """
 
 

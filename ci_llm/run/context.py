@@ -95,6 +95,12 @@ class Run:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
 
+    def describe_stop(self) -> str:
+        """What a request to stop does now. The step under way may have voted already: then one more step follows."""
+        if self.pace.step_started is not None:
+            return f"finishing step {self.state.step + 1}, then saving and leaving"
+        return f"step {self.state.step} is done; saving and leaving"
+
     @property
     def is_finished(self) -> bool:
         """Whether no step is left: the last one is taken, or patience with the evaluations has run out."""

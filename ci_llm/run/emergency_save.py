@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
-from ci_llm.cluster.deadline import Pace, Walltime, upper
+from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
@@ -47,8 +47,8 @@ def seconds_left(
         now, began, killed_at: of one clock; when the step began, and when the process is expected to be killed.
         steps_s, saves_s: measured durations.
     """
-    latest = killed_at - upper(saves_s) - MARGIN_S
-    return latest - now if began + upper(steps_s) <= latest else 0.0
+    latest = killed_at - upper_quantile(saves_s) - MARGIN_S
+    return latest - now if began + upper_quantile(steps_s) <= latest else 0.0
 
 
 class EmergencySave:
@@ -131,7 +131,7 @@ class EmergencySave:
         return False
 
     def _is_due(self, killed_at: float) -> bool:
-        began, now = self._pace.began, time.monotonic()
+        began, now = self._pace.step_started, time.monotonic()
         return began is not None and seconds_left(now, began, killed_at, self._pace.steps_s, self._pace.saves_s) <= 0
 
     def _hold_back(self) -> bool:

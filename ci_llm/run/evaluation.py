@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from ci_llm.config import Config
-from ci_llm.crowd.answers import AnswerScores, Examination, examine
+from ci_llm.crowd.answer_scores import AnswerScores, Questions, score_answers
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import pack
@@ -60,13 +60,13 @@ class Evaluator:
         """
         config, crowd, prompter = self._config, self._crowd, self._crowd.prompter
         assert prompter is not None
-        asked = Examination.of(self._rows, prompter, crowd, config.generation_eval_samples, config.max_seq_length)
+        asked = Questions.of(self._rows, prompter, crowd, config.generation_eval_samples, config.max_seq_length)
         if not len(asked):
             return None
         logger.info(f"judging   the answers that they generate to {len(asked)} of these")
 
         def work(rounds: Rounds) -> AnswerScores | None:
-            return examine(
+            return score_answers(
                 crowd,
                 prompter,
                 asked,

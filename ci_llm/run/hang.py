@@ -24,8 +24,8 @@ from typing import Final
 import psutil
 
 from ci_llm.cluster.deadline import Pace
+from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_status import Failure, write_failure
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME

@@ -16,11 +16,12 @@ from typing import Any
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.cluster.launch import Launch
-from ci_llm.cluster.slurm import read_job, record_attempt
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, last_status
-from ci_llm.crowd.answers import AnswerScores, merged
+from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, LaunchError
@@ -103,6 +104,7 @@ def end_at_once(code: int, error: BaseException | None) -> None:
 def _run_to_end(run: Run) -> int:
     """Resume or begin, train and conclude; returns the exit code."""
     start, trackers = _resume(run)
+    run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and _is_concluded(run.config.run_folder):
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _log_next_steps(run.config, run.processes.launch)
@@ -178,7 +180,7 @@ def _apply(run: Run, requests: Requests) -> list[str]:
     """Put in force what is asked for, on top of what the checkpoint holds; returns what is in force, for people."""
     run.state = apply_requests(run.state, requests)
     if run.state.recovery.recompute:
-        run.crowd.recompute_layers()
+        run.crowd.gradient_checkpointing_enable()
     lines = [*in_force(run.state.recovery, run.config.batch_size), *requests.recovery.because]
     return [f"recovery: {line}" for line in lines]
 
@@ -236,7 +238,7 @@ def _log_lines(lines: Iterable[str]) -> None:
 def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     """Lease the folder, make it what `start` says, open the logs and cut them back."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
-    processes.same_folder(config.run_folder)
+    processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, start, step))
     run.log.open(number, still_held=manager.store.still_held)
     run.log.cut_back(step if step else -1)
@@ -262,7 +264,8 @@ def _lease(manager: CheckpointManager, start: Start, step: int) -> int:
     number = manager.store.claim()
     for line in prepare(manager, start):
         logger.info(line)
-    record_attempt(manager.store.directory, number, step, read_job())
+    job = read_job()
+    record_attempt(manager.store.directory, number, step, job.record() if job else None)
     return number
 
 
@@ -335,7 +338,6 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
 
 def conclude(run: Run) -> str | None:
     """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    run.interrupts.plan = "the last step is saved; leaving"
     logger.info(f"judging   agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
@@ -372,7 +374,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
     config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
-        **merged(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
+        **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,

@@ -56,13 +56,10 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
     run.last_good.begin(run.state.step)
     stop = evaluate(run) if run.evaluation_missed else None
     for step, micro_batches in batches if stop is None and not run.is_finished else ():
-        run.interrupts.plan = f"saving step {step + 1}"
         run.pace.begin_step()
         rows = run.plan.rows(step)
         known_bad = run.state.recovery.is_bad_batch(step, rows)
         verdict = agree_on_gradients(run, step, [] if known_bad else micro_batches)
-        # The next ballot carries a request to stop that comes from here on.
-        run.interrupts.plan = f"saving step {min(step + 2, run.total_steps)}"
         findings = findings_of(verdict, run.state.loss_scale, known_bad=known_bad)
         norms = apply_gradients(run, step, verdict, findings.left_out)
         run.state = run.state.advance(len(rows), findings.tokens, findings.left_out, findings.overflowed)
@@ -192,7 +189,6 @@ def report_learning(run: Run) -> None:
 
 def evaluate(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
-    run.interrupts.plan = f"saving step {run.state.step}"
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
         metrics = evaluation_metrics(scores)

@@ -79,7 +79,7 @@ class MemoryRelief:
             done = f"micro-batch {rows} -> {rows // 2} row(s), the effective batch of {state.rows_per_step} holds"
         elif not (self.config.use_gradient_checkpointing or recovery.recompute):
             recovery = replace(recovery, recompute=True)
-            self.crowd.recompute_layers()
+            self.crowd.gradient_checkpointing_enable()
             done = "layers are recomputed in the backward pass from now on"
         else:
             raise self._exhausted(state.step, "one row at a time with recomputed layers", complaint)

@@ -16,13 +16,13 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import DISK_FULL
 from ci_llm.cluster.deadline import REASON, Deadline, Pace, Walltime, find_deadline
 from ci_llm.cluster.launch import Launch, shell_line
-from ci_llm.cluster.slurm import Job, ask, attempts_in_vain, end_now, end_of, killed_at, put_back, read_job
-from ci_llm.config import Config, words_without
+from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
+from ci_llm.config import Config, arguments_without
+from ci_llm.core.attempts import PEER_LOST, Failure, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_status import PEER_LOST, Failure, RunStatus, write_failure
-from ci_llm.distributed.processes import PeerLost, Processes
-from ci_llm.distributed.side_channel import PeerGone
-from ci_llm.errors import GivenUp
+from ci_llm.core.run_status import RunStatus
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import GivenUp, PeerLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 
@@ -33,12 +33,12 @@ _BRIEFLY_S = 3.0  # a process that is about to be killed cannot wait long for an
 
 def watch_walltime(config: Config, processes: Processes, pace: Pace, interrupts: Interrupts) -> Walltime:
     """Turns the end of the job into a request to stop, on the main process; the ballot tells the others."""
-    deadline = _deadline(config, end_of) if processes.is_main else None
+    deadline = _deadline(config, job_end) if processes.is_main else None
     if deadline is not None:
         logger.info(f"walltime  stops in time before {deadline}")
     elif config.stop_before_walltime is True:
         logger.warning("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
-    return Walltime(deadline, pace, interrupts, look_again=lambda: _deadline(config, end_now))
+    return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(config, current_job_end))
 
 
 def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
@@ -56,9 +56,9 @@ def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadli
     if deadline is not None and interrupts.stop_reason == REASON:
         return time.monotonic() + deadline.at - time.time()
     job = read_job()
-    end = killed_at(job, partial(ask, timeout_s=_BRIEFLY_S)) if job else None
+    end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
     by_slurm = time.monotonic() + end - time.time() if end else asked_at + grace_s
-    return min(by_slurm, asked_at + launch.patience_s)
+    return min(by_slurm, asked_at + launch.kill_delay_s)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Attempt:
 
     def _put_job_back(self, reason: str, step: int) -> None:
         config = self.config
-        in_vain = attempts_in_vain(config.run_folder, step)
-        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
+        without_progress = attempts_without_progress(config.run_folder, step)
+        line = requeue(config.requeue, reason, max_requeues=config.max_requeues, without_progress=without_progress)
         if line:
             logger.info(line)
 
@@ -136,11 +136,11 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
     """
     command = [*(launch.launcher_command or _own_command(launch))]
     if changes is not None:
-        if not _ends_with(command, launch.words):
+        if not _ends_with(command, launch.arguments):
             command = _by_module(launch)
-        program = command[: len(command) - len(launch.words)]
+        program = command[: len(command) - len(launch.arguments)]
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
-        command = [*program, *words_without(launch.words, changes), *given]
+        command = [*program, *arguments_without(launch.arguments, changes), *given]
     return shell_line(command)
 
 
@@ -150,7 +150,7 @@ def _own_command(launch: Launch) -> list[str]:
 
 
 def _by_module(launch: Launch) -> list[str]:
-    return [sys.executable, "-m", "ci_llm", "train", *launch.words]
+    return [sys.executable, "-m", "ci_llm", "train", *launch.arguments]
 
 
 def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
@@ -159,7 +159,7 @@ def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
 
 def reason_of(error: BaseException) -> str:
     """Why a run failed, in a word for scripts and for the supervisor."""
-    if isinstance(error, (PeerLost, PeerGone)):
+    if isinstance(error, PeerLost):
         return PEER_LOST
     for cause in _causes(error):
         if isinstance(cause, GivenUp):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ci_llm.cluster.deadline import Pace
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.attempts import read_failures
+from ci_llm.core.run_status import read_status
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.heartbeat import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer
 from tests.support.events import DEADLINE_S

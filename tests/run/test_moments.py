@@ -67,9 +67,11 @@ def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on(
     assert learned(tmp_path) == learned(undisturbed)
 
 
-def test_a_stop_in_an_evaluation_names_the_step_that_will_be_saved(server: ForkServer, tmp_path: Path) -> None:
+def test_a_stop_in_an_evaluation_is_announced_with_the_step_that_will_be_saved(
+    server: ForkServer, tmp_path: Path
+) -> None:
     assert train(server, tmp_path, MOMENTS["evaluation on the way"]) == [0]
-    assert f"SIGTERM: saving step {EVAL_STEPS}\n" in (tmp_path / "log").read_text()
+    assert f"SIGTERM: step {EVAL_STEPS} is done; saving and leaving\n" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: For
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
     assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0, committed=2) == [130]
     said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
-    assert "SIGINT: saving step 3 (again to abort now)" in said
+    assert "SIGINT: finishing step 3, then saving and leaving (again to abort now)" in said
     assert "interrupted (signal:SIGINT): step 2 is saved" in said
     assert "Traceback" not in said
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGINT", 2)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import Recovery, write_recovery
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tests.support.forkserver import ForkServer
 

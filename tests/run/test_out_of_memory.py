@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from ci_llm.data.batches import pack
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 from tests.support import tiny

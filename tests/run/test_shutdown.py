@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ci_llm.cluster.launch import Launch, read_launch
-from ci_llm.cluster.slurm import record_attempt
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run import shutdown
 
@@ -31,7 +31,7 @@ def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, traine
 
 
 def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Launch:
-    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, words=words)
+    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, arguments=words)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_the_step_of_an_interruption_is_the_one_that_is_saved(
 
 def test_steps_that_no_checkpoint_holds_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(shutdown, "put_back", lambda *_, **keys: asked.update(keys))
+    monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
     for attempt in (1, 2):
-        record_attempt(tmp_path, attempt, 5, None)
+        record_attempt(tmp_path, attempt, 5)
     attempt_at_its_end(tmp_path, [5], began_at=5, trained=9).interrupted("signal:SIGTERM")
-    assert asked["in_vain"] == 2
+    assert asked["without_progress"] == 2
 
 
 def test_a_full_disk_hides_no_interruption(
@@ -70,7 +70,7 @@ def test_a_full_disk_hides_no_interruption(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("ci_llm.core.run_status.write_json", full)
-    monkeypatch.setattr(shutdown, "put_back", lambda *_, **__: "SLURM job 7 is put back into the queue")
+    monkeypatch.setattr(shutdown, "requeue", lambda *_, **__: "SLURM job 7 is put back into the queue")
     attempt_at_its_end(tmp_path, [5]).interrupted("signal:SIGTERM")
     refused, ended, queued = caplog.messages
     assert "status.json cannot be written: [Errno 28]" in refused
@@ -120,11 +120,9 @@ def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, m
 def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how it goes on."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
-    monkeypatch.setattr("ci_llm.cluster.launch._command_of_parent", lambda: command)
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: command)
     launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})
-    monkeypatch.setattr(
-        "ci_llm.cluster.launch._command_of_parent", lambda: ["/sbin/supervise", "--token=of-a-stranger"]
-    )
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: ["/sbin/supervise", "--token=of-a-stranger"])
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert shutdown.command_line(launched) == " ".join(command)
 

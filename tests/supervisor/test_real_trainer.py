@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import read_recovery
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from tests.supervisor.terminal import ROOT, Terminal
 from tests.support.faults import KEYS, Fault, fired, metrics
 
