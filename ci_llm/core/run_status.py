@@ -45,8 +45,8 @@ class Status:
         next_command: the command that resumes the run.
         best_step: the optimizer step with the best evaluation so far.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
-        warning: why the result may be useless although the run goes on or is completed; None: nothing is known.
-        first_loss: nats per target at the beginning of the run; later attempts compare their loss with it.
+        warning: why the result may be worthless, although the run goes on or is completed; None if nothing is known.
+        first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
     """
 
     status: State
@@ -193,7 +193,7 @@ def last_attempt(output_dir: Path | str) -> int | None:
 
 
 def last_status(output_dir: Path | str) -> Status | None:
-    """status.json as it was written last; None if there is no such file.
+    """The content of status.json, as it was written; None if there is no such file.
 
     Raises:
         BadInput: the file was not written by this program.

@@ -39,7 +39,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import model_card, next_steps, rows_judged, score_table
+from ci_llm.run.report import model_card, next_steps, rows_evaluated, score_table
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -238,7 +238,7 @@ def _log_lines(lines: Iterable[str]) -> None:
 def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     """Lease the folder, make it what `start` says, open the logs and cut them back."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
-    processes.same_folder(config.run_folder)
+    processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, start, step))
     run.log.open(number, still_held=manager.store.still_held)
     run.log.cut_back(step if step else -1)
@@ -338,7 +338,7 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
 
 def conclude(run: Run) -> str | None:
     """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    logger.info(f"judging   agents and crowd on {rows_judged(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
+    logger.info(f"judging   agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
         note_evaluation(run, evaluation_metrics(scores))

@@ -90,9 +90,9 @@ def test_a_dry_run_does_not_replace_a_damaged_base(monkeypatch: pytest.MonkeyPat
     _torn(folder)
     monkeypatch.setattr(toy_run, "load_base", lambda *_: load_base(str(folder)))
     shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu")
-    scene: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
+    context: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
     with pytest.raises(ModelError, match="deserializing header"):
-        toy_run._base(scene)
+        toy_run._base(context)
 
 
 def test_a_fingerprint_covers_every_bit_and_parameters_of_any_shape() -> None:
