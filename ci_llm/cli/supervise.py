@@ -86,7 +86,7 @@ def _target(options: Options) -> Target:
         return ExternalScript(options)
     if useless := options.external_script_options():
         raise ConfigError(
-            f"our own trainer takes no {' and no '.join(useless)}",
+            f"the trainer of this project takes no {' and no '.join(useless)}",
             where="command line",
             hint="--config FILE and key=value; adjustments after a failure travel in recovery.json",
         )
