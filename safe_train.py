@@ -2,7 +2,7 @@
 
 import sys
 
-from ci_llm.cli.entry import enter
+from ci_llm.cli.entry import run_command
 
 if __name__ == "__main__":
-    sys.exit(enter("safe_train", sys.argv[1:]))
+    sys.exit(run_command("safe_train", sys.argv[1:]))

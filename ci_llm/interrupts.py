@@ -51,7 +51,8 @@ class Interrupts:
 
     Only the main thread may install handlers; in any other thread `install` announces this and changes nothing. A
     process forked from this one gets the previous handlers back, because it is not the run. A SIGHUP that `nohup` has
-    set to be ignored stays ignored.
+    set to be ignored stays ignored. At the end the previous handlers come back, except in a program that
+    `ends_with_process`.
 
     Raises:
         ConfigError: a name is no signal, or a signal that cannot be caught.
@@ -158,6 +159,8 @@ class Interrupts:
         """Restore the previous handlers and end the thread. The requests stay readable."""
         if not self.installed:
             return
+        if _process_ends and _installed == [self]:
+            self._ignore()
         self._uninstall()
         os.write(self._write_fd, _QUIT)
         if self._listener is not None:
@@ -182,6 +185,12 @@ class Interrupts:
             old = self._old_handlers.pop(number)
             if signal.getsignal(number) == self._handle_signal:
                 signal.signal(number, signal.SIG_DFL if old is None else old)
+
+    def _ignore(self) -> None:
+        # Not by handlers of Python: the interpreter restores those at its exit, which takes a second with torch.
+        for number in self._old_handlers:
+            if signal.getsignal(number) == self._handle_signal:
+                signal.signal(number, signal.SIG_IGN)
 
     def _uninstall(self) -> None:
         """Undo `install`, except for a handler or a descriptor that other code has installed since."""
@@ -258,6 +267,18 @@ class Interrupts:
 _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _installed: list[Interrupts] = []
+_process_ends = False
+
+
+def ends_with_process() -> None:
+    """For a program: what its `Interrupts` listened to is ignored once they are through, until the process has ended.
+
+    Its exit code is settled then, and a signal on the way out of the interpreter must not change it.
+    """
+    global _process_ends
+    _process_ends = True
+
+
 _before_fork = threading.local()
 
 

@@ -85,16 +85,23 @@ def _target(options: Options) -> Target:
 
         return ExternalScript(options)
     if useless := options.external_script_options():
-        raise ConfigError(
-            f"the trainer of this project takes no {' and no '.join(useless)}",
-            where="command line",
-            hint="--config FILE and key=value; adjustments after a failure travel in recovery.json",
-        )
+        raise _no_options_for_own_run(options, useless)
     from ci_llm.supervisor.own_run import OwnRun
 
     command = options.command or (sys.executable, str(script))
     extra = [*(["--config", str(options.config)] if options.config else []), *options.words]
     return OwnRun([*command, *extra], [*words, *extra], grace_s=options.grace_s)
+
+
+def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:
+    """The error for these options. If Hydra's two name a file that exists, its hint names that file."""
+    meant = Path(options.config_path or "", f"{options.config_name}.yaml")
+    file = f"--config {meant if meant.is_file() else 'FILE'}"
+    return ConfigError(
+        f"the trainer of this project takes no {' and no '.join(useless)}",
+        where="command line",
+        hint=f"write {file} and key=value; adjustments after a failure travel in recovery.json",
+    )
 
 
 def _script(options: Options) -> Path:

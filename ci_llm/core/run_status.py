@@ -45,6 +45,8 @@ class Status:
         next_command: the command that resumes the run.
         best_step: the optimizer step with the best evaluation so far.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
+        warning: why the result may be worthless, although the run goes on or is completed; None if nothing is known.
+        first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
     """
 
     status: State
@@ -59,6 +61,8 @@ class Status:
     next_command: str | None = None
     best_step: int | None = None
     micro_batch_size: int | None = None
+    warning: str | None = None
+    first_loss: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -77,7 +81,8 @@ class RunStatus:
             written any more.
         interval_s: seconds between heartbeats.
 
-    `step`, `best_step` and `micro_batch_size` may be set at any time, at no cost: the next heartbeat writes them.
+    `step`, `best_step`, `micro_batch_size`, `warning` and `first_loss` may be set at any time, at no cost: the next
+    heartbeat writes them.
     """
 
     def __init__(
@@ -95,6 +100,8 @@ class RunStatus:
         self.step = 0
         self.best_step: int | None = None
         self.micro_batch_size: int | None = None
+        self.warning: str | None = None
+        self.first_loss: float | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
@@ -134,6 +141,8 @@ class RunStatus:
                 next_command=next_command,
                 best_step=self.best_step,
                 micro_batch_size=self.micro_batch_size,
+                warning=self.warning,
+                first_loss=self.first_loss,
             )
             write_json(self._path, asdict(current))
         return self._active
@@ -179,8 +188,18 @@ def last_attempt(output_dir: Path | str) -> int | None:
     Raises:
         BadInput: the file was not written by this program.
     """
+    written = last_status(output_dir)
+    return None if written is None else written.attempt
+
+
+def last_status(output_dir: Path | str) -> Status | None:
+    """The content of status.json, as it was written; None if there is no such file.
+
+    Raises:
+        BadInput: the file was not written by this program.
+    """
     path = Path(output_dir, "status.json")
-    return read_record(Status, path).attempt if path.exists() else None
+    return read_record(Status, path) if path.exists() else None
 
 
 def _preceded(cause: Failure, interruption: Status) -> bool:

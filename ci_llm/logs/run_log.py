@@ -99,6 +99,12 @@ class RunLog:
         with self._lock:
             self._handle("", text)
 
+    def note(self, text: str) -> None:
+        """Write `text` into training.log alone; somebody else shows it on the terminal."""
+        if self._is_main:
+            with self._lock:
+                self._write_down(text)
+
     def metrics(self, step: int, values: Mapping[str, object]) -> None:
         """Append `values` of optimizer step `step` to metrics.jsonl and send its numbers to the trackers.
 
@@ -128,7 +134,7 @@ class RunLog:
             elif line is not None:
                 self._show(line)
             if line is not None:
-                self._note(line)
+                self._write_down(line)
 
     def cut_back(self, step: int) -> None:
         """Forget the metrics past `step`, from where the run goes on; -1: all. Torn lines go as well."""
@@ -189,7 +195,7 @@ class RunLog:
         """Take one message under the lock; `level` is empty for a message that is shown as it is."""
         if self._is_main:
             self._show(f"{level.lower()}: {text}" if level else text)
-            self._note(f"{level} {text}" if level else text)
+            self._write_down(f"{level} {text}" if level else text)
 
     # Private: terminal
 
@@ -215,7 +221,7 @@ class RunLog:
 
     # Private: files
 
-    def _note(self, text: str) -> None:
+    def _write_down(self, text: str) -> None:
         for line in text.splitlines():
             if self._attempt is None:
                 self._unwritten.append(line)
@@ -262,18 +268,17 @@ class RunHandler(logging.Handler):
         self.lock = self._shared_lock
 
     def attach(self) -> None:
-        """Become the handler of the package's records."""
-        self._before = PACKAGE.propagate, PACKAGE.level
+        """Become the only handler of the package's records."""
+        self._before = PACKAGE.propagate, PACKAGE.level, PACKAGE.handlers[:]
         PACKAGE.propagate = False
         if PACKAGE.level == logging.NOTSET:
             PACKAGE.setLevel(logging.INFO)
-        PACKAGE.addHandler(self)
+        PACKAGE.handlers[:] = [self]
 
     def detach(self) -> None:
         """Undo `attach`; a second call changes nothing."""
         if self in PACKAGE.handlers:
-            PACKAGE.removeHandler(self)
-            PACKAGE.propagate, level = self._before
+            PACKAGE.propagate, level, PACKAGE.handlers[:] = self._before
             PACKAGE.setLevel(level)
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ci_llm.cluster.launch import SUPERVISED, outside_of_a_step
+from ci_llm.cluster.launch import SUPERVISED, step_notes
 from ci_llm.cluster.slurm import requeue
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
@@ -53,7 +53,7 @@ class ExternalScript:
 
     def prepare(self) -> list[str]:
         """Remove the temporary configurations of a supervisor that was killed."""
-        lines = outside_of_a_step(os.environ)
+        lines = step_notes(os.environ)
         if self._command.original is not None:
             lines.append(f"configuration: {self._command.original}, which stays as it is")
         if self._lr_key is None:

@@ -148,6 +148,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", hint="python safe_train.py --help")
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own method hides a write error
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(

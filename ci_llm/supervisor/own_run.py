@@ -117,6 +117,7 @@ class OwnRun:
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Judge by what the run wrote about its end; by exit code and output where it could write nothing."""
+        self._recovery = read_recovery(self._folder)  # an attempt that began anew has moved it aside
         status = self._status_of_attempt()
         failures = read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)

@@ -34,8 +34,8 @@ logger = logging.getLogger("ci_llm.tests")  # as the modules of the package have
 def package_logger() -> Iterator[None]:
     """Every test ends without handlers of logs that it left open."""
     yield
-    for handler in reversed([one for one in PACKAGE.handlers if isinstance(one, RunHandler)]):
-        handler.detach()
+    while handlers := [one for one in PACKAGE.handlers if isinstance(one, RunHandler)]:
+        handlers[-1].detach()  # which brings back the one before
     assert (PACKAGE.level, PACKAGE.propagate) == (logging.NOTSET, True)
 
 

@@ -157,6 +157,9 @@ def test_results_that_find_no_space_are_no_completed_run(ranks: int, server: For
     assert (status.status, status.reason) == ("failed", "disk_full")
     assert "checkpoint_step_12 is dropped" in said(tmp_path)
     assert "make space on this disk" in said(tmp_path)
+    assert said(tmp_path).count("No space left on device") == 1, "what is known is not told again"
+    assert said(tmp_path).count("make space on this disk") == 1
+    assert "make space on this disk" in (tmp_path / "run/training.log").read_text()
     assert train(server, tmp_path, ranks=ranks, save_steps=6) == [0] * ranks, said(tmp_path)
     assert read_status(tmp_path / "run").status == "completed"
 

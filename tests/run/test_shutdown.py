@@ -35,7 +35,7 @@ def interrupted(folder: Path, steps: list[int], began_at: int = 0, trained: int 
 
 
 def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Launch:
-    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, words=words)
+    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, arguments=words)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,9 @@ def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, m
 def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how it goes on."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
-    monkeypatch.setattr("ci_llm.cluster.launch._command_of_parent", lambda: command)
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: command)
     launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})
-    monkeypatch.setattr(
-        "ci_llm.cluster.launch._command_of_parent", lambda: ["/sbin/supervise", "--token=of-a-stranger"]
-    )
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: ["/sbin/supervise", "--token=of-a-stranger"])
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert shutdown.command_line(launched) == " ".join(command)
 

@@ -166,6 +166,30 @@ def preempted(scene: Scenario) -> dict[str, Any]:
     return scene.told(job) | {"weights": scene.weights(), "published": [published, scene.published()]}
 
 
+def began_afresh(scene: Scenario) -> dict[str, Any]:
+    """A fresh start was asked for, and a job of higher priority takes the node."""
+    job = scene.submit(environment=STAND_STILL, resume_from_checkpoint="null")
+    scene.caught(job)
+    scene.cluster.preempt(job.node)
+    return scene.told(job) | {"weights": scene.weights()}
+
+
+def began_from_a_path(scene: Scenario) -> dict[str, Any]:
+    """The same of a run that begins from a checkpoint of another one, which was cancelled."""
+    other = Scenario(scene.cluster, scene.folder / "other")
+    cancelled = other.submit(environment=STAND_STILL)
+    other.caught(cancelled)
+    scene.cluster.call("scancel", cancelled.number)
+    cancelled.until_ended()
+    other.until_nothing_is_left(cancelled)
+    step = other.newest_step()
+    path = other.run / f"checkpoint_step_{step}"
+    job = scene.submit(environment=STAND_STILL, resume_from_checkpoint=path)
+    scene.caught(job)
+    scene.cluster.preempt(job.node)
+    return scene.told(job) | {"weights": scene.weights(), "began_at": step}
+
+
 def out_of_time(scene: Scenario) -> dict[str, Any]:
     """(b) a job has more to do than fits into its time; when the first time is over, the rest is made short.
 

@@ -93,7 +93,7 @@ def test_every_ordered_pair_of_faults(tmp_path: Path) -> None:
 
 
 def test_no_progress_gives_up(tmp_path: Path) -> None:
-    (tmp_path / "never.py").write_text("from ci_llm.cli.main import guarded\nimport os\nos.kill(os.getpid(), 9)\n")
+    (tmp_path / "never.py").write_text("from ci_llm.cli.main import run_guarded\nimport os\nos.kill(os.getpid(), 9)\n")
     with Terminal("--train-script", "never.py", cwd=tmp_path, hasty=True) as terminal:
         assert terminal.wait() == 1, terminal.text
     assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
@@ -101,7 +101,7 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
 
 def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(
-        "from ci_llm.cli.main import guarded\nfrom ci_llm.interrupts import Interrupts\n"
+        "from ci_llm.cli.main import run_guarded\nfrom ci_llm.interrupts import Interrupts\n"
         "from ci_llm.core.run_status import RunStatus\n"
         "with Interrupts() as heard:\n"
         "    status = RunStatus('ci_llm_output', 1)\n    import os\n    os.mkdir('ci_llm_output')\n"
@@ -152,8 +152,8 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     [
         (["batch_size=none"], ["batch_size is 'none'"]),
         (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
-        (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key"]),
-        (["--config-name", "x"], ["the trainer of this project takes no --config-name\n"]),
+        (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key", "write --config FILE"]),
+        (["--config-name", "mine"], ["the trainer of this project takes no --config-name\n", "write --config FILE"]),
         (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
         (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
     ],
@@ -190,7 +190,7 @@ def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pyt
     for name in ("CI_LLM_SUPERVISED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     told = own_run.OwnRun(["true"], ["output_dir=run"], grace_s=20).begin_attempt()[1]
-    assert read_launch(told, parent_command=[]).patience_s == 20
+    assert read_launch(told, parent_command=[]).kill_delay_s == 20
     assert told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "15"
 
 

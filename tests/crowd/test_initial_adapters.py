@@ -1,4 +1,4 @@
-"""Agents that start from PEFT adapters, and what does not fit."""
+"""Agents start from PEFT adapters; adapters that do not fit, and agents that would stay equal, are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import peft
 import pytest
 import torch
 
-from ci_llm.crowd.importing import start_from
+from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
-from tests.support.tiny import base
+from tests.support.tiny import base, batch
 
 TARGETS = ("q_proj", "v_proj")
 
@@ -37,11 +38,11 @@ def crowd(agents: int = 2, **settings: Any) -> Crowd:
 def test_one_adapter_for_every_agent_gives_its_logits(tmp_path: Path) -> None:
     adapter = save_adapter(base(), tmp_path)
     made = crowd()
-    assert "every agent" in start_from(made, tmp_path)
+    assert "every agent" in load_initial_adapters(made, tmp_path)
     ids = torch.arange(3, 12)[None]
     wanted = adapter.eval()(input_ids=ids).logits
     for k in range(2):
-        with made.eval().solo(k) as model:
+        with made.eval().active_agent(k) as model:
             torch.testing.assert_close(model(input_ids=ids).logits, wanted)
 
 
@@ -49,7 +50,7 @@ def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
     for k in range(2):
         save_adapter(base(), tmp_path / f"agent{k}", seed=k)
     made = crowd()
-    assert "each agent" in start_from(made, tmp_path)
+    assert "each agent" in load_initial_adapters(made, tmp_path)
     assert not torch.equal(made.agents.weights[0], made.agents.weights[1])
 
 
@@ -62,11 +63,11 @@ def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
         (lambda: crowd(target_modules=("q_proj",)), ForeignCheckpoint, "differ in name or shape"),
     ],
 )
-def test_what_does_not_fit_is_refused(made: Any, error: type[CiLlmError], message: str, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused(made: Any, error: type[CiLlmError], message: str, tmp_path: Path) -> None:
     for k in range(2):
         save_adapter(base(), tmp_path / f"agent{k}", seed=k)
     with pytest.raises(error, match=message):
-        start_from(made(), tmp_path)
+        load_initial_adapters(made(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -77,17 +78,17 @@ def test_what_does_not_fit_is_refused(made: Any, error: type[CiLlmError], messag
         ({"init_lora_weights": "olora"}, "init_lora_weights: olora, which changes the base"),
     ],
 )
-def test_what_would_be_another_model_here_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
-    """Its tensors have the names and shapes of a plain adapter: only its settings tell."""
+def test_adapters_that_are_no_plain_lora_are_refused(changes: Any, message: str, tmp_path: Path) -> None:
+    """Their tensors have the names and shapes of plain LoRA; only their settings differ."""
     save_adapter(base(dtype=torch.float32), tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
-        start_from(crowd(), tmp_path)
+        load_initial_adapters(crowd(), tmp_path)
 
 
 def test_settings_of_an_older_peft_are_enough(tmp_path: Path) -> None:
     save_adapter(base(), tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    assert "every agent" in start_from(crowd(), tmp_path)
+    assert "every agent" in load_initial_adapters(crowd(), tmp_path)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
@@ -96,9 +97,54 @@ def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path
     file = tmp_path / "adapter_config.json"
     file.unlink() if text is None else file.write_text(text)
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
-        start_from(crowd(), tmp_path)
+        load_initial_adapters(crowd(), tmp_path)
+
+
+def trained(made: Crowd, diversity: str = "none") -> Crowd:
+    """After three steps."""
+    objective = Objective(diversity, 0.5)
+    optimizer = torch.optim.AdamW([{"params": [row]} for row in made.agents.rows], lr=1e-2)
+    torch.manual_seed(0)
+    made.train()
+    for step in range(3):
+        made.agents.begin_step(step)
+        rows = batch()
+        objective(made(rows), rows, step).total.backward()
+        optimizer.step()
+    return made
+
+
+@pytest.mark.parametrize("diversity", ["none", "joint", "swd", "swd_raw"])
+def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> None:
+    made = crowd(initialize_adapters_rand=False)
+    with pytest.raises(ModelError, match="2 of 2 agents begin with the same weights"):
+        require_distinct_agents(made, "here")
+    one, other = trained(made, diversity).agents.weights
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("masks", ["dropout", "dropconnect"])
+def test_masks_of_their_own_make_equal_agents_different(masks: str, tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    made = crowd(**{masks: 0.2})
+    load_initial_adapters(made, tmp_path)
+    require_distinct_agents(made, "here")
+    one, other = trained(made).agents.weights
+    assert not torch.equal(one, other)
+
+
+def test_equal_adapters_are_refused_even_if_there_are_enough(tmp_path: Path) -> None:
+    for k, seed in enumerate((1, 2, 1)):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=seed)
+    made = crowd(agents=3)
+    load_initial_adapters(made, tmp_path)
+    with pytest.raises(ModelError, match="2 of 3 agents begin with the same weights"):
+        require_distinct_agents(made, f"init_from: {tmp_path}")
+    alone = crowd(agents=1)
+    load_initial_adapters(alone, tmp_path / "agent0")
+    require_distinct_agents(alone, "here")
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no adapter here"):
-        start_from(crowd(), tmp_path)
+        load_initial_adapters(crowd(), tmp_path)

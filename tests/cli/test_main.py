@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ci_llm import interrupts
 from ci_llm.cli import entry, main, supervise
+from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import parse_options
 from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
+COMPLETED = Status("completed", None, 7, 1, 1, "here", "space", 0.0, 0.0)
 
 
 def run(*words: str | Path, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,18 +54,80 @@ def nobody_reads() -> Iterator[int]:
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
 def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
     done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stderr) == (main.READER_GONE, "")
+    assert (done.returncode, done.stderr) == (main.BROKEN_PIPE_EXIT_CODE, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "ci_llm", "--help"],
+        ["-m", "ci_llm", "status", "--help"],
+        ["-m", "ci_llm", "checkpoints", "list", "--help"],
+        [ROOT / "safe_train.py", "--help"],
+    ],
+    ids=lambda words: " ".join(map(str, words[-2:])),
+)
+def test_an_output_that_takes_nothing_is_one_message(words: list[str | Path], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = run(*words, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: what was to be said could not be written: No space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
+    assert run("-m", "ci_llm", "status", tmp_path).returncode == 0
+    with open("/dev/full", "w") as full:
+        done = run("-m", "ci_llm", "status", tmp_path, stdout=full.fileno())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 3)
+
+
+def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
+    code = "import errno; from ci_llm.cli import main\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
+    done = run("-c", f"{code}main.run_guarded(command, debug=False)")
+    assert done.returncode == 1
+    assert "OSError: [Errno 28] full" in done.stderr
+
+
+def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
+    bad = f"{sys.executable} -m ci_llm train num_agent=3 2>/dev/full"
+    done = subprocess.run(bad, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
+    assert done.returncode == 2
+
+
+VERBS = [["train"], ["check"], ["status"]]
+VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
+
+
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*words, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said != main.USAGE + "\n"
+    assert "example" in said
+    assert " ".join(words[-1:]) in said or words == ["check"]
+
+
+def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
+    done = run("-m", "ci_llm", "status", "--debug", tmp_path)
+    assert f"ci_llm.cli.main: reads {tmp_path / 'status.json'}" in done.stderr
+    assert "debug" not in run("-m", "ci_llm", "status", tmp_path).stderr
+    bad = run("-m", "ci_llm", "train", "--debug", "num_agent=3").stderr
+    assert "debug" in bad.splitlines()[0]
+    assert "Traceback" in bad
 
 
 def test_what_a_run_tells_may_be_lost_but_not_the_run(nobody_reads: int) -> None:
-    code = (
-        "from ci_llm.cli import main; main.guarded(lambda: main._tell('loading') or print('stray') or 0, debug=False)"
-    )
+    command = "lambda: main._print_line('loading') or print('stray') or 0"
+    code = f"from ci_llm.cli import main; main.run_guarded({command}, debug=False)"
     assert run("-c", code, stdout=nobody_reads).stderr == ""
 
 
 def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
-    broken = "r, w = os.pipe(); os.close(r); main.guarded(lambda: os.write(w, b'x'), debug=False)"
+    broken = "r, w = os.pipe(); os.close(r); main.run_guarded(lambda: os.write(w, b'x'), debug=False)"
     code = f"import os; from ci_llm.cli import main; {broken}"
     done = run("-c", code)
     assert done.returncode == 1
@@ -73,7 +140,7 @@ def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> N
         "def command():\n"
         "    print('out'); print('err', file=sys.stderr); assert not sys.stdout.isatty()\n"
         "    return os.open(os.devnull, os.O_RDONLY)\n"
-        "sys.exit(main.guarded(command, debug=False))\n"
+        "sys.exit(main.run_guarded(command, debug=False))\n"
     )
     closed = f"{sys.executable} {tmp_path / 'command.py'} <&- >&- 2>&-"
     done = subprocess.run(closed, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
@@ -81,7 +148,7 @@ def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> N
 
 
 def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
-    code = "from ci_llm.cli import main; main.guarded(lambda: print('\u27e6') or 0, debug=False)"
+    code = "from ci_llm.cli import main; main.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
     assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
 
 
@@ -126,14 +193,15 @@ def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pyte
         return int(package_of_somebody_else.answer)
 
     monkeypatch.setattr(main, "main", job)
+    monkeypatch.setattr(interrupts, "_process_ends", False)  # to be put back: this process does not end with it
     with pytest.raises(ModuleNotFoundError, match="package_of_somebody_else"):
-        entry.enter("main", [])
+        entry.run_command("main", [])
 
 
 # From another folder
 
 
-@pytest.mark.parametrize(("command", "module"), [("train", "run.job"), ("check", "check.dry_run")])
+@pytest.mark.parametrize(("command", "module"), [("train", "run.job"), ("check", "dry_run.plan")])
 @pytest.mark.parametrize("own", [False, True], ids=["no configs.yaml there", "a configs.yaml there"])
 def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project_s_and_named(
     command: str, module: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +235,7 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
     assert training.command() == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
     with pytest.raises(ConfigError, match="no such training script"):
         supervise._training(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
-    (tmp_path / "train.py").write_text("from ci_llm.cli.entry import enter")
+    (tmp_path / "train.py").write_text("from ci_llm.cli.entry import run_command")
     assert supervise._training(parse_options([])).command() == [sys.executable, "train.py"]
 
 
