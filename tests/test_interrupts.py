@@ -372,10 +372,10 @@ with Interrupts(announce=lambda line: None) as interrupts:
 
 ON_THE_WAY_OUT = """
 import atexit, sys
-from ci_llm.cli.entry import enter
+from ci_llm.cli.entry import run_command
 
 atexit.register(lambda: (print("on the way out"), input()))
-sys.exit(enter("main", ["train", "num_agent=3"]))
+sys.exit(run_command("main", ["train", "num_agent=3"]))
 """
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-READER_GONE: Final = 141  # what a shell says of a program that wrote to a pipe that nobody reads any more
+BROKEN_PIPE_EXIT_CODE: Final = 141  # what a shell says of a program that wrote to a pipe that nobody reads any more
 
 USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train in one fused pass on one frozen base.
 
@@ -69,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         ends_with_process()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: _obey(words), debug="--debug" in words)
+    return run_guarded(lambda: _dispatch(words), debug="--debug" in words)
 
 
-def _obey(words: list[str]) -> int:
+def _dispatch(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
         "check": check,
@@ -94,10 +94,10 @@ def safe_train(words: list[str]) -> int:
     """`python safe_train.py`."""
     from ci_llm.cli.supervise import supervise
 
-    return guarded(lambda: supervise(words), debug="--debug" in words)
+    return run_guarded(lambda: supervise(words), debug="--debug" in words)
 
 
-def guarded(command: Callable[[], int], *, debug: bool) -> int:
+def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Run a command; an error with a hint becomes a short explanation on stderr and its exit code.
 
     Args:
@@ -105,37 +105,37 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
     """
     _prepare_standard_files()
     if debug:
-        _show_debug_lines()
+        _enable_debug_log()
     try:
-        code = _code_of(command)
+        code = _exit_code_of(command)
         sys.stdout.flush()  # while a reader that has gone can still be told from a failure
         return code
     except KeyboardInterrupt:  # a person who insists knows why
         return ABORTED_EXIT_CODE
     except BrokenPipeError:
-        if not _reader_is_gone():
+        if not _stdout_reader_is_gone():
             raise
-        _lead_nowhere()
-        return READER_GONE
+        _discard_output()
+        return BROKEN_PIPE_EXIT_CODE
     except OSError as error:
-        if not _output_is_refused():
+        if not _stdout_fails():
             raise
-        _lead_nowhere()
+        _discard_output()
         refusal = BadInput(
             f"what was to be said could not be written: {error.strerror}",
             where="standard output",
             hint="lead it to a terminal, a pipe, or a file on a disk that has space",
         )
-        explain(refusal)
+        print_error(refusal)
         return refusal.exit_code
     except CiLlmError as error:
         if debug:
             traceback.print_exc()
-        explain(error)
+        print_error(error)
         return error.exit_code
 
 
-def _code_of(command: Callable[[], int]) -> int:
+def _exit_code_of(command: Callable[[], int]) -> int:
     """The exit code, also of a command that ends the program as argparse does after `--help`."""
     try:
         return command()
@@ -145,7 +145,7 @@ def _code_of(command: Callable[[], int]) -> int:
         return end.code or 0
 
 
-def _show_debug_lines() -> None:
+def _enable_debug_log() -> None:
     """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
     shown = logging.StreamHandler()
     shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
@@ -167,14 +167,14 @@ def _prepare_standard_files() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _reader_is_gone() -> bool:
+def _stdout_reader_is_gone() -> bool:
     """Whether standard output is what broke: `| head` has seen enough."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # an error is told unasked
     return bool(poll.poll(0))
 
 
-def _output_is_refused() -> bool:
+def _stdout_fails() -> bool:
     """Whether standard output is what failed: a full disk, or /dev/full, refuses what is still to be written."""
     try:
         sys.stdout.flush()
@@ -184,14 +184,14 @@ def _output_is_refused() -> bool:
     return False
 
 
-def _lead_nowhere() -> None:
+def _discard_output() -> None:
     """What is still to be written, at the exit of the interpreter at the latest, goes where it cannot fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
-def explain(error: CiLlmError) -> None:
+def print_error(error: CiLlmError) -> None:
     """The main process of a run explains; the others need a line, as what stops one of them may be its own."""
     from ci_llm.cluster.launch import own_process_index
 
@@ -204,7 +204,7 @@ def explain(error: CiLlmError) -> None:
 def train(words: list[str]) -> int:
     """`ci-llm train`, and `python train.py`."""
     if "-h" in words or "--help" in words:
-        return _help_train()
+        return _print_train_help()
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
@@ -218,9 +218,9 @@ def train(words: list[str]) -> int:
         if not launch.forwards_sigterm:
             die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
         if launch.is_main:
-            _tell(f"ci_llm {__version__}   run {config.run_folder}   loading...")
-        _mind_the_hub(config, launch)
-        _quiet_libraries()
+            _print_line(f"ci_llm {__version__}   run {config.run_folder}   loading...")
+        _go_offline_if_unreachable(config, launch)
+        _set_library_defaults()
         from ci_llm.run.job import run_job
 
         return run_job(config, interrupts, launch, sources=read.lines)
@@ -247,7 +247,7 @@ def _require_checkpoint(folder: Path) -> None:
         )
 
 
-def _help_train() -> int:
+def _print_train_help() -> int:
     from ci_llm.config import describe_keys
 
     print(TRAIN_USAGE)
@@ -255,24 +255,24 @@ def _help_train() -> int:
     return 0
 
 
-def _mind_the_hub(config: Config, launch: Launch) -> None:
+def _go_offline_if_unreachable(config: Config, launch: Launch) -> None:
     """Nobody asks a hub that is out of reach."""
     from ci_llm.cluster.hub import go_offline_if_unreachable
 
     unreachable = go_offline_if_unreachable(config.model_name, config.dataset_name)
     if unreachable and launch.is_main:
-        _tell(f"hub       out of reach, only its local cache is used ({unreachable})")
+        _print_line(f"hub       out of reach, only its local cache is used ({unreachable})")
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     """Print a line at once; a run is worth more than its terminal."""
     try:
         print(line, flush=True)
     except OSError:
-        _lead_nowhere()
+        _discard_output()
 
 
-def _quiet_libraries() -> None:
+def _set_library_defaults() -> None:
     """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -295,11 +295,11 @@ def check(words: list[str]) -> int:
         if not launch.forwards_sigterm:
             die_with_parent()
         if launch.is_main:
-            _tell(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")
+            _print_line(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")
             for line in read.lines:
-                _tell(f"config    {line}")
-        _mind_the_hub(config, launch)
-        _quiet_libraries()
+                _print_line(f"config    {line}")
+        _go_offline_if_unreachable(config, launch)
+        _set_library_defaults()
         from ci_llm.dry_run.plan import dry_run
 
         return dry_run(config, interrupts, launch, debug="--debug" in words)
@@ -330,7 +330,7 @@ def status(words: list[str]) -> int:
 
 def checkpoints(words: list[str]) -> int:
     """`ci-llm checkpoints VERB ...`."""
-    _quiet_libraries()
+    _set_library_defaults()
     from ci_llm.cli.checkpoints import run_verb
 
     return run_verb([word for word in words if word != "--debug"])

@@ -78,7 +78,7 @@ class Scores:
 def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:
     """The mean of `one - other`, each [n], over rows, and the half-width of its normal 95 % interval.
 
-    The interval is None where the rows cannot give one: there are fewer than `FEWEST_ROWS`, or all differences are equal.
+    The interval is None if the rows cannot give one: there are fewer than `FEWEST_ROWS`, or all differences are equal.
     """
     difference = one - other
     spread = float(difference.std()) if len(difference) >= FEWEST_ROWS else 0.0

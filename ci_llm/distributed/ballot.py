@@ -20,7 +20,7 @@ class Ballot:
     """The vote of one process on a step, cast before any other collective of the step.
 
     Attributes:
-        labelled_tokens: targets in this process's micro-batches of the step; the sum divides the gradient.
+        num_targets: targets in this process's micro-batches of the step; the sum divides the gradient.
         nonfinite: [K] whether the loss or the gradient of an agent is not finite here; a tensor may be on any device.
         sums: numbers to be added over all processes (losses, diversity); equally many on every process.
         out_of_memory: this process could not compute its part.
@@ -28,7 +28,7 @@ class Ballot:
         save: a checkpoint is due.
     """
 
-    labelled_tokens: int
+    num_targets: int
     nonfinite: Sequence[bool] | Tensor = ()
     sums: Sequence[float] | Tensor = ()
     out_of_memory: bool = False
@@ -41,13 +41,13 @@ class Verdict:
     """The result of a vote; the same, bit for bit, on every process.
 
     Attributes:
-        labelled_tokens, sums: added over all processes.
+        num_targets, sums: added over all processes.
         nonfinite: [K] whether it is set on any process.
         out_of_memory, save: whether it is set on any process.
         stop: the reason of the first process, by index, that has one.
     """
 
-    labelled_tokens: int
+    num_targets: int
     nonfinite: tuple[bool, ...]
     sums: tuple[float, ...]
     out_of_memory: bool
@@ -60,7 +60,7 @@ def encode(ballot: Ballot) -> Tensor:
 
     If a part is on a GPU, this waits for the device, once.
     """
-    flags = [ballot.labelled_tokens, ballot.out_of_memory, ballot.stop is not None, ballot.save]
+    flags = [ballot.num_targets, ballot.out_of_memory, ballot.stop is not None, ballot.save]
     parts = [torch.as_tensor(part) for part in (ballot.nonfinite, ballot.sums)]
     device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
     measured = torch.cat([part.to(device, torch.float64).flatten() for part in parts])
@@ -82,7 +82,7 @@ def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Ver
     """
     tokens, out_of_memory, _, save, *rest = votes.tolist()
     return Verdict(
-        labelled_tokens=int(tokens),
+        num_targets=int(tokens),
         nonfinite=tuple(count > 0 for count in rest[:num_agents]),
         sums=tuple(rest[num_agents:]),
         out_of_memory=out_of_memory > 0,

@@ -25,8 +25,9 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.processes import Processes
-from ci_llm.dry_run.checks import Inapplicable, size
+from ci_llm.dry_run.checks import Inapplicable
 from ci_llm.dry_run.context import CheckContext
+from ci_llm.dry_run.report import size
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.logs.hardware import Gpus
 from ci_llm.run.setup import set_determinism
@@ -36,16 +37,16 @@ SCALE: Final = 2.0**8  # of a loss in fp16
 HALF_TOLERANCE: Final = 0.05  # of a gradient in half precision, relative to its norm
 EXACT_TOLERANCE: Final = 1e-3  # in fp32, where GPUs may round products to TF32
 PROBE_BYTES: Final = 64 << 20
-MISLEADING: Final = "report this GPU and its driver; deterministic=true or mixed_precision=no may go around it"
+REPORT_HINT: Final = "report this GPU and its driver; deterministic=true or mixed_precision=no may go around it"
 
 
-def on_gpu(prove: Callable[[torch.device], str]) -> Callable[[CheckContext], str]:
-    """The check of a scene that `prove` makes, where the run computes on a GPU."""
-    return lambda scene: prove(_gpu_of(scene))
+def on_gpu(check: Callable[[torch.device], str]) -> Callable[[CheckContext], str]:
+    """The check of a context that `check` makes, where the run computes on a GPU."""
+    return lambda context: check(_gpu_of(context))
 
 
-def _gpu_of(scene: CheckContext) -> torch.device:
-    device = scene.processes.device
+def _gpu_of(context: CheckContext) -> torch.device:
+    device = context.processes.device
     if device.type != "cuda":
         there = torch.cuda.is_available()
         raise Inapplicable(f"{'this run computes on the CPU' if there else 'no GPU here'}: not checked")
@@ -139,7 +140,7 @@ def attention(device: torch.device) -> str:
         raise ModelError(
             f"the fused attention kernel of this device differs from plain products by {worst:.1e}",
             where=f"{device}",
-            hint=MISLEADING,
+            hint=REPORT_HINT,
         )
     return f"fused over packed rows, with windows and grouped heads: within {worst:.1e} of plain products"
 
@@ -217,10 +218,12 @@ def checkpoint(device: torch.device, folder: Path, processes: Processes | None =
             processes.wait()  # only the main one has written
         manager.restore(1, into=state)
     found = _bits(toy, optimizer)
-    odd = [number for number, (one, other) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(one, other)]
-    if odd:
+    changed = [
+        number for number, (one, other) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(one, other)
+    ]
+    if changed:
         raise CheckpointError(
-            f"{len(odd)} of {len(wanted)} tensors come back changed", where=f"{device}, {folder}", hint=MISLEADING
+            f"{len(changed)} of {len(wanted)} tensors come back changed", where=f"{device}, {folder}", hint=REPORT_HINT
         )
     return f"{len(wanted)} tensors copied behind a step, saved and restored, bit for bit"
 
@@ -239,14 +242,14 @@ def memory(device: torch.device) -> str:
     """What is free is told and falls by what is taken; running out is known as such, and leaves a device that works."""
     free, total = free_memory(device)
     if not 0 < free <= total:
-        raise CiLlmError(f"free memory of {size(free)} of {size(total)} cannot be", where=f"{device}", hint=MISLEADING)
+        raise CiLlmError(f"free memory of {size(free)} of {size(total)} cannot be", where=f"{device}", hint=REPORT_HINT)
     taken = torch.ones(PROBE_BYTES, dtype=torch.uint8, device=device)
     if device.type == "cuda" and torch.cuda.max_memory_allocated(device) < PROBE_BYTES:
-        raise CiLlmError("the peak of memory does not count what is taken", where=f"{device}", hint=MISLEADING)
+        raise CiLlmError("the peak of memory does not count what is taken", where=f"{device}", hint=REPORT_HINT)
     refusal = _running_out(device)
     if refusal is None or not is_out_of_memory(refusal) or int(taken.sum(dtype=torch.int64)) != PROBE_BYTES:
         raise CiLlmError(
-            f"running out of memory is not known as such: {refusal!r}", where=f"{device}", hint=MISLEADING
+            f"running out of memory is not known as such: {refusal!r}", where=f"{device}", hint=REPORT_HINT
         ) from refusal
     return f"{size(free)} of {size(total)} free, running out is noticed; {_watched()}"
 
@@ -270,16 +273,16 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
-def determinism_of(scene: CheckContext) -> str:
+def determinism_of(context: CheckContext) -> str:
     """As the run will have it: with the algorithms that its configuration chooses."""
-    device = _gpu_of(scene)
-    if scene.config.deterministic is False:
+    device = _gpu_of(context)
+    if context.config.deterministic is False:
         raise Inapplicable("deterministic is false: not checked")
-    set_determinism(scene.config)
-    return determinism(device, required=scene.config.deterministic is True)
+    set_determinism(context.config)
+    return determinism(device, required=context.config.deterministic is True)
 
 
-def checkpoint_of(scene: CheckContext) -> str:
+def checkpoint_of(context: CheckContext) -> str:
     """In the folder that goes away."""
-    device = _gpu_of(scene)
-    return checkpoint(device, scene.scratch / "gpu", scene.processes)
+    device = _gpu_of(context)
+    return checkpoint(device, context.scratch / "gpu", context.processes)

@@ -9,8 +9,9 @@ import time
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.dry_run import environment, estimates, gpu, inputs, toy_run
-from ci_llm.dry_run.checks import Check, CheckResult, Report, duration, try_all
+from ci_llm.dry_run.checks import Check, CheckResult, run_checks
 from ci_llm.dry_run.context import CheckContext
+from ci_llm.dry_run.report import Report, duration
 from ci_llm.interrupts import Interrupts
 
 CHECKS: tuple[Check[CheckContext], ...] = (
@@ -56,24 +57,24 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
         broken = launch.num_processes > 1 and any(outcome.verdict == "failed" for outcome in outcomes)
         return "this process leaves the others after a failure" if broken else None
 
-    with CheckContext(config, launch, interrupts) as scene:
+    with CheckContext(config, launch, interrupts) as context:
         report = Report(max(len(check.name) for check in CHECKS))
-        for outcome in try_all(CHECKS, scene, stopped=stopped, debug=debug):
+        for outcome in run_checks(CHECKS, context, stopped=stopped, debug=debug):
             outcomes.append(outcome)
             _show(report, outcome, launch)
         passed = all(outcome.verdict in ("passed", "inapplicable") for outcome in outcomes)
         if launch.is_main:
-            for note in [*_notes(scene), *config.notices()]:
+            for note in [*_notes(context), *config.notices()]:
                 report.say(note)
             report.say(_summary(outcomes, time.monotonic() - start))
     return 0 if passed else 1
 
 
-def _notes(scene: CheckContext) -> list[str]:
+def _notes(context: CheckContext) -> list[str]:
     """What should be known beside the checks."""
-    notes = list(scene.processes.notes) if hasattr(scene, "processes") else []
-    if scene.stands_in:
-        notes.append(f"not proven: the weights of {scene.config.model_name}, which train.py will have to download")
+    notes = list(context.processes.notes) if hasattr(context, "processes") else []
+    if context.uses_stand_in:
+        notes.append(f"not proven: the weights of {context.config.model_name}, which train.py will have to download")
     return notes
 
 

@@ -21,7 +21,7 @@ from ci_llm.config import Config
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, last_status
-from ci_llm.crowd.answers import AnswerScores, merged
+from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, LaunchError
@@ -39,7 +39,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import model_card, next_steps, rows_judged, score_table
+from ci_llm.run.report import model_card, next_steps, rows_evaluated, score_table
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -338,7 +338,7 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
 
 def conclude(run: Run) -> str | None:
     """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    logger.info(f"judging   agents and crowd on {rows_judged(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
+    logger.info(f"judging   agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
         note_evaluation(run, evaluation_metrics(scores))
@@ -374,7 +374,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
     config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
-        **merged(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
+        **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,

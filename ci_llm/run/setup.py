@@ -6,6 +6,7 @@ Everything that can be refused is refused before the first file is written.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
-from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
+from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -116,6 +117,8 @@ def join(
     optimizer = torch.optim.AdamW(
         [{"params": [row]} for row in crowd.agents.rows],  # one group per agent
         lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
         fused=config.fused_optimizer,
     )
@@ -170,7 +173,9 @@ def _first_state(config: Config, rows_per_step: int) -> TrainState:
 def plan_ahead(config: Config, num_rows: int, rows_per_step: int) -> tuple[Plan, int]:
     """Order and length of a run, from the rows per step, which are those of step 1 for good."""
     plan = Plan(num_rows, rows_per_step, config.seed)
-    return plan, config.max_train_steps or config.epochs * plan.steps_per_epoch
+    # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
+    by_epochs = math.ceil(round(config.epochs * plan.steps_per_epoch, 6))
+    return plan, config.max_train_steps or max(1, by_epochs)
 
 
 def build_crowd(config: Config, base: Base) -> Crowd:

@@ -17,7 +17,7 @@ from ci_llm.checkpoints.store import DISK_FULL
 from ci_llm.cluster.deadline import REASON, Deadline, Pace, Walltime, find_deadline
 from ci_llm.cluster.launch import Launch, shell_line
 from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
-from ci_llm.config import Config, words_without
+from ci_llm.config import Config, arguments_without
 from ci_llm.core.attempts import PEER_LOST, Failure, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import RunStatus
@@ -140,7 +140,7 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
             command = _by_module(launch)
         program = command[: len(command) - len(launch.arguments)]
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
-        command = [*program, *words_without(launch.arguments, changes), *given]
+        command = [*program, *arguments_without(launch.arguments, changes), *given]
     return shell_line(command)
 
 

@@ -7,11 +7,12 @@ import re
 import pytest
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.aliases import ALIASES, OF_OTHERS
+from ci_llm.config.aliases import ALIASES, TRANSLATIONS
 from ci_llm.config.suggest import nearest
+from ci_llm.config.unsupported import UNSUPPORTED
 from ci_llm.errors import ConfigError
 
-KNOWN = [*Config.model_fields, *ALIASES]
+KNOWN = [*Config.model_fields, *ALIASES, *TRANSLATIONS]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,6 @@ def test_a_slip_is_put_right(typed: str, meant: str) -> None:
         "data_seed",
         "checkpoint",  # is no checkpoint_dir
         "max_steps_per_epoch",
-        "adam_epsilon",
         "learn",
         "num_gpus",
     ],
@@ -56,13 +56,14 @@ def test_another_word_is_not_taken_for_a_slip(typed: str) -> None:
     assert nearest(typed, KNOWN) is None
 
 
-@pytest.mark.parametrize("name", sorted(OF_OTHERS))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_an_option_of_another_trainer_is_named_with_the_way_here(name: str) -> None:
-    was, way = OF_OTHERS[name]
-    assert name not in KNOWN
+    was, way = UNSUPPORTED[name]
+    assert name not in {*Config.model_fields, *ALIASES}
     with pytest.raises(ConfigError) as refusal:
         load_config(None, [f"--{name.replace('_', '-')}=x"])
-    assert refusal.value.what == f"{name.replace('_', '-')} is no key here; it is {was}"
+    value = " with the value 'x'" if name in TRANSLATIONS else ""
+    assert refusal.value.what == f"{name.replace('_', '-')} is no key here{value}; it is {was}"
     assert refusal.value.hint == way
     for key in re.findall(r"\b([a-z_]+)=", way):
         assert key in Config.model_fields or key == "num_processes", f"{key} is no key"

@@ -54,7 +54,7 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         (1, 2, launcher),
     ]
     assert zero["quiet"] == {
-        "labelled_tokens": 2**41 + 1,
+        "num_targets": 2**41 + 1,
         "nonfinite": [False, False],
         "sums": [],
         "out_of_memory": False,

@@ -22,10 +22,11 @@ from ci_llm.config import load_config
 from ci_llm.core import durable
 from ci_llm.core.memory import cgroup_limits
 from ci_llm.dry_run.architecture import KNOWN
-from ci_llm.dry_run.checks import Check, CheckResult, Report, try_all
+from ci_llm.dry_run.checks import Check, CheckResult, run_checks
 from ci_llm.dry_run.cost_model import trace
 from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.dry_run.plan import CHECKS
+from ci_llm.dry_run.report import Report
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
 from tests.support.campaign import sampled
@@ -276,7 +277,7 @@ def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
         Check("e", (), broken),
         Check("f", ("a",), lambda _: ""),
     ]
-    outcomes = {outcome.name: outcome for outcome in try_all(checks, None, stopped=lambda: None)}
+    outcomes = {outcome.name: outcome for outcome in run_checks(checks, None, stopped=lambda: None)}
     assert [outcomes[name].verdict for name in "abcdef"] == [
         "passed",
         "failed",
@@ -293,7 +294,7 @@ def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
 
 
 def test_once_stopped_nothing_is_tried_any_more() -> None:
-    (outcome,) = try_all([Check("a", (), lambda _: "never")], None, stopped=lambda: "signal:SIGINT")
+    (outcome,) = run_checks([Check("a", (), lambda _: "never")], None, stopped=lambda: "signal:SIGINT")
     assert (outcome.verdict, outcome.lines) == ("skipped", ("signal:SIGINT",))
 
 

@@ -13,7 +13,7 @@ import torch
 from ci_llm.config import Config
 from ci_llm.crowd import attention
 from ci_llm.dry_run import gpu
-from ci_llm.dry_run.checks import Check, Inapplicable, try_all
+from ci_llm.dry_run.checks import Check, Inapplicable, run_checks
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.plan import CHECKS
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
@@ -31,8 +31,8 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def scene(device: torch.device, **config: Any) -> CheckContext:
-    """As much of a scene as these checks look at."""
+def context(device: torch.device, **config: Any) -> CheckContext:
+    """As much of a context as these checks look at."""
     return cast("CheckContext", SimpleNamespace(processes=SimpleNamespace(device=device), config=Config(**config)))
 
 
@@ -48,19 +48,19 @@ def test_every_path_passes_where_it_works(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_each_check_says_that_nothing_was_checked() -> None:
     ours = [Check(name, (), run) for name, run in GPU_CHECKS.items()]
-    for outcome in try_all(ours, scene(CPU), stopped=lambda: None):
+    for outcome in run_checks(ours, context(CPU), stopped=lambda: None):
         assert (outcome.verdict, outcome.lines) == ("inapplicable", ("no GPU here: not checked",))
 
 
 def test_a_run_on_the_cpu_beside_a_gpu_checks_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(Inapplicable, match="computes on the CPU"):
-        gpu.on_gpu(gpu.copies)(scene(CPU))
+        gpu.on_gpu(gpu.copies)(context(CPU))
 
 
 def test_where_no_determinism_is_wanted_none_is_proven() -> None:
     with pytest.raises(Inapplicable, match="deterministic is false"):
-        gpu.determinism_of(scene(torch.device("cuda"), deterministic=False))
+        gpu.determinism_of(context(torch.device("cuda"), deterministic=False))
 
 
 def test_a_half_precision_that_goes_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def from_path(path: Path) -> str:
     return f"resume_from_checkpoint={path}"
 
 
-# ------------------------------------------------------------------------------------------- said once, and again
+# Said once, and again
 
 
 @pytest.mark.parametrize("name", ["checkpoint_step_4", "checkpoint_step_8", "final_checkpoint", ""])
@@ -181,7 +181,7 @@ def test_a_record_that_cannot_be_read_is_an_error(run: Folder) -> None:
         read_beginning(run.path)
 
 
-# ------------------------------------------------------------------------------------------------- restart_from
+# Restart_from
 
 
 def test_restart_from_goes_back_once_and_newer_steps_are_superseded(run: Folder) -> None:
@@ -226,7 +226,7 @@ def test_restart_from_a_step_that_is_not_there_is_refused(run: Folder) -> None:
     assert "keep one of them" in str(run.refusal("restart_from=2", "overwrite_output_dir=true").hint)
 
 
-# ------------------------------------------------------------------------------------------ overwrite_output_dir
+# Overwrite_output_dir
 
 
 def test_overwriting_moves_the_run_aside_once_and_leaves_strangers(source: Folder, run: Folder) -> None:
@@ -300,7 +300,7 @@ def test_what_a_dead_attempt_was_moving_aside_is_kept(run: Folder) -> None:
     assert load_checkpoint(run.path / "overwritten" / "1" / "checkpoint_step_2").manifest.step == 2
 
 
-# -------------------------------------------------------------------------------------- what is no checkpoint of ours
+# What is no checkpoint of ours
 
 
 def of_another_loop(folder: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,10 +126,9 @@ def test_recomputing_is_remembered(server: ForkServer, tmp_path: Path) -> None:
 def test_parts_hold_the_same_rows_in_the_same_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     batches = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
-    run: Any = SimpleNamespace(rows=rows, micro_batch_size=3)
-    assert in_parts(run, batches) is batches
-    run.micro_batch_size = 2
-    parts = in_parts(run, batches)
+    tokenized: Any = rows
+    assert in_parts(tokenized, batches, 3) is batches
+    parts = in_parts(tokenized, batches, 2)
     assert [part.sample_ids for part in parts] == [(3, 1), (4, 0), (2,)]
     assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
 

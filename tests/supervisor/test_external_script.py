@@ -273,7 +273,7 @@ def test_a_signal_ends_what_ignores_it_and_all_it_started(folder: Path, number: 
     with Terminal(*words, cwd=folder) as terminal:
         terminal.read_until("ready")
         processes = terminal.descendants()
-        assert len(processes) == 6  # keeper, script, two children, grandchild, orphan
+        assert len(processes) == 6  # shim, script, two children, grandchild, orphan
         terminal.signal(number)
         assert terminal.wait() == 75, terminal.text
         assert not [process for process in processes if is_alive(process.pid)]
@@ -323,13 +323,13 @@ def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     (folder / "leaves.py").write_text(
         "import os, psutil, subprocess, time\n"
         "for _ in range(3):\n    subprocess.run(['sh', '-c', 'sleep 0.1 &'])\n"
-        "keeper, until = psutil.Process().parent(), time.monotonic() + 60\n"
-        "while len(keeper.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
-        "print('children of the keeper:', len(keeper.children()))\n"
+        "shim, until = psutil.Process().parent(), time.monotonic() + 60\n"
+        "while len(shim.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
+        "print('children of the shim:', len(shim.children()))\n"
     )
     with Terminal("--train-script", "leaves.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
-    assert "children of the keeper: 1" in terminal.text
+    assert "children of the shim: 1" in terminal.text
 
 
 def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
@@ -350,7 +350,7 @@ def test_nothing_survives_a_kill_of_the_supervisor(folder: Path) -> None:
         assert_gone(processes)
 
 
-def test_nothing_survives_a_kill_of_the_keeper(folder: Path) -> None:
+def test_nothing_survives_a_kill_of_the_shim(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "stubborn.py", "--max-retries", 0, cwd=folder) as terminal:
         terminal.read_until("ready")
         processes = terminal.descendants()
@@ -442,10 +442,10 @@ def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str]
         assert part in terminal.text
 
 
-def test_outside_of_a_step_of_slurm_the_story_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_step_of_slurm_the_log_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     script = ExternalScript(parse_options(["--", "python", "fit.py"]))
-    assert script.begin()[0].startswith("SLURM job 7, but no step of it")
+    assert script.prepare()[0].startswith("SLURM job 7, but no step of it")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert "SLURM" not in script.begin()[0]
+    assert "SLURM" not in script.prepare()[0]

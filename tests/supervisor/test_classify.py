@@ -28,9 +28,9 @@ def ending(*lines: str, **facts: Any) -> AttemptResult:
     [
         (ending("fine"), "completed", ""),
         (ending("Loss=nan", "fine"), "nonfinite", "Loss=nan"),
-        (ending("Loss=nan", returncode=-15, ordered="nonfinite"), "nonfinite", "Loss=nan"),
-        (ending("Loss=nan", returncode=-15, ordered="signal:SIGTERM"), "interrupted", "signal:SIGTERM"),
-        (ending(ordered="signal:SIGINT"), "interrupted", "signal:SIGINT"),
+        (ending("Loss=nan", returncode=-15, stop_reason="nonfinite"), "nonfinite", "Loss=nan"),
+        (ending("Loss=nan", returncode=-15, stop_reason="signal:SIGTERM"), "interrupted", "signal:SIGTERM"),
+        (ending(stop_reason="signal:SIGINT"), "interrupted", "signal:SIGINT"),
         (ending("CUDA out of memory", returncode=1), "out_of_memory", "CUDA out of memory"),
         (ending("CUDA out of memory", *["tidying up"] * 100, returncode=1), "out_of_memory", "CUDA out of memory"),
         (ending("CUDA out of memory"), "out_of_memory", "CUDA out of memory"),
@@ -59,14 +59,14 @@ def ending(*lines: str, **facts: Any) -> AttemptResult:
     ],
 )
 def test_a_script_that_tells_nothing(end: AttemptResult, kind: Kind, detail: str) -> None:
-    outcome = classify_by_output(end, learning_rate=0.1, batch_size=3, lasting_s=600)
+    outcome = classify_by_output(end, learning_rate=0.1, batch_size=3, progress_after_s=600)
     assert outcome.kind == kind
     assert outcome.detail.startswith(detail)
     assert (outcome.learning_rate, outcome.batch_size, outcome.progress) == (0.1, 3, False)
 
 
 @pytest.mark.parametrize(
-    ("exception", "fault"),
+    ("exception", "signature"),
     [
         ("ImportError: cannot import name 'x'", "ImportError: cannot import name 'x'"),
         ("ValueError: object at 0x7f12ab at line 17", "ValueError: object at # at line #"),
@@ -78,20 +78,20 @@ def test_a_script_that_tells_nothing(end: AttemptResult, kind: Kind, detail: str
         ("huggingface_hub.errors.HfHubHTTPError: 503 Server Error", None),
     ],
 )
-def test_what_two_crashes_have_in_common(exception: str, fault: str | None) -> None:
+def test_what_two_crashes_have_in_common(exception: str, signature: str | None) -> None:
     end = ending("Traceback (most recent call last):", exception, returncode=1, duration_s=3.0)
-    outcome = classify_by_output(end, learning_rate=None, batch_size=None, lasting_s=600)
-    assert (outcome.kind, outcome.fault, outcome.duration_s) == ("crashed", fault, 3.0)
+    outcome = classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600)
+    assert (outcome.kind, outcome.signature, outcome.duration_s) == ("crashed", signature, 3.0)
 
 
-def test_only_a_crash_has_a_fault() -> None:
+def test_only_a_crash_has_a_signature() -> None:
     end = ending("Traceback (most recent call last):", "ValueError: 3", "Loss=nan", returncode=1)
-    assert classify_by_output(end, learning_rate=None, batch_size=None, lasting_s=600).fault is None
+    assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).signature is None
 
 
 def test_a_script_that_ran_for_long_has_made_progress() -> None:
     end = ending(returncode=1, duration_s=600.0)
-    assert classify_by_output(end, learning_rate=None, batch_size=None, lasting_s=600).progress
+    assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).progress
 
 
 def test_the_kernel_says_how_often_it_killed_for_memory() -> None:
@@ -102,19 +102,19 @@ def test_a_kill_for_memory_is_held_against_what_ends_right_after_it(monkeypatch:
     """The kernel counts for the whole machine: a kill in somebody else's job, days ago, says nothing."""
     clock, kills = [1000.0], [7]
     monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
-    monkeypatch.setattr(attempt, "_SCARCE", 0.0)
+    monkeypatch.setattr(attempt, "_SCARCE_FRACTION", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     watch = attempt._MemoryWatch()
-    assert not watch.was_scarce()
+    assert not watch.was_short()
     kills[0] += 1
-    assert watch.was_scarce()  # seen at the end alone
+    assert watch.was_short()  # seen at the end alone
     clock[0] += 3600
     watch.look()
-    assert not watch.was_scarce()
+    assert not watch.was_short()
     kills[0] += 1
     watch.look()
     clock[0] += 5
-    assert watch.was_scarce()
+    assert watch.was_short()
 
 
 def status(state: str, reason: str | None = None) -> Status:
@@ -184,7 +184,7 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
             "error:RuntimeError: DataLoader worker",
         ),
         (status("running"), [], ending(returncode=1), "killed", "no word after step 12"),  # on another machine
-        (status("running"), [], ending(ordered="hang", returncode=-9), "hang", "no heartbeat and no output"),
+        (status("running"), [], ending(stop_reason="hang", returncode=-9), "hang", "no heartbeat and no output"),
         (None, [], ending(), "completed", "nothing was left to do"),
         (None, [], ending("error: no data", returncode=2), "refused", "error: no data"),
         (None, [], ending("ImportError: torch", returncode=1), "crashed", "exit code 1: ImportError: torch"),

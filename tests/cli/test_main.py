@@ -54,7 +54,7 @@ def nobody_reads() -> Iterator[int]:
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
 def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
     done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stderr) == (main.READER_GONE, "")
+    assert (done.returncode, done.stderr) == (main.BROKEN_PIPE_EXIT_CODE, "")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -86,7 +86,7 @@ def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) ->
 
 def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
     code = "import errno; from ci_llm.cli import main\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
-    done = run("-c", f"{code}main.guarded(command, debug=False)")
+    done = run("-c", f"{code}main.run_guarded(command, debug=False)")
     assert done.returncode == 1
     assert "OSError: [Errno 28] full" in done.stderr
 
@@ -121,14 +121,13 @@ def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
 
 
 def test_what_a_run_tells_may_be_lost_but_not_the_run(nobody_reads: int) -> None:
-    code = (
-        "from ci_llm.cli import main; main.guarded(lambda: main._tell('loading') or print('stray') or 0, debug=False)"
-    )
+    command = "lambda: main._print_line('loading') or print('stray') or 0"
+    code = f"from ci_llm.cli import main; main.run_guarded({command}, debug=False)"
     assert run("-c", code, stdout=nobody_reads).stderr == ""
 
 
 def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
-    broken = "r, w = os.pipe(); os.close(r); main.guarded(lambda: os.write(w, b'x'), debug=False)"
+    broken = "r, w = os.pipe(); os.close(r); main.run_guarded(lambda: os.write(w, b'x'), debug=False)"
     code = f"import os; from ci_llm.cli import main; {broken}"
     done = run("-c", code)
     assert done.returncode == 1
@@ -141,7 +140,7 @@ def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> N
         "def command():\n"
         "    print('out'); print('err', file=sys.stderr); assert not sys.stdout.isatty()\n"
         "    return os.open(os.devnull, os.O_RDONLY)\n"
-        "sys.exit(main.guarded(command, debug=False))\n"
+        "sys.exit(main.run_guarded(command, debug=False))\n"
     )
     closed = f"{sys.executable} {tmp_path / 'command.py'} <&- >&- 2>&-"
     done = subprocess.run(closed, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
@@ -149,7 +148,7 @@ def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> N
 
 
 def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
-    code = "from ci_llm.cli import main; main.guarded(lambda: print('\u27e6') or 0, debug=False)"
+    code = "from ci_llm.cli import main; main.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
     assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
 
 
@@ -196,7 +195,7 @@ def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pyte
     monkeypatch.setattr(main, "main", job)
     monkeypatch.setattr(interrupts, "_process_ends", False)  # to be put back: this process does not end with it
     with pytest.raises(ModuleNotFoundError, match="package_of_somebody_else"):
-        entry.enter("main", [])
+        entry.run_command("main", [])
 
 
 # From another folder
@@ -236,7 +235,7 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
     assert training.command() == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
     with pytest.raises(ConfigError, match="no such training script"):
         supervise._training(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
-    (tmp_path / "train.py").write_text("from ci_llm.cli.entry import enter")
+    (tmp_path / "train.py").write_text("from ci_llm.cli.entry import run_command")
     assert supervise._training(parse_options([])).command() == [sys.executable, "train.py"]
 
 

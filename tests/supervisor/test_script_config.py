@@ -1,4 +1,4 @@
-"""Configurations of other people: found, changed in a copy, handed on; command lines rewritten."""
+"""Configuration files of external scripts: read, changed in a copy, swept; values in Hydra's groups."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from ci_llm.supervisor.script_config import (
     TemporaryConfigs,
     group_values,
     in_yaml,
-    overrides,
     read_config,
-    rewritten,
-    value_of,
 )
 
 ODD = """\
@@ -211,32 +208,3 @@ def test_values_come_from_the_groups_that_are_chosen(conf: Path) -> None:
     }
     assert group_values(conf, config, ["training=fast", "seed=3"])["training.learning_rate"] == "2"
     assert group_values(conf, config, ["training=fast", "+experiment=big"])["training.learning_rate"] == "3"
-
-
-# Command lines
-
-LINE = ["model=gnn", "+a.b=1", "++c=x=y", "--lr", "1e-3", "--batch-size=8", "--flag", "--verbose", "pos", "a.b=2"]
-
-
-def test_keys_on_a_command_line() -> None:
-    assert [(one.key, one.value) for one in overrides(LINE)] == [
-        ("model", "gnn"),
-        ("a.b", "1"),
-        ("c", "x=y"),
-        ("lr", "1e-3"),
-        ("batch-size", "8"),
-        ("verbose", "pos"),
-        ("a.b", "2"),
-    ]
-    assert value_of(LINE, "a.b") == "2"
-    assert value_of(LINE, "batch_size") == "8"
-    assert value_of(LINE, "a") is None
-
-
-def test_a_command_line_is_rewritten_in_place() -> None:
-    new = rewritten(LINE, {"a.b": "9", "lr": "0.5", "batch_size": "4", "unknown": "1"})
-    assert new == [
-        *["model=gnn", "+a.b=9", "++c=x=y", "--lr", "0.5", "--batch-size=4"],
-        *["--flag", "--verbose", "pos", "a.b=9"],
-    ]
-    assert LINE[4] == "1e-3"

@@ -76,6 +76,25 @@ def test_cuts_get_harder_once_three_were_in_vain() -> None:
     assert decide(history, Outcome("nonfinite", learning_rate=3e-3), Policy()).learning_rate == 2e-3
 
 
+@pytest.mark.parametrize("between", ["crashed", "killed", "disk_full", "out_of_memory"])
+def test_what_comes_between_two_cuts_says_nothing_about_them(between: Kind) -> None:
+    assert after("nonfinite", "nonfinite", between, "nonfinite", between, "nonfinite").learning_rate == 2e-5
+    assert after("nonfinite", between, "nonfinite", "nonfinite").learning_rate == pytest.approx(2e-4 / 1.5)
+
+
+def test_a_cut_that_brought_progress_was_not_in_vain() -> None:
+    last = replace(ran("nonfinite"), progress=True)
+    assert decide([ran("nonfinite")] * 3, last, Policy()).learning_rate == pytest.approx(2e-4 / 1.5)
+
+
+def test_the_same_early_crash_is_final_between_cuts_as_well() -> None:
+    """A cut changes something, so that the crash before it does not count; the one after it does."""
+    cuts = [ran("nonfinite")] * 3
+    assert decide([crashed(), *cuts], crashed(), Policy()).action == "wait"
+    assert decide([*cuts, crashed()], crashed(), Policy()).action == "give up"
+    assert decide([*cuts, crashed()], ran("nonfinite"), Policy()).learning_rate == 2e-5
+
+
 def test_nonfinite_goes_back_where_a_run_can() -> None:
     assert decide([], ran("nonfinite", good_step=250), Policy()).resume_at_most_step == 250
     assert decide([], ran("nonfinite", good_step=0), Policy()).resume_at_most_step == 0
@@ -147,8 +166,10 @@ def test_three_attempts_in_vain_are_enough(kind: Kind) -> None:
 SAME = "ImportError: no module named flash_attn"
 
 
-def crashed(fault: str | None = SAME, duration_s: float = 2.0, *, progress: bool = False) -> Outcome:
-    return Outcome("crashed", f"exit code 1: {fault}", fault=fault, duration_s=duration_s, progress=progress)
+def crashed(signature: str | None = SAME, duration_s: float = 2.0, *, progress: bool = False) -> Outcome:
+    return Outcome(
+        "crashed", f"exit code 1: {signature}", signature=signature, duration_s=duration_s, progress=progress
+    )
 
 
 @pytest.mark.parametrize(

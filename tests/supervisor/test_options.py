@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.cli.supervise import is_own_script, our_words
+from ci_llm.cli.supervise import is_own_script, own_words
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import Options, parse_options
 from ci_llm.supervisor.policy import Policy
@@ -95,11 +95,11 @@ def test_own_patterns_are_regular_expressions() -> None:
     call = parse_options(
         ["--nonfinite-pattern", "^blown", "--nonfinite-pattern", "gone", "--out-of-memory-pattern", "full$"]
     )
-    assert call.own_patterns.nonfinite_in("blown up")
-    assert call.own_patterns.nonfinite_in("it is gone")
-    assert not call.own_patterns.nonfinite_in("not blown")
-    assert call.own_patterns.out_of_memory_in("the card is full")
-    assert call.options_for_other_scripts() == ["--nonfinite-pattern", "--out-of-memory-pattern"]
+    assert call.user_patterns.nonfinite_in("blown up")
+    assert call.user_patterns.nonfinite_in("it is gone")
+    assert not call.user_patterns.nonfinite_in("not blown")
+    assert call.user_patterns.out_of_memory_in("the card is full")
+    assert call.external_script_options() == ["--nonfinite-pattern", "--out-of-memory-pattern"]
 
 
 def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:
     ],
 )
 def test_our_trainer_is_found_behind_any_launcher(command: list[str], words: list[str] | None) -> None:
-    assert our_words([word.format(train=ROOT / "train.py") for word in command]) == words
+    assert own_words([word.format(train=ROOT / "train.py") for word in command]) == words
 
 
 HEAVY = "'torch', 'transformers', 'accelerate', 'numpy', 'pydantic', 'yaml'"
