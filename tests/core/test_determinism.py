@@ -1,4 +1,4 @@
-"""Generators that come back as they were, and keys that give the same numbers whatever was drawn before."""
+"""Generators are restored exactly, and keyed seeds give the same numbers whatever was drawn before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells: nothing is lost or torn, a resumed run tells one story, and telling never ends a run."""
+"""The log of a run: no line is lost or cut, a resumed run continues its files, and no log ends a run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_says_to_terminal_and_file_with_date_and_attempt(tmp_path: Path, screen:
     assert one[:4].isdigit()
 
 
-def test_nothing_is_created_before_open_and_nothing_said_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
+def test_before_open_no_file_is_created_and_no_message_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
     log = RunLog(tmp_path, terminal=screen)
     log.say("hello")
     log.metrics(1, {"loss": 1.0})
@@ -134,7 +134,7 @@ def test_a_warning_with_an_exception_keeps_its_traceback(tmp_path: Path, screen:
     assert "ValueError: the cause" in log_text(tmp_path)
 
 
-def test_a_closed_log_hears_nothing_and_gives_the_logger_back(
+def test_a_closed_log_takes_no_records_and_restores_the_logger(
     tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = make_log(tmp_path, screen)
@@ -235,7 +235,7 @@ def test_an_attempt_that_loses_its_folder_while_a_file_opens_writes_nothing(
     assert len((tmp_path / LOG_NAME).read_text().splitlines()) == 1
 
 
-def test_a_full_disk_is_said_once_and_lines_stay_whole(
+def test_a_full_disk_is_reported_once_and_lines_stay_whole(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = make_log(tmp_path, screen)
