@@ -196,7 +196,7 @@ def _recover_evaluation(run: Run, *, from_log: bool) -> None:
         logger.info(f"          best so far was by {run.state.validation.metric}: from here on by {metric}, anew")
         run.state = replace(run.state, validation=Validation(metric))
     if from_log and run.evaluation_missed:
-        known = run.processes.broadcast_object(run.log.metrics_of(run.state.step))
+        known = run.processes.broadcast_object(run.log.read_metrics(run.state.step))
         if f"eval/crowd/{metric}" in known:
             note_evaluation(run, known)
 
@@ -241,7 +241,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, start, step))
     run.log.open(number, still_held=manager.store.still_held)
-    run.log.cut_back(step if step else -1)
+    run.log.truncate_metrics(step if step else -1)
     processes.on_main(partial(_start_trackers, run, trackers))
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.store.still_held)
     run.status.best_step = run.state.validation.best_step
@@ -275,7 +275,7 @@ def _start_trackers(run: Run, trackers: Mapping[str, str]) -> None:
         run.processes.accelerator,
         run.config.report_to,
         resumed_from=run.state.step,
-        remembered=trackers,
+        saved_state=trackers,
         hyperparameters=run.config.model_dump(),
     )
 
