@@ -44,10 +44,11 @@ Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: dates 
 if TYPE_CHECKING:
     Diversity = str
     Aggregator = str
+    Tracker = str
 else:
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
-Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+    Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
 Signals = Annotated[
     tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
     BeforeValidator(_as_tuple),

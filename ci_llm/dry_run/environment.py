@@ -20,7 +20,7 @@ from ci_llm.distributed.processes import Processes, check_precision, check_proce
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError, LaunchError
-from ci_llm.logs.trackers import require_installed
+from ci_llm.logs.tracking import require_installed
 from ci_llm.run.setup import check_folder
 
 PROBE_BYTES = 8 << 20

@@ -451,7 +451,7 @@ def test_a_command_line_without_some_keys() -> None:
         ("checkpoint_backend: dcp", ["vanilla", "distributed"]),
         ("lora_target_modules: []", ["a list of names"]),
         ("lora_target_modules: [[q]]", ["lora_target_modules is [a nested list]"]),
-        ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | wandb"]),
+        ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | mlflow | trackio | wandb"]),
         ("report_to: wand", ["did you mean wandb?"]),
         ("model_name: null", ["model_name is 'null'", "text"]),
         ("model_name: ''", ["model_name is empty"]),
