@@ -256,6 +256,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
+    logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 

@@ -184,7 +184,7 @@ def report_learning(run: Run) -> None:
         rate = f"learning_rate {run.config.learning_rate:g}"
         logger.warning(f"{run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
     elif before is not None and run.status.warning is None:
-        logger.warning("it is over: the agents learn again")
+        logger.info("the agents learn again: the warning no longer holds")
 
 
 def evaluate(run: Run) -> str | None:
