@@ -18,7 +18,7 @@ from torch import Tensor
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from integers and strings, by BLAKE2b: the same on every platform and in every version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little") >> 1  # 63 bits, which fit a signed integer
 
 
 def generator_for(*parts: int | str) -> torch.Generator:
@@ -36,6 +36,7 @@ def seed_everything(*parts: int | str) -> None:
 
 def capture() -> dict[str, Any]:
     """The state of every global generator of this process, as tensors and plain values, for `restore`."""
+    # Tensors and plain values only: a checkpoint holds nothing that must be unpickled.
     version, internal, gauss = random.getstate()
     name, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -66,6 +67,7 @@ def restore(state: dict[str, Any]) -> str | None:
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["pos"], numpy["has_gauss"], numpy["cached_gaussian"]))
     torch.set_rng_state(_bytes(state["torch"]))
+    # With another number of GPUs there is no right assignment: all keep their present state, and the caller is told.
     if len(cuda) != here:
         return f"CUDA generators {len(cuda)} -> {here}"
     if cuda:

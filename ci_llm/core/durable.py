@@ -91,6 +91,7 @@ def write_bytes(path: Path | str, data: Bytes, *, staging: Path | None = None, d
         OSError: the disk refuses one of the operations.
     """
     path = Path(path)
+    # A random name: two writers of one file must not write into the same unfinished one.
     partial = (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
     try:
         write_new(partial, [data], disk=disk)
@@ -99,6 +100,7 @@ def write_bytes(path: Path | str, data: Bytes, *, staging: Path | None = None, d
         with contextlib.suppress(OSError):  # the first error matters; the next start removes what remains
             disk.unlink(partial)
         raise
+    # The rename is atomic for readers, but it survives a power cut only once the folder is synced.
     disk.sync_folder(path.parent)
 
 
@@ -140,7 +142,7 @@ def write_new(path: Path, parts: Iterable[Bytes], *, disk: Filesystem = DISK) ->
 
 def _write_all(handle: int, data: memoryview, disk: Filesystem) -> int:
     done = 0
-    while done < len(data):
+    while done < len(data):  # write(2) may take only a part, for example on a disk that is nearly full
         written = disk.write(handle, data[done:])
         if written <= 0:
             raise OSError(errno.EIO, "the disk wrote no byte and reported no error")
@@ -174,7 +176,7 @@ def remove_tree(path: Path, *, disk: Filesystem = DISK) -> None:
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         disk.unlink(path)
         return
-    for entry in sorted(os.listdir(path)):
+    for entry in sorted(os.listdir(path)):  # sorted: tests that crash before the n-th change need one order
         remove_tree(path / entry, disk=disk)
     disk.rmdir(path)
 
@@ -207,7 +209,7 @@ def read_exactly(path: Path, size: int) -> bytes:
     data = bytearray()
     for chunk in read_chunks(path):
         data += chunk
-        if len(data) > size:
+        if len(data) > size:  # a damaged or growing file must not fill the memory
             break
     if len(data) != size:
         raise ValueError(f"{path.name} does not have {size} bytes")

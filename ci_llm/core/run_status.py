@@ -130,6 +130,7 @@ class RunStatus:
         return self._active and self._write(status, reason, next_command)
 
     def _write(self, status: State, reason: str | None = None, next_command: str | None = None) -> bool:
+        # For good: an attempt that has lost its folder never writes again, even if it asks once more.
         self._active = self._active and self._still_held()
         if self._active:
             current = replace(
@@ -177,6 +178,7 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     if status.status in ("running", "completed"):
         return status
     cause = earliest_failure(read_failures(output_dir, status.attempt))
+    # "interrupted" may hide a failure: a launcher sends a SIGTERM to the others when one process has failed.
     if cause is None or (status.status == "interrupted" and not _preceded(cause, status)):
         return status
     return replace(status, status="failed", reason=cause.reason)

@@ -58,7 +58,7 @@ def encode(value: object, leaf: Leaf = reject, where: str = "") -> Json:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return int(value)
+        return int(value)  # also for a subclass, such as an IntEnum
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, bytes):
@@ -96,6 +96,7 @@ def decode(value: Json, tags: Tags | None = None) -> object:
         return value
     if not any(key.startswith("$") for key in value):
         return {key: decode(item, tags) for key, item in value.items()}
+    # A mapping with such a key would have been written as "$dict": this object was not written by `encode`.
     if len(value) != 1:
         raise ValueError(f"malformed tag {sorted(value)}")
     [(tag, content)] = value.items()

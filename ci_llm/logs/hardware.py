@@ -65,6 +65,7 @@ class HardwareMonitor:
         failing = False
         stopping = False
         while not stopping:
+            # The first sample at once, and the last one after `stop`: even a short run has both.
             stopping = self._stopping.wait(self._interval_s if self._samples else 0)
             self._take({"time": round(time.time(), 3), "gpus": gpus.read(), "host": read_host()})
             try:

@@ -221,6 +221,7 @@ class RunHandler(logging.Handler):
             PACKAGE.setLevel(level)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        # In `filter`, because `handle` takes the lock between `filter` and `emit`.
         # A forked worker of a data loader is not the run, and another thread may have held the lock at the fork.
         return os.getpid() == self._pid and bool(super().filter(record))
 
