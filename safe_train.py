@@ -1,4 +1,4 @@
-"""Train until it is done, whatever happens: `python safe_train.py [key=value ...]`, for our trainer or any other."""
+"""Runs a training until it is done, this project's or any other script: `python safe_train.py [key=value ...]`."""
 
 import sys
 

@@ -72,7 +72,7 @@ class Ours:
     def step(self, batch: Batch) -> float:
         run: Any = self
         sums = compute_gradients(run, self.state.step, [batch])
-        ballot = Ballot(labelled_tokens=sums.targets, nonfinite=sums.nonfinite, sums=sums.sums)
+        ballot = Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums)
         verdict = self.processes.agree(ballot)
         left_out = [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite]
         apply_gradients(run, self.state.step, verdict, left_out)

@@ -187,7 +187,7 @@ class Interrupts:
                 signal.signal(number, signal.SIG_DFL if old is None else old)
 
     def _ignore(self) -> None:
-        # Not by a handler in Python: the interpreter restores those on its way out, which takes a second with torch.
+        # Not by handlers of Python: the interpreter restores those at its exit, which takes a second with torch.
         for number in self._old_handlers:
             if signal.getsignal(number) == self._handle_signal:
                 signal.signal(number, signal.SIG_IGN)

@@ -125,6 +125,20 @@ def test_functions_fit_a_screen() -> None:
     assert not [name for name, length in lengths.items() if length > 60]
 
 
+def test_a_run_as_a_whole_is_taken_by_few() -> None:
+    """`Run` knows every part of a run. Only the files that work on the whole take it; others take what they use."""
+    takers = [
+        (path.name, node.name)
+        for path in sorted((PACKAGE / "run").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for argument in ast.walk(node.args)
+        if isinstance(argument, ast.arg) and argument.annotation and ast.unparse(argument.annotation) == "Run"
+    ]
+    assert {file for file, _ in takers} <= {"job.py", "loop.py", "setup.py"}
+    assert len(takers) <= 25
+
+
 def test_the_public_surface_is_what_it_says() -> None:
     assert sorted(ci_llm.__all__) == list(ci_llm.__all__)
     assert len(ci_llm.__all__) <= 20

@@ -14,7 +14,7 @@ from ci_llm.checkpoints.commit import Others
 from ci_llm.checkpoints.distributed import PartWriter
 from ci_llm.checkpoints.state_files import Snapshot, State, hand_off
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
-from ci_llm.distributed.side_channel import Peers, Word, has_peers
+from ci_llm.distributed.side_channel import ProcessGroup, SaveResultChannel, has_other_processes
 from ci_llm.errors import CheckpointError
 
 
@@ -62,13 +62,13 @@ class Backend(Protocol):
 class Vanilla:
     """Process 0 writes its own state, and tells the others what became of it."""
 
-    def __init__(self, processes: Peers) -> None:
+    def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
-        self._word: Word | None = None
+        self._results: SaveResultChannel | None = None
 
     def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask | None:
-        if wanted.behind and has_peers():
-            self._word = self._word or Word()
+        if wanted.behind and has_other_processes():
+            self._results = self._results or SaveResultChannel()
         if self._processes.index:
             return None
         be_ready()
@@ -82,21 +82,21 @@ class Vanilla:
                 saved = result.saved
                 return result
             finally:
-                if self._word is not None:
-                    self._word.tell(wanted.step, saved)
+                if self._results is not None:
+                    self._results.send(wanted.step, saved)
 
         return SaveTask(entries, save)
 
     def follow(self, step: int) -> SaveTask | None:
-        if (word := self._word) is None or self._processes.index == 0:
+        if (results := self._results) is None or self._processes.index == 0:
             return None
-        return SaveTask((), lambda take: SaveResult(step, word.hear(step)))
+        return SaveTask((), lambda take: SaveResult(step, results.receive(step)))
 
 
 class Distributed:
     """The tensors of a state that all processes hold are dealt out, and each process writes its part."""
 
-    def __init__(self, processes: Peers) -> None:
+    def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
         self._crew: PartWriter | None = None
 
@@ -120,13 +120,13 @@ class Distributed:
         return None  # every process has had its part
 
 
-BACKENDS: Mapping[str, Callable[[Peers], Backend]] = {
+BACKENDS: Mapping[str, Callable[[ProcessGroup], Backend]] = {
     "vanilla": Vanilla,
     "distributed": Distributed,
 }
 
 
-def open_backend(name: str, processes: Peers) -> Backend:
+def open_backend(name: str, processes: ProcessGroup) -> Backend:
     """The backend of that name. Raises CheckpointError if there is none."""
     if name not in BACKENDS:
         raise CheckpointError(

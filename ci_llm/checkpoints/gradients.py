@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
-from ci_llm.distributed.side_channel import Peers, SideChannel, has_peers, run_collectively
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, has_other_processes, run_collectively
 from ci_llm.errors import ForeignCheckpoint
 
 KEY = "unfinished_gradients"
@@ -50,7 +50,7 @@ class Gradients:
         accelerator: its count of micro-steps decides where a window ends; saved and restored as well.
     """
 
-    def __init__(self, processes: Peers, optimizers: Iterable[Any] = (), accelerator: Any = None) -> None:
+    def __init__(self, processes: ProcessGroup, optimizers: Iterable[Any] = (), accelerator: Any = None) -> None:
         self._processes, self._accelerator = processes, accelerator
         self._own: list[Optimizer] = []
         self._line: SideChannel | None = None
@@ -84,7 +84,7 @@ class Gradients:
         return {KEY: everyones, **state} if isinstance(state, Mapping) else state  # which is refused in a moment
 
     def own_part(self, saved: Any, objects: Any, *, some: bool) -> Restored:
-        """What `put_back` is to do; nothing is touched yet.
+        """What `requeue` is to do; nothing is touched yet.
 
         Args:
             saved: what a checkpoint holds under KEY; None: it was made where no gradient waited.
@@ -109,7 +109,7 @@ class Gradients:
         by_optimizer = {optimizer: own["gradients"].get(name, {}) for name, optimizer in found.items()}
         return Restored(by_optimizer, own.get("accelerator_step"))
 
-    def put_back(self, part: Restored) -> None:
+    def requeue(self, part: Restored) -> None:
         """Make the gradients those that were saved, and `None` where there were none."""
         for optimizer, gradients in part.gradients.items():
             self._look_after_steps(optimizer)
@@ -156,10 +156,10 @@ class Gradients:
             self._after_step.pop(optimizer, None)
 
     def _count(self) -> int:
-        return torch.distributed.get_world_size() if has_peers() else 1
+        return torch.distributed.get_world_size() if has_other_processes() else 1
 
     def _of_all(self, own: dict[str, Any]) -> list[Any]:
-        if not has_peers():
+        if not has_other_processes():
             return [own]
         self._line = self._line or SideChannel()
         return [_unpack(told) for told in self._line.exchange(_pack(own))]

@@ -41,7 +41,7 @@ from ci_llm.checkpoints.reading import Reading
 from ci_llm.checkpoints.state_files import State, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import Ballot, Votes
-from ci_llm.distributed.side_channel import Peers, TorchPeers, has_peers, run_collectively
+from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, has_other_processes, run_collectively
 from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
 
@@ -107,7 +107,7 @@ class CheckpointManager(Reading):
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
         checkpoint_backend: Literal["vanilla", "distributed"] = "vanilla",
-        processes: Peers | None = None,
+        processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
@@ -135,7 +135,7 @@ class CheckpointManager(Reading):
             sleep=self._interrupts.wait,
         )
         device = accelerator.device if accelerator is not None else None
-        self._processes: Peers = processes or TorchPeers(device)
+        self._processes: ProcessGroup = processes or TorchProcessGroup(device)
         self._backend = open_backend(checkpoint_backend, self._processes)
         self._say, self._clock = say, clock
         optimizers = list(optimizers)
@@ -348,7 +348,7 @@ class CheckpointManager(Reading):
     # On process 0
 
     def _stop_waiting(self, paused_s: float) -> bool:
-        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and has_peers())
+        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and has_other_processes())
 
     def _newest(self) -> int | None:
         if self._begun is not None and not self.is_saving_in_progress():

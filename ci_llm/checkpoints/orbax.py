@@ -47,7 +47,7 @@ class Checkpointer:
         self, directory: Path | str, item: MutableMapping[str, Any] | None = None, *, args: Any = None
     ) -> MutableMapping[str, Any]:
         """Read and verify; fills `item` in place if there is one. Raises DamagedCheckpoint, ForeignCheckpoint."""
-        return put_back(load_checkpoint(Path(directory)).state, item, args)
+        return requeue(load_checkpoint(Path(directory)).state, item, args)
 
     def wait_until_finished(self) -> None:
         """Nothing is ever in flight."""
@@ -66,7 +66,7 @@ class PyTreeCheckpointHandler:
     """Says to Orbax how a tree is written; there is one way here."""
 
 
-args_state, put_back = args.state_of, args.put
+args_state, requeue = args.state_of, args.put
 AsyncCheckpointer = PyTreeCheckpointer = StandardCheckpointer = Checkpointer
 StandardCheckpointHandler = JsonCheckpointHandler = PyTreeCheckpointHandler
 

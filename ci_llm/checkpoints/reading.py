@@ -14,7 +14,7 @@ from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.checkpoints.votes import Ballot
-from ci_llm.distributed.side_channel import Peers
+from ci_llm.distributed.side_channel import ProcessGroup
 from ci_llm.errors import CheckpointError
 
 
@@ -24,7 +24,7 @@ class Reading:
     store: CheckpointStore
     _keeping: Keeping
     _gradients: Gradients
-    _processes: Peers
+    _processes: ProcessGroup
     _ballot: Ballot
     _read_only: bool
     _known_newest: list[int | None]
@@ -87,7 +87,7 @@ class Reading:
             return state
         waiting = self._gradients.own_part(state.pop(KEY, None), objects, some=isinstance(args, Mapping))
         restored = put(state, into, args)
-        self._gradients.put_back(waiting)
+        self._gradients.requeue(waiting)
         return restored
 
     def all_steps(self) -> list[int]:

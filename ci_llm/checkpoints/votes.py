@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ci_llm.distributed.side_channel import Peers, run_collectively
+from ci_llm.distributed.side_channel import ProcessGroup, run_collectively
 
 
 class Votes(NamedTuple):
@@ -24,7 +24,7 @@ class Votes(NamedTuple):
 class Ballot:
     """The votes on the step that the loop is at."""
 
-    def __init__(self, processes: Peers) -> None:
+    def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
         self._counted: tuple[int, Votes] | None = None
 

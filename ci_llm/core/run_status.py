@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
-_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from a boot time that is corrected now and then
+_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from the boot time, which clock corrections move
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
 
@@ -45,8 +45,8 @@ class Status:
         next_command: the command that resumes the run.
         best_step: the optimizer step with the best evaluation so far.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
-        warning: why the result may be useless although the run goes on or is completed; None: nothing is known.
-        first_loss: nats per target at the beginning of the run; later attempts compare their loss with it.
+        warning: why the result may be worthless, although the run goes on or is completed; None if nothing is known.
+        first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
     """
 
     status: State
@@ -168,10 +168,10 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     Raises:
         BadInput: there is no run, or its status.json was not written by this program.
     """
-    path = Path(output_dir, "status.json")
-    if not path.exists():
+    status = last_status(output_dir)
+    if status is None:
+        path = Path(output_dir, "status.json")
         raise BadInput("no run has left a status here", where=str(path), hint="give the output_dir of a run")
-    status = read_record(Status, path)
     if status.status == "running" and _is_gone(status, time.time() if now is None else now):
         status = replace(status, status="vanished", reason="no heartbeat")
     if status.status in ("running", "completed"):
@@ -193,7 +193,7 @@ def last_attempt(output_dir: Path | str) -> int | None:
 
 
 def last_status(output_dir: Path | str) -> Status | None:
-    """status.json as it was written last; None if there is no such file.
+    """The content of status.json, as it was written; None if there is no such file.
 
     Raises:
         BadInput: the file was not written by this program.

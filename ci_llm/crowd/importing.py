@@ -1,14 +1,10 @@
-"""Existing PEFT adapters become a crowd, or the start of its agents."""
+"""Import: existing PEFT adapters become the agents of one crowd, committed as a checkpoint."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-import xxhash
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.base import load_base
@@ -25,16 +21,18 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     """Make the adapters of one or more folders the agents of one crowd, and commit it as `target`.
 
     Args:
-        sources: see `foreign.py` for what can be read; their adapters are counted through, in this order.
-        base_model: hub id or folder of the base; by default what the adapters say.
+        sources: folders that `read_adapters` can read; the agents are numbered in this order.
+        target: folder of the new checkpoint, which must not exist.
+        base_model: hub id or folder of the base; by default the one that the adapters name.
 
     Raises:
-        ModelError: no adapter, adapters that differ in rank, scale, modules or base, or no base.
-        ForeignCheckpoint: an adapter that does not fit the base.
+        ModelError: `target` exists; there is no adapter; adapters differ in rank, scale, modules or base; or the base
+            is not found.
+        ForeignCheckpoint: an adapter does not fit the base.
         CheckpointError: `target` cannot be written.
     """
     if os.path.lexists(target):
-        raise ModelError("there is something here already", where=str(target), hint="give a folder that is not there")
+        raise ModelError("this path exists already", where=str(target), hint="give a path that does not exist")
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
@@ -67,9 +65,9 @@ def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
             odd.append(f"adapted modules ({len(first.modules)} and {len(adapter.modules)})")
         if odd:
             raise ModelError(
-                f"the agents of a crowd are alike, and these two differ in {', '.join(odd)}",
+                f"the agents of a crowd have the same shape, and these two adapters differ in {', '.join(odd)}",
                 where=f"{first.source}, {adapter.source}",
-                hint="import those that are alike",
+                hint="import adapters of the same shape together",
             )
 
 
@@ -82,65 +80,3 @@ def _base_name(adapters: Sequence[ExternalAdapter]) -> str:
         where=str(adapters[0].source),
         hint="give it: --base-model NAME_OR_FOLDER, the base they were trained on",
     )
-
-
-# ---------------------------------------------------------------------------------------------------- init from
-
-
-def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
-    """Fill the agents from `folder/agent<k>`, or all of them from the one adapter that lies in `folder`.
-
-    Returns:
-        what was found, in words.
-
-    Raises:
-        ModelError: there is no adapter, one that cannot be read, another number of them, or one of another scale.
-        ForeignCheckpoint: one of another rank, of other target modules, or for another base.
-    """
-    adapters = read_adapters(folder)
-    if len(adapters) not in (1, crowd.num_agents):
-        raise ModelError(
-            f"{len(adapters)} adapters are here, and num_agents is {crowd.num_agents}",
-            where=f"init_from: {folder}",
-            hint=f"num_agents={len(adapters)}, or the folder of one adapter for all agents",
-        )
-    for k in range(crowd.num_agents):
-        adapter = adapters[k % len(adapters)]
-        _check_scale(crowd, adapter)
-        crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
-    every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
-    return f"starting from {folder}: {every}"
-
-
-def require_distinct_agents(crowd: Crowd, where: str) -> None:
-    """Refuse to train agents that begin alike and that nothing drives apart: they see the same rows.
-
-    Dropout and DropConnect do, because each agent draws its own. A diversity term does not: it has the same gradient
-    for all of them.
-
-    Raises:
-        ModelError: some agents would have the same bits for ever.
-    """
-    if crowd.settings.dropout or crowd.settings.dropconnect:
-        return
-    raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.agents.weights)
-    alike = max(Counter(map(xxhash.xxh3_128_digest, raw)).values())
-    if alike > 1:
-        raise ModelError(
-            f"{alike} of {crowd.num_agents} agents begin with the same weights, and nothing makes them differ:"
-            " they would stay the same to the last bit, at the cost of as many",
-            where=where,
-            hint="lora_dropout=0.1 or dropconnect_p=0.1, which each agent draws for itself; as many different adapters"
-            " as agents, or without init_from initialize_adapters_rand=true; or num_agents=1",
-        )
-
-
-def _check_scale(crowd: Crowd, adapter: ExternalAdapter) -> None:
-    there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, crowd.settings))
-    odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
-    if odd:
-        raise ModelError(
-            f"the adapter would act with another scale: {'; '.join(odd)}",
-            where=str(adapter.source),
-            hint="set lora_alpha and use_rslora to the adapter's own",
-        )

@@ -1,4 +1,4 @@
-"""What somebody has named as a checkpoint of a crowd: the committed folder that is meant, or in words what it is."""
+"""From a path that a user gave to the committed checkpoint it means, or to an error that says what the path holds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from ci_llm.crowd.external_adapters import META as META_FILE
 from ci_llm.errors import BadInput
 
 META = META_FILE.removesuffix(".json")
-#: The sub-folder in which the hooks for Accelerate keep what is ours.
+#: The sub-folder that the hooks for Accelerate write into.
 HOOKS_FOLDER = "ci_llm"
-#: What only a checkpoint of train.py holds.
+#: The keys that together only a checkpoint of train.py holds.
 RUN_KEYS = frozenset({META, "train_state", "optimizer", "rng", "config.yaml"})
 
 
 def require_checkpoint(given: Path, where: str, *, final_first: bool = False) -> Path:
-    """The committed folder that `given` means, unread: itself, one of a run's folder, that of Accelerate's hooks.
+    """The committed folder that `given` means: itself, one in the folder of a run, or that of Accelerate's hooks.
+
+    Nothing but the folder's names is read.
 
     Args:
-        where: how it was given, for the error.
+        given: the path.
+        where: how the path was given, for the error.
         final_first: see `find_checkpoint`.
 
     Raises:
-        BadInput: it is none, with the way for what it is.
+        BadInput: there is no checkpoint; the hint names the command for what the path holds.
     """
     found = find_checkpoint(given, final_first=final_first)
     if found is None and (given / HOOKS_FOLDER / MANIFEST).is_file():
@@ -49,7 +52,7 @@ def _is_original(folder: Path) -> bool:
 def _what_else(folder: Path) -> tuple[str, str]:
     if _is_original(folder):
         return (
-            "this is a checkpoint of the first CI-LLM, which holds agents and no state to go on from",
+            "this is a checkpoint of the first CI-LLM, which holds agents and no state to resume from",
             f"ci-llm checkpoints import {folder} --to imported --base-model NAME; then train with init_from=imported",
         )
     if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
@@ -64,20 +67,20 @@ def _what_else(folder: Path) -> tuple[str, str]:
 
 
 def require_run(manifest: Manifest, folder: Path, where: str) -> None:
-    """Refuse a checkpoint that no run of train.py can go on from.
+    """Refuse a checkpoint that no run of train.py can resume from.
 
     Raises:
-        BadInput: it was written by somebody else, with the way for it.
+        BadInput: another program wrote it; the hint names what that program can do with it.
     """
     if manifest.forms.keys() >= RUN_KEYS:
         return
     if META not in manifest.forms:
-        what = "this checkpoint holds no crowd: a CheckpointManager of another loop has written it"
-        hint = f"that loop goes on from it: CheckpointManager({str(folder.parent)!r}).restore({manifest.step})"
+        what = "this checkpoint holds no crowd: a CheckpointManager of another loop wrote it"
+        hint = f"that loop resumes from it: CheckpointManager({str(folder.parent)!r}).restore({manifest.step})"
     elif "imported_from" in manifest.info:
-        what = "this is a crowd of imported adapters, which has no state to go on from"
+        what = "this is a crowd of imported adapters, which has no state to resume from"
         hint = f"init_from={folder} starts agents from it"
     else:
-        what = "this checkpoint belongs to an Accelerate loop with our hooks, and not to a run of train.py"
+        what = "this checkpoint belongs to an Accelerate loop with `register_hooks`, and not to a run of train.py"
         hint = f"accelerator.load_state({str(folder.parent)!r}) in that loop; init_from={folder} starts agents from it"
     raise BadInput(what, where=where, hint=hint)

@@ -1,4 +1,4 @@
-"""Which layers of a base carry agents: those that PEFT's rules match, without those whose weight the base reads itself."""
+"""Which layers of a base carry agents: by PEFT's rules, without layers whose weight the base's own code reads."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.distributed.ballot import Ballot
-from ci_llm.distributed.processes import Processes, check_precision, meet_oneself, runs_on_cpu
+from ci_llm.distributed.processes import Processes, check_precision, check_process_group, runs_on_cpu
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError, LaunchError
@@ -84,7 +84,7 @@ def precision(context: CheckContext) -> str:
 
 def port(context: CheckContext) -> str:
     """The processes of this launch connect; a single process connects to itself for a moment."""
-    met = meet_oneself() if context.launch.num_processes == 1 else None
+    met = check_process_group() if context.launch.num_processes == 1 else None
     context.processes = Processes(context.config, launch=context.launch)
     context.at_end.callback(context.processes.shutdown)
     if met:
@@ -97,12 +97,12 @@ def accelerate(context: CheckContext) -> str:
     """Processes vote, reduce, broadcast and see one folder; autocast has the precision of the configuration."""
     processes = context.processes
     numbers = list(range(processes.count))
-    verdict = processes.agree(Ballot(labelled_tokens=1, sums=[float(processes.index)]))
+    verdict = processes.agree(Ballot(num_targets=1, sums=[float(processes.index)]))
     total = processes.reduce_flat_(torch.ones(3, device=processes.device)).tolist()
-    if (verdict.labelled_tokens, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
+    if (verdict.num_targets, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
         raise LaunchError(f"processes do not add up: {verdict}, {total}", where=str(processes.device))
     context.scratch = processes.broadcast_object(context.scratch if processes.is_main else Path())
-    processes.same_folder(context.scratch)
+    processes.require_same_folder(context.scratch)
     with processes.autocast():
         dtype = (torch.ones(2, 2, device=processes.device) @ torch.ones(2, 2, device=processes.device)).dtype
     return f"{processes.count} process(es) on {processes.device.type}, {str(dtype).removeprefix('torch.')}, one sum"

@@ -44,7 +44,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
 from ci_llm.crowd.recognise import HOOKS_FOLDER
 from ci_llm.data.sampler import StatefulSampler
-from ci_llm.distributed.side_channel import TorchPeers, run_collectively
+from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
 
 FOLDER = HOOKS_FOLDER
@@ -135,7 +135,7 @@ class _Hooks:
         everyone = _gather(
             {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
         )
-        run_collectively(TorchPeers(self._accelerator.device), lambda: self._write(Path(folder), everyone))
+        run_collectively(TorchProcessGroup(self._accelerator.device), lambda: self._write(Path(folder), everyone))
 
     def load(self, models: list[Any], folder: str) -> None:
         """Restore from our folder, and take the crowd out of the models that Accelerate is about to fill.
@@ -176,7 +176,7 @@ class _Hooks:
             self._require_same(found[0], folder)
             return []
 
-        run_collectively(TorchPeers(self._accelerator.device), look)
+        run_collectively(TorchProcessGroup(self._accelerator.device), look)
         return found[0]
 
     def _is_crowd(self, model: Any) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core import determinism
-from ci_llm.distributed.side_channel import Peers, TorchPeers, run_collectively
+from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, run_collectively
 from ci_llm.errors import ForeignCheckpoint
 from ci_llm.interrupts import Interrupts
 
@@ -31,7 +31,7 @@ class Saver:
     def __init__(self, directory: Path | str, settings: Mapping[str, Any], device: torch.device) -> None:
         self._interrupts = Interrupts()
         self.manager = CheckpointManager(directory, interrupts=self._interrupts, **settings)
-        self._processes: Peers = TorchPeers(device)
+        self._processes: ProcessGroup = TorchProcessGroup(device)
         newest = self.manager.latest_step() if self._processes.index == 0 else None
         self.step = gathered(newest)[0]
         self._saved = self.step

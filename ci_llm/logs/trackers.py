@@ -1,8 +1,8 @@
-"""Trackers through Accelerate's: our own step is the axis, and a resumed run goes on in the same curve.
+"""The trackers of Accelerate: the step of the run is their axis, and a resumed run continues its curve.
 
-TensorBoard drops what a dead attempt drew past the resumed step (`purge_step`); W&B, MLflow and trackio find
-their run again by an id that travels in the checkpoint. A tracker that fails on the way is named and left
-out: it must never end a run. One that cannot start is bad input.
+TensorBoard drops what an earlier attempt drew past the resumed step (`purge_step`). W&B, MLflow and trackio find their
+run again by an id that is saved in the checkpoint. A tracker that fails during a run is reported and left out: it must
+never end the run. A tracker that cannot start is bad input.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Trackers:
 
     Args:
         accelerator: made with `log_with=names` and, for TensorBoard, `project_dir=folder`.
-        names: what `report_to` says.
+        names: the key `report_to`.
         folder: the run's folder; a new run is named after it.
         resumed_from: the step this attempt resumes from; 0 for a fresh start.
-        remembered: `state()` of the attempt before.
-        hyperparameters: plain values, shown once, at a fresh start.
+        saved_state: `state()` of the previous attempt.
+        hyperparameters: plain values; they are shown once, at a fresh start.
 
     Raises:
         ConfigError: a tracker is not installed or cannot start.
@@ -60,16 +60,16 @@ class Trackers:
         *,
         folder: Path,
         resumed_from: int,
-        remembered: Mapping[str, str],
+        saved_state: Mapping[str, str],
         hyperparameters: Mapping[str, object],
     ) -> None:
         require_installed(names)
         kinds = {str(kind): kind for kind in accelerator.log_with}
         self._trackers = {}
         for name in names:
-            settings = _settings(name, folder, resumed_from, remembered.get(name))
+            settings = _settings(name, folder, resumed_from, saved_state.get(name))
             self._trackers[name] = _start(accelerator, kinds[name], name, settings)
-            if not resumed_from and name not in remembered:
+            if not resumed_from and name not in saved_state:
                 _show_hyperparameters(name, self._trackers[name], hyperparameters)
         accelerator.trackers = [*self._trackers.values()]
 
@@ -77,62 +77,62 @@ class Trackers:
         """Send the numbers among `values`."""
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         for name, tracker in [*self._trackers.items()]:
-            self._guarded(name, partial(_log, name, tracker, step, numbers))
+            self._call(name, partial(_log, name, tracker, step, numbers))
 
     def state(self) -> dict[str, str]:
-        """The ids under which the outside knows this run, for the checkpoint."""
+        """The ids of this run in its trackers, for the checkpoint."""
         ids = {"wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
         return {name: _attribute(tracker.tracker, ids[name]) for name, tracker in self._trackers.items() if name in ids}
 
     def finish(self) -> None:
         """Flush and close every tracker."""
         for name, tracker in [*self._trackers.items()]:
-            self._guarded(name, tracker.finish)
+            self._call(name, tracker.finish)
         self._trackers.clear()
 
-    def _guarded(self, name: str, call: Callable[[], None]) -> None:
+    def _call(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run is worth more
+        except Exception as error:  # noqa: BLE001 - no error of a tracker may end the run
             del self._trackers[name]
             logger.warning(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
 
 
-def _settings(name: str, folder: Path, resumed_from: int, remembered: str | None) -> dict[str, Any]:
+def _settings(name: str, folder: Path, resumed_from: int, saved_state: str | None) -> dict[str, Any]:
     match name:
         case "tensorboard":
             return {"purge_step": resumed_from + 1 if resumed_from else 0}
         case "wandb":
-            known = {"id": remembered, "resume": "allow"} if remembered else {"name": folder.name}
+            known = {"id": saved_state, "resume": "allow"} if saved_state else {"name": folder.name}
             return {"dir": str(folder), **known}
         case "mlflow":
-            return {"run_id": remembered} if remembered else {"run_name": folder.name}
+            return {"run_id": saved_state} if saved_state else {"run_name": folder.name}
         case _:
-            # Trackio knows a run by its name alone, and a fresh run must not join an old one.
-            return {"name": remembered or f"{folder.name}-{secrets.token_hex(3)}", "resume": "allow"}
+            # Trackio identifies a run by its name only, and a fresh run must not join an old one.
+            return {"name": saved_state or f"{folder.name}-{secrets.token_hex(3)}", "resume": "allow"}
 
 
 def _start(accelerator: Any, kind: Any, name: str, settings: dict[str, Any]) -> Any:
-    """One tracker at a time, because what Accelerate calls the project is TensorBoard's folder."""
+    """Start one tracker. One at a time, because the project of Accelerate is the folder of TensorBoard."""
     project = "tensorboard" if name == "tensorboard" else os.environ.get("WANDB_PROJECT", PROJECT)
     accelerator.log_with, accelerator.trackers = [kind], []
     try:
         accelerator.init_trackers(project, init_kwargs={name: settings})
-    except Exception as error:  # whatever a foreign library raises, here it is an answer for the user
+    except Exception as error:  # any error of the tracker's library means that the tracker cannot be used
         raise ConfigError(
             f"{name} cannot start: {error}",
             where="report_to",
             hint=f"set {name} up, or leave it out of report_to",
         ) from error
     tracker = accelerator.trackers[0]
-    if name == "wandb":  # W&B drops what comes at a step it has seen, as replayed steps do: the axis is a metric
+    if name == "wandb":  # W&B drops values of a step that it has seen, such as a repeated one: so the axis is a metric
         tracker.tracker.define_metric("step")
         tracker.tracker.define_metric("*", step_metric="step")
     return tracker
 
 
 def _show_hyperparameters(name: str, tracker: Any, values: Mapping[str, object]) -> None:
-    if name == "tensorboard":  # Accelerate's own way opens a second run beside the first
+    if name == "tensorboard":  # Accelerate's own method opens a second run beside the first
         rows = "\n".join(f"    {key}: {value}" for key, value in values.items())
         tracker.writer.add_text("config", rows, global_step=0)
     else:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from ci_llm.config import Config
-from ci_llm.crowd.answers import AnswerScores, Questions, score_answers
+from ci_llm.crowd.answer_scores import AnswerScores, Questions, score_answers
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import pack

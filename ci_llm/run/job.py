@@ -21,7 +21,7 @@ from ci_llm.config import Config
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, last_status
-from ci_llm.crowd.answers import AnswerScores, merged
+from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, LaunchError
@@ -39,7 +39,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import model_card, next_steps, rows_judged, score_table
+from ci_llm.run.report import model_card, next_steps, rows_evaluated, score_table
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -196,7 +196,7 @@ def _recover_evaluation(run: Run, *, from_log: bool) -> None:
         logger.info(f"          best so far was by {run.state.validation.metric}: from here on by {metric}, anew")
         run.state = replace(run.state, validation=Validation(metric))
     if from_log and run.evaluation_missed:
-        known = run.processes.broadcast_object(run.log.metrics_of(run.state.step))
+        known = run.processes.broadcast_object(run.log.read_metrics(run.state.step))
         if f"eval/crowd/{metric}" in known:
             note_evaluation(run, known)
 
@@ -238,10 +238,10 @@ def _log_lines(lines: Iterable[str]) -> None:
 def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     """Lease the folder, make it what `start` says, open the logs and cut them back."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
-    processes.same_folder(config.run_folder)
+    processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, start, step))
     run.log.open(number, still_held=manager.store.still_held)
-    run.log.cut_back(step if step else -1)
+    run.log.truncate_metrics(step if step else -1)
     processes.on_main(partial(_start_trackers, run, trackers))
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.store.still_held)
     run.status.best_step = run.state.validation.best_step
@@ -275,7 +275,7 @@ def _start_trackers(run: Run, trackers: Mapping[str, str]) -> None:
         run.processes.accelerator,
         run.config.report_to,
         resumed_from=run.state.step,
-        remembered=trackers,
+        saved_state=trackers,
         hyperparameters=run.config.model_dump(),
     )
 
@@ -339,7 +339,7 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
 
 def conclude(run: Run) -> str | None:
     """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    logger.info(f"judging   agents and crowd on {rows_judged(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
+    logger.info(f"judging   agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
         note_evaluation(run, evaluation_metrics(scores))
@@ -375,7 +375,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
     config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
-        **merged(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
+        **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,

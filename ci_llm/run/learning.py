@@ -1,8 +1,8 @@
-"""Whether the agents learn: a plain account of losses and gradients, which touches nothing of the training.
+"""Whether the agents learn: a function of losses and gradient norms that changes nothing in the training.
 
-Two things are said, both beyond doubt before they are said: the loss of an agent has risen above that of the first
-steps by more than batches differ, or an agent gets no gradient any more while its loss is not small. The usual cause of
-either is a learning rate that is too large. The run goes on; the warning is in its status and in its results.
+It warns of two things, and only when there is no doubt: the loss of an agent has risen above that of the first steps by
+more than batches differ, or an agent gets no gradient any more while its loss is not small. A learning rate that is too
+large is the usual cause of both. The run goes on; the warning is in its status and in its results.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-FIRST: Final = 3  # steps whose median is the loss at the beginning: one bad batch among them does not count
+FIRST: Final = 3  # steps whose median is the loss at the beginning; a median ignores one bad batch
 RECENT: Final = 20  # steps whose mean is the loss now
-LEAST: Final = 5  # of a run that is shorter than two such windows
-RISE: Final = 1.25  # how many times the loss at the beginning is a rise
-EARLY_RISE: Final = 2.0  # over fewer than RECENT steps
-SPREADS: Final = 3.0  # and by how many standard deviations of single batches
-STILL: Final = 1e-9  # a gradient norm below this is none; weights in fp32 do not move by it
-LOOKS: Final = 2  # in a row without a gradient
-SMALL_LOSS: Final = 0.05  # an agent that has learned its rows by heart has no gradient either
+LEAST: Final = 5  # the same for a run that is shorter than two such windows
+RISE: Final = 1.25  # a loss has risen when it is this many times the one at the beginning,
+EARLY_RISE: Final = 2.0  # over fewer than RECENT steps this many times,
+SPREADS: Final = 3.0  # and by this many standard deviations of single batches
+STILL: Final = 1e-9  # a gradient norm below this counts as none: weights in fp32 do not move by it
+LOOKS: Final = 2  # looks in a row without a gradient before there is a warning
+SMALL_LOSS: Final = 0.05  # below this loss an agent without a gradient has simply learned its rows
 
 
 @dataclass
 class Learning:
-    """How the agents of a run fare.
+    """The losses and gradient norms of the agents so far.
 
     Attributes:
         total_steps: of the whole run.
         first_loss: nats per target at the beginning of the run, mean over agents; None until FIRST steps were seen.
-        earlier: the warning of an earlier attempt, which holds until this one has seen enough to judge.
+        earlier: the warning of an earlier attempt; it holds until this attempt has seen enough steps.
     """
 
     total_steps: int = 0
@@ -67,16 +67,16 @@ class Learning:
             for looks, norm, loss in zip(before, norms, losses, strict=True)
         ]
 
-    def knows(self) -> bool:
-        """Whether enough steps were seen to say that all is well."""
+    def has_seen_enough(self) -> bool:
+        """Whether enough steps were seen to withdraw a warning."""
         return self.first_loss is not None and len(self._recent) == self.window
 
     def warning(self) -> str | None:
-        """What is wrong, in a sentence; None while nothing is."""
+        """What is wrong, in a sentence; None if nothing is."""
         if still := [k for k, looks in enumerate(self._still) if looks >= LOOKS]:
             now = statistics.fmean(self._recent[-1][k] for k in still)
             return f"no gradient reaches {self._named(still)} any more, at a loss of {now:.3g}: nothing is learned"
-        if not self.knows():
+        if not self.has_seen_enough():
             return self.earlier
         if risen := [k for k in range(len(self._recent[0])) if self._has_risen(k)]:
             now = statistics.fmean(loss for k in risen for loss in self._recent_of(k))

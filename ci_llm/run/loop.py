@@ -38,7 +38,7 @@ Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
 class Sums:
     """What this process computed in one optimizer step; the ballot adds it over all processes."""
 
-    targets: int
+    num_targets: int
     sums: Tensor  # [K + 2]: cross-entropy per agent, diversity, packed tokens
     nonfinite: Tensor  # [K] bool: whether an agent's loss or gradient is not finite here
 
@@ -139,7 +139,7 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
     """
     agents = run.crowd.agents
     run.processes.reduce_flat_(agents.gradients)
-    agents.gradients.div_(max(verdict.labelled_tokens, 1) * (run.state.loss_scale or 1.0))
+    agents.gradients.div_(max(verdict.num_targets, 1) * (run.state.loss_scale or 1.0))
     norms = agents.clip(run.config.max_grad_norm)
     agents.leave_out(left_out)
     for k, group in enumerate(run.optimizer.param_groups):
@@ -150,7 +150,7 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
 
 def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
     """Show how far the run is; one metrics line per `logging_steps`, and at the last step."""
-    *losses, diversity = (total / max(verdict.labelled_tokens, 1) for total in verdict.sums[:-1])
+    *losses, diversity = (total / max(verdict.num_targets, 1) for total in verdict.sums[:-1])
     step = run.state.step
     run.meter.count(findings.tokens)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
@@ -184,7 +184,7 @@ def report_learning(run: Run) -> None:
         rate = f"learning_rate {run.config.learning_rate:g}"
         logger.warning(f"{run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
     elif before is not None and run.status.warning is None:
-        logger.warning("it is over: the agents learn again")
+        logger.info("the agents learn again: the warning no longer holds")
 
 
 def evaluate(run: Run) -> str | None:
@@ -219,7 +219,7 @@ def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot
     """What this process says about the step; without sums, that it ran out of memory."""
     agents = run.crowd.num_agents
     return Ballot(
-        labelled_tokens=sums.targets if sums else 0,
+        num_targets=sums.num_targets if sums else 0,
         nonfinite=sums.nonfinite if sums else [False] * agents,
         sums=sums.sums if sums else [0.0] * (agents + 2),
         out_of_memory=sums is None,

@@ -56,7 +56,7 @@ class Findings:
 
 
 def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
-    """[K] whether an agent's gradient [K, P] or loss [K] is not finite on this process; the device is not waited for."""
+    """[K] whether an agent's gradient [K, P] or loss [K] is not finite on this process, left on the device."""
     norms: Tensor = torch.linalg.vector_norm(gradients, dim=1)
     return torch.logical_not((norms < HUGE) & losses.isfinite())
 

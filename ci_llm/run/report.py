@@ -1,4 +1,4 @@
-"""The words around the results: the table at the end of a run, the model card, what to do next."""
+"""Text about the results: the table at the end of a run, the model card, the commands for what comes next."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def score_table(record: Mapping[str, Any]) -> str:
         lines.append(f"crowd - {name}: {gain['value']:+.3f}{interval}")
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
     interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
-    lines.append(f"exact match of {what}, over {rows_judged(record['n'], record['rows_trained_on'])}{interval}")
+    lines.append(f"exact match of {what}, over {rows_evaluated(record['n'], record['rows_trained_on'])}{interval}")
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
 
 
-def rows_judged(count: int, trained_on: TrainedOn) -> str:
-    """Rows of an evaluation, and what they can show, in words."""
+def rows_evaluated(count: int, trained_on: TrainedOn) -> str:
+    """The rows of an evaluation in words, and whether they were trained on."""
     kinds = {
         "none": "held-out rows",
         "some": "rows, some of them trained on",
@@ -43,7 +43,7 @@ def rows_judged(count: int, trained_on: TrainedOn) -> str:
     return f"{count} {kinds[trained_on]}"
 
 
-#: What vLLM takes for --max-lora-rank.
+#: The values that vLLM takes for --max-lora-rank.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -104,10 +104,10 @@ on from there.
 
 
 def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str]) -> list[str]:
-    """What a person may want to do after a completed run.
+    """Lines for people: what to do after a completed run.
 
     Args:
-        command: what starts a run like this one with changed keys; None for a key that is left out.
+        command: returns the command for a run like this one with changed keys; None leaves a key out.
     """
     folder, drawn = config.run_folder, config.run_folder / "tensorboard"
     longer = command({"epochs": None, "max_train_steps": "..."})
@@ -120,7 +120,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
 
 
 def _with_own_data(config: Config) -> dict[str, str | None]:
-    """What changes for a fresh run on somebody's own rows; the toy base gives way to one that can learn from them."""
+    """The keys to change for a fresh run on the reader's own rows; not on the embedded base."""
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")

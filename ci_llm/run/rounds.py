@@ -25,7 +25,7 @@ class StopVote:
     def vote(self, *, out_of_memory: bool = False) -> Verdict:
         """What all processes say together. A collective."""
         self._heartbeat.tick()
-        ballot = Ballot(labelled_tokens=0, stop=self._interrupts.stop_reason, out_of_memory=out_of_memory)
+        ballot = Ballot(num_targets=0, stop=self._interrupts.stop_reason, out_of_memory=out_of_memory)
         return self.processes.agree(ballot)
 
     def reason(self) -> str | None:

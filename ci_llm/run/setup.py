@@ -21,7 +21,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
-from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
+from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -79,10 +79,7 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     """
     set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
-    found = (
-        load_rows(config, "train"),
-        load_rows(config, "eval"),
-    )  # a missing file is reported before the base is loaded
+    found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
     base = load_base(config.model_name, config.model_dtype, processes.device)
     logger.info(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base)
@@ -111,9 +108,6 @@ def join(
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
     plan, total_steps = plan_ahead(config, len(rows), rows_per_step)
-    objective = Objective(
-        config.diversity, config.lambda_sw, config.swd_num_projections, config.swd_representation, config.seed
-    )
     optimizer = torch.optim.AdamW(
         [{"params": [row]} for row in crowd.agents.rows],  # one group per agent
         lr=config.learning_rate,
@@ -130,7 +124,9 @@ def join(
         config=config,
         base=base,
         crowd=crowd,
-        objective=objective,
+        objective=Objective(
+            config.diversity, config.lambda_sw, config.swd_num_projections, config.swd_representation, config.seed
+        ),
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
@@ -144,12 +140,7 @@ def join(
         total_steps=total_steps,
         learning_rate=schedule(config, total_steps),
         last_good=last_good,
-        nonfinite=NonFiniteResponse(
-            Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps),
-            last_good,
-            config.run_folder,
-            lambda: processes.is_main and manager.store.still_held(),
-        ),
+        nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
         stop_vote=vote,
         evaluator=Evaluator(config, crowd, eval_rows, vote, memory),
@@ -158,6 +149,16 @@ def join(
         ),
         heartbeat=heartbeat,
     )
+
+
+def _nonfinite_response(
+    config: Config, last_good: LastGood, processes: Processes, manager: CheckpointManager
+) -> NonFiniteResponse:
+    def may_write() -> bool:
+        return processes.is_main and manager.store.still_held()
+
+    bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
+    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write)
 
 
 def _first_state(config: Config, rows_per_step: int) -> TrainState:

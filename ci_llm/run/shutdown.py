@@ -21,9 +21,8 @@ from ci_llm.config import Config, arguments_without
 from ci_llm.core.attempts import PEER_LOST, Failure, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import RunStatus
-from ci_llm.distributed.processes import PeerLost, Processes
-from ci_llm.distributed.side_channel import PeerGone
-from ci_llm.errors import GivenUp
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import GivenUp, PeerLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 
@@ -160,7 +159,7 @@ def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
 
 def reason_of(error: BaseException) -> str:
     """Why a run failed, in a word for scripts and for the supervisor."""
-    if isinstance(error, (PeerLost, PeerGone)):
+    if isinstance(error, PeerLost):
         return PEER_LOST
     for cause in _causes(error):
         if isinstance(cause, GivenUp):

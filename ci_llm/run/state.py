@@ -123,7 +123,12 @@ class TrainState:
     validation: Validation = field(default_factory=Validation)
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
-        """The state after one optimizer step over `samples` rows; `overflowed` are those left out that are not nonfinite."""
+        """The state after one optimizer step over `samples` rows.
+
+        Args:
+            left_out: agents that did not move.
+            overflowed: those of them for which the loss scale was too large.
+        """
         skipped = tuple(n + (k in left_out) for k, n in enumerate(self.skipped))
         moved = replace(
             self,

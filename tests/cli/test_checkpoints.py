@@ -21,7 +21,7 @@ from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.importing import load_initial_adapters
+from ci_llm.crowd.initial_adapters import load_initial_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.embedded import BASE_FOLDER
@@ -306,7 +306,7 @@ def test_a_run_that_holds_its_folder_is_not_pruned(run: Path, capsys: pytest.Cap
         (["prune", "NOWHERE", "--keep", "1"], "no numbered checkpoint"),
         (["import", "NOWHERE", "--to", "NEW"], "no such folder"),
         (["import", "RUN", "--to", "NEW"], "no adapter here"),
-        (["import", "RUN", "--to", "RUN"], "something here already"),
+        (["import", "RUN", "--to", "RUN"], "exists already"),
     ],
 )
 def test_a_bad_call_is_one_explanation(

@@ -1,4 +1,4 @@
-"""Final answers found in texts, votes counted, and an examination by generation scored row by row."""
+"""Final answers are found in texts, votes are counted, and generated answers are scored row by row."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ci_llm.crowd.answers import (
-    AnswerScores,
-    AnswerStyle,
-    Questions,
-    final_answer,
-    majority,
-    merged,
-    score_answers,
-    style_of,
-)
+from ci_llm.crowd.answer_scores import AnswerScores, Questions, merge_records, score_answers
+from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.lora import LoraSettings
@@ -98,12 +90,12 @@ def test_style_is_read_off_all_references(references: list[str], style: AnswerSt
     ("answers", "crowd", "winner"),
     [
         (["1", "2", "2"], "1", "2"),  # a majority needs no crowd
-        (["1", "2", "3"], "3", "3"),  # a tie is the crowd's to break
+        (["1", "2", "3"], "3", "3"),  # the crowd breaks a tie
         (["1", "2", "2", "1"], "1", "1"),
-        (["1", "2", "2", "1"], "9", "1"),  # if it says neither: the first agent among the tied
+        (["1", "2", "2", "1"], "9", "1"),  # the first agent among the tied, if the crowd answers neither
         (["3", "2", "2", "1", "1"], "3", "2"),
         (["", "", "4"], "5", "4"),  # no answer is no vote
-        (["", ""], "5", ""),  # the vote is the agents': a crowd alone elects nobody
+        (["", ""], "5", ""),  # only agents vote
     ],
 )
 def test_majority(answers: list[str], crowd: str, winner: str) -> None:
@@ -132,7 +124,7 @@ def test_record_pairs_the_gains_over_rows() -> None:
         ([1.0, 0.0] * 50, 1.96 * 0.502519 / 10),
     ],
 )
-def test_an_interval_is_told_where_the_rows_can_tell_one(difference: list[float], interval: float | None) -> None:
+def test_an_interval_is_given_if_the_rows_can_give_one(difference: list[float], interval: float | None) -> None:
     gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
     assert gain["value"] == pytest.approx(sum(difference) / len(difference))
     assert gain["interval95"] == (None if interval is None else pytest.approx(interval, rel=1e-4))
@@ -146,7 +138,7 @@ def test_an_interval_is_told_where_the_rows_can_tell_one(difference: list[float]
         ("some", None, "over 9 rows, some of them trained on"),
     ],
 )
-def test_the_table_says_what_its_rows_can_show(trained_on: Any, interval: float | None, words: str) -> None:
+def test_the_table_shows_what_its_rows_can_show(trained_on: Any, interval: float | None, words: str) -> None:
     gain = {"value": 0.0, "interval95": interval}
     exact = {"agents": [0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
     record = {"n": 9, "rows_trained_on": trained_on, "measured_by": "teacher_forcing", "exact_match": exact}
@@ -158,14 +150,11 @@ def test_the_table_says_what_its_rows_can_show(trained_on: Any, interval: float 
 
 def test_evaluation_says_what_was_measured_how() -> None:
     forced = {"task": "t", "n": 9, "aggregator": "logit", "exact_match": {"crowd": 0.1}, "nll": {"crowd": 2.0}}
-    assert merged(forced, None) == {**forced, "measured_by": "teacher_forcing"}
-    record = merged(forced, AnswerScores(torch.ones(4, 5, dtype=torch.bool)))
+    assert merge_records(forced, None) == {**forced, "measured_by": "teacher_forcing"}
+    record = merge_records(forced, AnswerScores(torch.ones(4, 5, dtype=torch.bool)))
     assert (record["n"], record["exact_match"]["vote"], record["measured_by"]) == (5, 1.0, "generation")
     assert record["teacher_forced"] == {"n": 9, "exact_match": {"crowd": 0.1}}
     assert (record["task"], record["aggregator"], record["nll"]) == ("t", "logit", {"crowd": 2.0})
-
-
-# An examination
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +183,7 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
 
 
 @pytest.mark.slow
-def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -> None:
+def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> None:
     rows = list(examples(prompter, 12))
     test = Questions.of(rows, prompter, crowd, 99, max_seq_length=256)
     assert (len(test), test.style) == (12, "marked")
@@ -206,8 +195,8 @@ def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -
     assert scores is not None
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
-        written = crowd.generate_ids([prompt], decoding, include_agents=True)
-        texts = [prompter.text(ids) for ids in (*(line[0] for line in written.agents), written.crowd[0])]
+        generated = crowd.generate_ids([prompt], decoding, include_agents=True)
+        texts = [prompter.text(ids) for ids in (*(line[0] for line in generated.agents), generated.crowd[0])]
         *agents, together = (final_answer(text, test.style) for text in texts)
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
@@ -217,10 +206,10 @@ def test_examination_scores_what_was_written(crowd: Crowd, prompter: Prompter) -
     assert torch.equal(joined.right, scores.right)
 
 
-def test_an_examination_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
+def test_scoring_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
     test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
-    asked = iter([False, False, True, True])
-    assert score_answers(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(asked)) is None
+    requests = iter([False, False, True, True])
+    assert score_answers(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(requests)) is None
 
 
 def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter) -> None:
@@ -230,7 +219,7 @@ def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter
     assert scores.right.shape == (K + 2, 0)
 
 
-def test_only_whole_answers_to_questions_are_asked(crowd: Crowd, prompter: Prompter) -> None:
+def test_only_rows_with_a_question_and_a_complete_answer_are_used(crowd: Crowd, prompter: Prompter) -> None:
     encoder = Encoder(prompter.tokenizer)
     whole, other = examples(prompter, 2)
     cut = Example(whole.input_ids[:-2], whole.supervised[:-2])

@@ -1,4 +1,4 @@
-"""What is said about where a run begins: obeyed once, recorded, repeated in vain, refused with the ways on."""
+"""The keys that say where a run begins: each acts once, is recorded, and is refused where it contradicts the record."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def from_path(path: Path) -> str:
     return f"resume_from_checkpoint={path}"
 
 
-# ------------------------------------------------------------------------------------------- said once, and again
+# Said once, and again
 
 
 @pytest.mark.parametrize("name", ["checkpoint_step_4", "checkpoint_step_8", "final_checkpoint", ""])
@@ -99,7 +99,7 @@ def test_a_path_says_where_a_run_begins_and_afterwards_its_own_newest_wins(
     assert source.went_on() == "source/checkpoint_step_8"
 
 
-def test_null_says_that_a_run_begins_afresh_and_afterwards_its_own_newest_wins(run: Folder) -> None:
+def test_null_begins_a_run_afresh_once_and_afterwards_its_own_newest_step_wins(run: Folder) -> None:
     assert run.went_on("resume_from_checkpoint=null") is None
     assert run.went_on("resume_from_checkpoint=null") is None
     run.begin("resume_from_checkpoint=null", saves=(3,))
@@ -111,7 +111,7 @@ def test_latest_goes_on_from_where_the_run_began_as_long_as_it_has_saved_nothing
     assert run.went_on() == "source/checkpoint_step_4"
 
 
-def test_before_anything_is_saved_the_last_word_holds(source: Folder, run: Folder) -> None:
+def test_before_anything_is_saved_the_value_given_last_counts(source: Folder, run: Folder) -> None:
     """Nothing is lost by it: a wrong path is corrected by the next call."""
     run.begin(from_path(source.path / "checkpoint_step_4"))
     assert run.went_on(from_path(source.path / "checkpoint_step_8")) == "source/checkpoint_step_8"
@@ -148,7 +148,7 @@ def test_a_run_whose_own_steps_are_not_trusted_begins_where_it_began(source: Fol
     ]
 
 
-def test_other_words_on_a_run_that_has_begun_are_refused_with_the_ways_on(source: Folder, run: Folder) -> None:
+def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_ways_on(source: Folder, run: Folder) -> None:
     path = source.path / "checkpoint_step_4"
     run.begin(saves=(2, 6))
     for words in (from_path(path), "resume_from_checkpoint=null", from_path(run.path / "checkpoint_step_2")):
@@ -181,7 +181,7 @@ def test_a_record_that_cannot_be_read_is_an_error(run: Folder) -> None:
         read_beginning(run.path)
 
 
-# ------------------------------------------------------------------------------------------------- restart_from
+# Restart_from
 
 
 def test_restart_from_goes_back_once_and_newer_steps_are_superseded(run: Folder) -> None:
@@ -226,10 +226,10 @@ def test_restart_from_a_step_that_is_not_there_is_refused(run: Folder) -> None:
     assert "keep one of them" in str(run.refusal("restart_from=2", "overwrite_output_dir=true").hint)
 
 
-# ------------------------------------------------------------------------------------------ overwrite_output_dir
+# Overwrite_output_dir
 
 
-def test_overwriting_moves_the_run_aside_once_and_leaves_strangers(source: Folder, run: Folder) -> None:
+def test_overwriting_moves_the_run_aside_once_and_leaves_other_files(source: Folder, run: Folder) -> None:
     run.begin(saves=(2, 6))
     run.finish()
     for name in ("metrics.jsonl", "status.json", "recovery.json", "mine.jsonl", "other/status.json"):
@@ -300,7 +300,7 @@ def test_what_a_dead_attempt_was_moving_aside_is_kept(run: Folder) -> None:
     assert load_checkpoint(run.path / "overwritten" / "1" / "checkpoint_step_2").manifest.step == 2
 
 
-# -------------------------------------------------------------------------------------- what is no checkpoint of ours
+# What is no checkpoint of ours
 
 
 def of_another_loop(folder: Path) -> Path:

@@ -112,7 +112,7 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
 
 
-def test_every_agent_of_the_final_checkpoint_goes_its_own_way(finished: Path) -> None:
+def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -> None:
     final = finished / "final_checkpoint"
     verify_folder(final)
     assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to go on"
@@ -208,7 +208,7 @@ def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
         ("", [], "nothing is left to train"),
     ],
 )
-def test_a_run_that_would_begin_where_it_ends_is_refused_before_anything_is_judged(
+def test_a_run_that_would_begin_where_it_ends_is_refused_before_any_evaluation(
     name: str, words: list[str], message: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path / "run", f"resume_from_checkpoint={finished / name}", *words) == 2
@@ -306,9 +306,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_data_that_is_missing_is_told_before_the_base_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_data_is_reported_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ci_llm.run.setup.load_base", lambda *_: pytest.fail("which takes minutes"))
     assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
 

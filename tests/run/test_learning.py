@@ -1,4 +1,4 @@
-"""A run whose agents do not learn says so, on the way and at its end; one that learns says nothing."""
+"""A run whose agents do not learn warns, during the training and at its end; one that learns does not."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def told(curve: list[list[float]], every: int) -> Iterator[tuple[int, str | None
 
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("name", GOOD)
-def test_a_run_that_learns_hears_nothing(name: str, every: int) -> None:
+def test_a_run_that_learns_gets_no_warning(name: str, every: int) -> None:
     assert [warning for _, warning in told(CURVES[name], every) if warning] == []
 
 
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("name", sorted({*CURVES} - {*GOOD}))
-def test_a_rate_that_is_too_large_is_told(name: str, every: int) -> None:
+def test_a_rate_that_is_too_large_gets_a_warning(name: str, every: int) -> None:
     warnings = [warning for _, warning in told(CURVES[name], every)]
     assert warnings[-1] is not None
 
 
-def test_gradients_that_vanish_are_told_before_any_loss_is_compared() -> None:
+def test_vanished_gradients_are_reported_before_any_loss_is_compared() -> None:
     step, warning = next((step, warning) for step, warning in told(CURVES["rate 1000"], 1) if warning)
     assert step == 5
     assert warning == "no gradient reaches every agent any more, at a loss of 6.36: nothing is learned"
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.3, 0.6, 1.0])
-def test_batches_that_differ_are_no_rise(spread: float) -> None:
+def test_batches_that_differ_do_not_count_as_a_rise(spread: float) -> None:
     """Runs that learn nothing at all: their loss goes up and down as their batches do."""
     drawn = random.Random(0)
     accused = 0
@@ -68,7 +68,7 @@ def test_one_agent_is_named_and_the_others_are_not() -> None:
     assert learning.warning() == "the loss of agent1 has risen from 1 at the beginning to 3, the mean of 20 steps"
 
 
-def test_what_was_learned_by_heart_has_no_gradient_and_no_warning() -> None:
+def test_rows_that_are_learned_give_no_gradient_and_no_warning() -> None:
     learning = Learning(100)
     for _ in range(LOOKS + 1):
         learning.count([1e-4])
@@ -76,7 +76,7 @@ def test_what_was_learned_by_heart_has_no_gradient_and_no_warning() -> None:
     assert learning.warning() is None
 
 
-def test_a_loss_that_is_not_finite_counts_as_none() -> None:
+def test_a_nonfinite_loss_is_not_counted() -> None:
     learning = Learning(100)
     for _ in range(RECENT + FIRST):
         learning.count([float("nan"), 1.0])

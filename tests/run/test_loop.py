@@ -1,4 +1,4 @@
-"""One optimizer step of the loop in PyTorch's own words, and what a process calls sick before anything is added up."""
+"""One optimizer step of the loop against PyTorch's own; which gradients count as nonfinite before they are added up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def twins_of(model: Any, crowd: Any, packed: Any) -> list[list[Any]]:
     return twins
 
 
-def test_a_gradient_that_others_could_make_overflow_is_sick_before_it_does() -> None:
+def test_a_gradient_that_could_overflow_in_the_sum_counts_as_nonfinite() -> None:
     gradients = torch.tensor([[1e16, 0.0], [HUGE / 2, 0.0], [float("nan"), 0.0], [1.0, 0.0]])
     losses = torch.tensor([1.0, 1.0, 1.0, float("inf")])
     assert nonfinite_here(gradients, losses).tolist() == [True, False, True, True]

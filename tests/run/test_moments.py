@@ -14,7 +14,7 @@ import pytest
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
-from ci_llm.run.emergency_save import MARGIN_S, time_to_go_s
+from ci_llm.run.emergency_save import MARGIN_S, seconds_left
 from tests.support import moments
 from tests.support.children import DEADLINE_S, ROOT
 from tests.support.forkserver import ForkServer
@@ -47,7 +47,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
+def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on(
     name: str, server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
     moment = MOMENTS[name]
@@ -77,7 +77,7 @@ def test_a_stop_in_an_evaluation_is_announced_with_the_step_that_will_be_saved(
 @pytest.mark.parametrize(
     ("place", "call"), [("ci_llm.crowd.scoring._score_batch", 2), ("ci_llm.crowd.model.Crowd.write", 1)]
 )
-def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
+def test_all_processes_leave_an_evaluation_in_the_round_in_which_one_was_asked_to_stop(
     place: str, call: int, server: ForkServer, tmp_path: Path
 ) -> None:
     keys = {"eval_samples": 64, "generation_eval_samples": 12}
@@ -88,7 +88,7 @@ def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
     assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
 
 
-def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_request_to_save_is_met_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 3, of which nobody keeps a checkpoint
     keys = {"save_total_limit": "null", "save_steps": "null"}
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
@@ -204,10 +204,10 @@ def test_a_long_step_that_ends_within_the_grace_is_finished(server: ForkServer, 
 
 def test_when_a_step_is_given_up() -> None:
     until = MARGIN_S + 100.0
-    assert time_to_go_s(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
-    assert time_to_go_s(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
-    assert time_to_go_s(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
-    assert time_to_go_s(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
+    assert seconds_left(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
+    assert seconds_left(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
+    assert seconds_left(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
+    assert seconds_left(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
 
 
 AT_THE_DOOR = """

@@ -1,4 +1,4 @@
-"""A run that goes on where the base is loaded in another precision: said to be not bitwise, and not refused."""
+"""A run resumes where the base is loaded in another precision: it is not refused, and named as not bitwise."""
 
 from __future__ import annotations
 

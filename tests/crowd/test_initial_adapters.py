@@ -1,4 +1,4 @@
-"""Agents that start from PEFT adapters, and what does not fit."""
+"""Agents start from PEFT adapters; adapters that do not fit, and agents that would stay equal, are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 
-from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
+from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -63,7 +63,7 @@ def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
         (lambda: crowd(target_modules=("q_proj",)), ForeignCheckpoint, "differ in name or shape"),
     ],
 )
-def test_what_does_not_fit_is_refused(made: Any, error: type[CiLlmError], message: str, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused(made: Any, error: type[CiLlmError], message: str, tmp_path: Path) -> None:
     for k in range(2):
         save_adapter(base(), tmp_path / f"agent{k}", seed=k)
     with pytest.raises(error, match=message):
@@ -78,8 +78,8 @@ def test_what_does_not_fit_is_refused(made: Any, error: type[CiLlmError], messag
         ({"init_lora_weights": "olora"}, "init_lora_weights: olora, which changes the base"),
     ],
 )
-def test_what_would_be_another_model_here_is_refused(changes: Any, message: str, tmp_path: Path) -> None:
-    """Its tensors have the names and shapes of a plain adapter: only its settings tell."""
+def test_adapters_that_are_no_plain_lora_are_refused(changes: Any, message: str, tmp_path: Path) -> None:
+    """Their tensors have the names and shapes of plain LoRA; only their settings differ."""
     save_adapter(base(dtype=torch.float32), tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
         load_initial_adapters(crowd(), tmp_path)
@@ -100,7 +100,7 @@ def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path
         load_initial_adapters(crowd(), tmp_path)
 
 
-def taught(made: Crowd, diversity: str = "none") -> Crowd:
+def trained(made: Crowd, diversity: str = "none") -> Crowd:
     """After three steps."""
     objective = Objective(diversity, 0.5)
     optimizer = torch.optim.AdamW([{"params": [row]} for row in made.agents.rows], lr=1e-2)
@@ -115,25 +115,25 @@ def taught(made: Crowd, diversity: str = "none") -> Crowd:
 
 
 @pytest.mark.parametrize("diversity", ["none", "joint", "swd", "swd_raw"])
-def test_agents_that_begin_alike_stay_alike_and_are_refused(diversity: str) -> None:
+def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> None:
     made = crowd(initialize_adapters_rand=False)
     with pytest.raises(ModelError, match="2 of 2 agents begin with the same weights"):
         require_distinct_agents(made, "here")
-    one, other = taught(made, diversity).agents.weights
+    one, other = trained(made, diversity).agents.weights
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("chance", ["dropout", "dropconnect"])
-def test_agents_that_begin_alike_differ_by_what_each_draws_for_itself(chance: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("masks", ["dropout", "dropconnect"])
+def test_masks_of_their_own_make_equal_agents_different(masks: str, tmp_path: Path) -> None:
     save_adapter(base(), tmp_path)
-    made = crowd(**{chance: 0.2})
+    made = crowd(**{masks: 0.2})
     load_initial_adapters(made, tmp_path)
     require_distinct_agents(made, "here")
-    one, other = taught(made).agents.weights
+    one, other = trained(made).agents.weights
     assert not torch.equal(one, other)
 
 
-def test_adapters_that_are_alike_are_refused_though_there_are_enough(tmp_path: Path) -> None:
+def test_equal_adapters_are_refused_even_if_there_are_enough(tmp_path: Path) -> None:
     for k, seed in enumerate((1, 2, 1)):
         save_adapter(base(), tmp_path / f"agent{k}", seed=seed)
     made = crowd(agents=3)

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of us, unchanged, through a real pseudo-terminal."""
+"""External scripts, unchanged, through a real pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_talk_of_nano_and_finance_loss_is_no_failure(folder: Path) -> None:
     assert_clean(folder)
 
 
-def test_gives_up_at_the_smallest_learning_rate_and_tells_the_story(folder: Path) -> None:
+def test_gives_up_at_the_smallest_learning_rate_and_sums_up(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "diverges.py", "--min-lr", "1.2e-4", cwd=folder) as terminal:
         assert terminal.wait() == 1, terminal.text
     told = log_of(folder)
@@ -131,7 +131,7 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     assert "    half way" in told
 
 
-def test_the_same_crash_at_the_start_is_tried_twice_and_told(folder: Path) -> None:
+def test_the_same_crash_at_the_start_is_tried_twice(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
     with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
         assert terminal.wait() == 1, terminal.text
@@ -141,7 +141,7 @@ def test_the_same_crash_at_the_start_is_tried_twice_and_told(folder: Path) -> No
     assert "attempt 3" not in told
 
 
-def test_nan_in_words_of_ones_own(folder: Path) -> None:
+def test_a_pattern_of_the_user_means_nan(folder: Path) -> None:
     (folder / "own.py").write_text("print('blown up')\n")
     words = ["--nonfinite-pattern", "blown up$", "--train-script", "own.py", "--max-retries", 1]
     with Terminal(*words, cwd=folder) as terminal:
@@ -273,7 +273,7 @@ def test_a_signal_ends_what_ignores_it_and_all_it_started(folder: Path, number: 
     with Terminal(*words, cwd=folder) as terminal:
         terminal.read_until("ready")
         processes = terminal.descendants()
-        assert len(processes) == 6  # keeper, script, two children, grandchild, orphan
+        assert len(processes) == 6  # shim, script, two children, grandchild, orphan
         terminal.signal(number)
         assert terminal.wait() == 75, terminal.text
         assert not [process for process in processes if is_alive(process.pid)]
@@ -323,13 +323,13 @@ def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     (folder / "leaves.py").write_text(
         "import os, psutil, subprocess, time\n"
         "for _ in range(3):\n    subprocess.run(['sh', '-c', 'sleep 0.1 &'])\n"
-        "keeper, until = psutil.Process().parent(), time.monotonic() + 60\n"
-        "while len(keeper.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
-        "print('children of the keeper:', len(keeper.children()))\n"
+        "shim, until = psutil.Process().parent(), time.monotonic() + 60\n"
+        "while len(shim.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
+        "print('children of the shim:', len(shim.children()))\n"
     )
     with Terminal("--train-script", "leaves.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
-    assert "children of the keeper: 1" in terminal.text
+    assert "children of the shim: 1" in terminal.text
 
 
 def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
@@ -350,7 +350,7 @@ def test_nothing_survives_a_kill_of_the_supervisor(folder: Path) -> None:
         assert_gone(processes)
 
 
-def test_nothing_survives_a_kill_of_the_keeper(folder: Path) -> None:
+def test_nothing_survives_a_kill_of_the_shim(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "stubborn.py", "--max-retries", 0, cwd=folder) as terminal:
         terminal.read_until("ready")
         processes = terminal.descendants()
@@ -361,7 +361,7 @@ def test_nothing_survives_a_kill_of_the_keeper(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_leftovers_of_a_killed_supervisor_are_swept_and_those_of_a_living_one_stay(folder: Path) -> None:
+def test_leftovers_of_a_killed_supervisor_are_removed_and_those_of_a_living_one_stay(folder: Path) -> None:
     (folder / "waits.py").write_text(
         "import signal, sys\nname = sys.argv[sys.argv.index('--config-name') + 1]\n"
         "if name == 'config':\n    print('Loss=nan', flush=True)\nelse:\n    print('ready', name, flush=True)\n"
@@ -442,10 +442,10 @@ def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str]
         assert part in terminal.text
 
 
-def test_outside_of_a_step_of_slurm_the_story_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_step_of_slurm_the_log_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     script = ExternalScript(parse_options(["--", "python", "fit.py"]))
-    assert script.begin()[0].startswith("SLURM job 7, but no step of it")
+    assert script.prepare()[0].startswith("SLURM job 7, but no step of it")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert "SLURM" not in script.begin()[0]
+    assert "SLURM" not in script.prepare()[0]

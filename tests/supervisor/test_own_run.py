@@ -1,4 +1,4 @@
-"""Our own run under the supervisor: every kind of fault, every ordered pair of them, on a trainer without training."""
+"""An own run under the supervisor: every kind of fault and every ordered pair of them, without real training."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
     assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
 
 
-def test_a_signal_lets_our_run_save(tmp_path: Path) -> None:
+def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(
         "from ci_llm.cli.main import run_guarded\nfrom ci_llm.interrupts import Interrupts\n"
         "from ci_llm.core.run_status import RunStatus\n"
@@ -152,8 +152,8 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     [
         (["batch_size=none"], ["batch_size is 'none'"]),
         (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
-        (["--lr-key", "lr"], ["our own trainer takes no --lr-key", "write --config FILE"]),
-        (["--config-name", "mine"], ["our own trainer takes no --config-name\n", "write --config FILE"]),
+        (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key", "write --config FILE"]),
+        (["--config-name", "mine"], ["the trainer of this project takes no --config-name\n", "write --config FILE"]),
         (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
         (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
     ],
@@ -173,7 +173,7 @@ def test_a_wrong_configuration_is_refused_at_once(tmp_path: Path, words: list[st
 def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> own_run.OwnRun:
     monkeypatch.chdir(folder)
     run = own_run.OwnRun(["true"], ["output_dir=run"])
-    run.environment()
+    run.begin_attempt()
     (folder / "run").mkdir()
     tell(folder, **status)
     return run
@@ -189,7 +189,7 @@ def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     for name in ("CI_LLM_SUPERVISED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    told = own_run.OwnRun(["true"], ["output_dir=run"], grace_s=20).environment()
+    told = own_run.OwnRun(["true"], ["output_dir=run"], grace_s=20).begin_attempt()[1]
     assert read_launch(told, parent_command=[]).kill_delay_s == 20
     assert told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "15"
 
@@ -201,17 +201,17 @@ def checkpoint(folder: Path, *steps: int) -> None:
         store.save(step, {"weights": FileImage((bytes(8),))})
 
 
-def test_a_request_to_save_that_nobody_can_hear_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid_space="another machine").save_now()
+def test_a_request_to_save_without_a_trainer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid_space="another machine").request_save()
     (tmp_path / "run" / "status.json").unlink()
     (tmp_path / "run").rmdir()
-    assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").save_now()
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").request_save()
 
 
 def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is not below the supervisor has come by the number of a trainer that is gone."""
     monkeypatch.setattr(own_run, "send", lambda *_: pytest.fail("a stranger got the signal"))
-    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).save_now()
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).request_save()
 
 
 def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
@@ -219,7 +219,7 @@ def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
 ) -> None:
     """Its status names the step from which the same command goes on, and no checkpoint of its own holds that."""
     run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
-    outcome = run.verdict(AttemptResult(Evidence(), returncode=0))
+    outcome = run.classify(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)
 
 
@@ -228,11 +228,11 @@ def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
 ) -> None:
     run = run_in(tmp_path, monkeypatch, status="failed", reason="error:OSError")
     write_failure(tmp_path / "run", 1, 0, Failure("nonfinite", "as planned", 0, 1.0)).write_text("{")
-    outcome = run.verdict(AttemptResult(Evidence(), returncode=1))
+    outcome = run.classify(AttemptResult(Evidence(), returncode=1))
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
 
 
-def test_checkpoints_from_before_a_setback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_from_before_a_rollback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt that was asked to go back ended before it had set the newer ones aside."""
     (tmp_path / "run").mkdir()
     checkpoint(tmp_path, 2, 4, 6)
@@ -240,31 +240,31 @@ def test_checkpoints_from_before_a_setback_are_no_progress(tmp_path: Path, monke
     write_recovery(tmp_path / "run", Recovery(0.5, resume_at_most_step=3, after_attempt=1))
     monkeypatch.chdir(tmp_path)
     run = own_run.OwnRun(["true"], ["output_dir=run"])
-    run.environment()
-    assert not run.verdict(AttemptResult(Evidence(), returncode=1)).progress
+    run.begin_attempt()
+    assert not run.classify(AttemptResult(Evidence(), returncode=1)).progress
     tell(tmp_path, status="failed", reason="nonfinite", attempt=2)
-    assert run.verdict(AttemptResult(Evidence(), returncode=1)).progress
+    assert run.classify(AttemptResult(Evidence(), returncode=1)).progress
 
 
 def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
     run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
-    assert run.orders(Evidence()) == ("SIGKILL", "hang")
+    assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
 
 
-def test_a_run_that_still_speaks_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_still_prints_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
-    assert run.orders(Evidence()) is None  # it was launched a moment ago; its disk may be full
+    assert run.stop_order(Evidence()) is None  # it was launched a moment ago; its disk may be full
 
 
-def test_a_run_whose_heart_beats_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, started = run_in(tmp_path, monkeypatch), time.monotonic()
     for hour in range(3):  # in which it says nothing
         tell(tmp_path, heartbeat=time.time() + hour)
         monkeypatch.setattr(time, "monotonic", lambda hour=hour: started + 3600 * hour)
-        assert run.orders(Evidence()) is None
+        assert run.stop_order(Evidence()) is None
     monkeypatch.setattr(time, "monotonic", lambda: started + 3600 * 3)
-    assert run.orders(Evidence()) == ("SIGKILL", "hang")
+    assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
 
 
 def test_a_clock_that_jumps_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,28 +273,28 @@ def test_a_clock_that_jumps_is_no_hang(tmp_path: Path, monkeypatch: pytest.Monke
         tell(tmp_path, heartbeat=now + 100 * look)
         monkeypatch.setattr(time, "monotonic", lambda look=look: started + 100 * look)
         monkeypatch.setattr(time, "time", lambda look=look: now + 100 * look + 3600)
-        assert run.orders(Evidence()) is None
+        assert run.stop_order(Evidence()) is None
 
 
 def test_a_status_that_cannot_be_read_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch)
     (tmp_path / "run" / "status.json").unlink()
     (tmp_path / "run" / "status.json").mkdir()  # for a disk that gives an error
-    assert run.orders(Evidence()) is None
-    assert "no training on this machine" in run.save_now()
+    assert run.stop_order(Evidence()) is None
+    assert "no training on this machine" in run.request_save()
 
 
 def test_a_status_that_cannot_be_read_is_no_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch)
     (tmp_path / "run" / "status.json").write_text("{")
     with pytest.raises(BadInput, match="status"):
-        run.verdict(AttemptResult(Evidence(), returncode=0))
+        run.classify(AttemptResult(Evidence(), returncode=0))
 
 
 def test_a_run_that_has_ended_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
     run = run_in(tmp_path, monkeypatch, status="completed", heartbeat=0.0)
-    assert run.orders(Evidence()) is None
+    assert run.stop_order(Evidence()) is None
 
 
 # recovery.json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.supervisor.log import SupervisorLog
+from ci_llm.supervisor.log import FILE_ONLY, MID_LINE, SupervisorLog
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
 
 GOLDEN = """\
@@ -62,7 +63,7 @@ def normalised(log: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_log_tells_the_story(tmp_path: Path) -> None:
+def test_the_log_of_a_whole_supervision(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "config.yaml").write_text("training:\n  learning_rate: 2e-4\n  meta_batch_size: 32\n")
     for name in ("moody.py", "settings.py"):
@@ -72,16 +73,48 @@ def test_the_log_tells_the_story(tmp_path: Path) -> None:
     assert normalised((tmp_path / "safe_train.log").read_text(), tmp_path) == GOLDEN
 
 
+logger = logging.getLogger("ci_llm.supervisor.test")
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a log without their times."""
+    return [line[20:] for line in path.read_text().splitlines()]
+
+
 def test_the_log_is_appended_to(tmp_path: Path) -> None:
-    SupervisorLog(tmp_path / "a.log").say("one")
-    SupervisorLog(tmp_path / "a.log").say("two\nthree")
-    assert [line[20:] for line in (tmp_path / "a.log").read_text().splitlines()] == ["one", "two", "three"]
+    for text in ("one", "two\nthree"):
+        with SupervisorLog(tmp_path / "a.log"):
+            logger.info(text)
+    assert lines_of(tmp_path / "a.log") == ["one", "two", "three"]
+
+
+def test_warnings_of_the_whole_package_are_marked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with SupervisorLog(tmp_path / "a.log"):
+        logger.debug("for developers")
+        logger.info("shown already", extra=FILE_ONLY)
+        logger.info("a line")
+        logging.getLogger("ci_llm.checkpoints.store").warning("%d damaged\nas seen here", 1)
+    assert lines_of(tmp_path / "a.log") == ["shown already", "a line", "WARNING 1 damaged", "WARNING as seen here"]
+    assert capfd.readouterr().err.splitlines() == [
+        "safe_train: a line",
+        "safe_train: warning: 1 damaged",
+        "safe_train: warning: as seen here",
+    ]
+
+
+def test_after_its_end_nothing_is_logged(tmp_path: Path) -> None:
+    package = logging.getLogger("ci_llm")
+    before = (package.level, package.propagate, list(package.handlers))
+    with SupervisorLog(tmp_path / "a.log"):
+        assert package.handlers
+    assert (package.level, package.propagate, list(package.handlers)) == before
+    assert not (tmp_path / "a.log").exists()
 
 
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    story = SupervisorLog(tmp_path / "no folder" / "a.log")
-    story.say("one")
-    story.say("two", at_line_start=False)
+    with SupervisorLog(tmp_path / "no folder" / "a.log"):
+        logger.info("one")
+        logger.info("two", extra=MID_LINE)
     told = capfd.readouterr().err
     assert told.count("cannot be written") == 1
     assert told.endswith("\nsafe_train: two\n")
@@ -90,17 +123,19 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest
 def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     termios.tcflow(theirs, termios.TCOOFF)  # Ctrl-S
-    teller = threading.Thread(target=SupervisorLog(tmp_path / "a.log", fd=theirs).say, args=("one",), daemon=True)
-    teller.start()
-    teller.join(DEADLINE_S)
-    held_up = teller.is_alive()
-    termios.tcflow(theirs, termios.TCOON)
-    os.close(theirs)
-    os.close(ours)
+    with SupervisorLog(tmp_path / "a.log", fd=theirs):
+        teller = threading.Thread(target=logger.info, args=("one",), daemon=True)
+        teller.start()
+        teller.join(DEADLINE_S)
+        held_up = teller.is_alive()
+        termios.tcflow(theirs, termios.TCOON)
+        os.close(theirs)
+        os.close(ours)
     assert not held_up
-    assert (tmp_path / "a.log").read_text().endswith(" one\n")
+    assert lines_of(tmp_path / "a.log") == ["one"]
 
 
 def test_a_terminal_that_has_gone_away_is_no_reason_to_stop(tmp_path: Path) -> None:
-    SupervisorLog(tmp_path / "a.log", fd=999).say("one")
-    assert (tmp_path / "a.log").read_text().endswith(" one\n")
+    with SupervisorLog(tmp_path / "a.log", fd=999):
+        logger.info("one")
+    assert lines_of(tmp_path / "a.log") == ["one"]

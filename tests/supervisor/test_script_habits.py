@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.config_words import with_file, with_name
 from ci_llm.supervisor.external_script import ExternalScript
 from ci_llm.supervisor.options import parse_options
-from ci_llm.supervisor.printed_rate import CutWatch, printed_rate
 from ci_llm.supervisor.resumption import Resumption
+from ci_llm.supervisor.script_command import with_file, with_name
 from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone
 
 
@@ -153,7 +152,7 @@ def test_a_sweep_over_several_rates_is_no_number_to_start_from(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_cut_that_did_not_arrive_is_said_and_several_vain_ones_are_followed_by_harder_ones(tmp_path: Path) -> None:
+def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_ones(tmp_path: Path) -> None:
     """The script goes on from optimizer state of its own, which holds the rate of the first attempt."""
     (tmp_path / "fit.py").write_text(
         "import pathlib, sys\nstate = pathlib.Path('state')\n"
@@ -173,54 +172,6 @@ def test_a_cut_that_did_not_arrive_is_said_and_several_vain_ones_are_followed_by
     assert told.count("another key may set the rate (--lr-key names it)") == 2  # once, and in the story at the end
     assert "attempt 6 ended" in told
     assert "completed" in told  # below 1e-5 the script takes what it is given
-
-
-@pytest.mark.parametrize(
-    ("line", "rate"),
-    [
-        ("iter 3: loss 2.1, lr 6.00e-04, time 3 ms", "6.00e-04"),
-        ("{'loss': 1.2, 'grad_norm': 0.5, 'learning_rate': 9.5e-05, 'epoch': 0.1}", "9.5e-05"),
-        ("{'loss': '1.2', 'learning_rate': '9.5e-05'}", "9.5e-05"),
-        ("Epoch 1:  10%|# | 1/10 [00:01<00:09, 1it/s, loss=0.3, lr=[0.001], v_num=0]", "0.001"),
-        ("| lr | 0.0003 |", "0.0003"),
-        ("train/learning_rate=1e-3", "1e-3"),
-        ("lr-AdamW: 0.001", "0.001"),
-        ("LR: 1.", "1."),
-        ("Learning rate 0.1", "0.1"),
-        ("Overriding: learning_rate = 0.0006", "0.0006"),
-        ("min_lr: 1e-6, lr_decay_iters: 5000, min-lr 1e-6", None),
-        ("python fit.py --lr 1e-3 --learning-rate-decay 0.1", None),
-        ("max learning rate 0.01; lr scheduler: cosine", None),
-        ("color: 3, mlr=4, lr=abc", None),
-    ],
-)
-def test_a_printed_rate_is_read_as_it_stands(line: str, rate: str | None) -> None:
-    assert printed_rate(line) == rate
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "believed"),
-    [
-        ("1e-3", "6.67e-4", True),
-        ("1.00e-03", "7e-04", True),  # rounded
-        ("1e-3", "1e-3", False),
-        ("5e-4", "3e-4", True),  # a schedule, at another step
-        ("5e-4", "9e-4", False),
-        ("0.0", "0.0", True),  # too few digits to see anything
-        ("8e-3", "5.3e-3", True),  # times eight processes
-        ("8e-3", "8e-3", False),
-        ("8e-3", "7e-3", True),  # the same, in a schedule
-        (None, None, True),
-        ("1e-3", None, True),
-        (None, "1e-3", False),
-    ],
-)
-def test_a_cut_is_doubted_only_where_the_output_speaks_against_it(
-    first: str | None, later: str | None, believed: bool
-) -> None:
-    watch = CutWatch(1e-3)
-    assert watch.doubt(1e-3, first) is None
-    assert (watch.doubt(1e-3 / 1.5, later) is None) == believed
 
 
 # How they go on
@@ -253,7 +204,7 @@ def test_before_there_is_a_checkpoint_a_script_is_not_told_to_go_on_from_it(tmp_
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_an_earlier_call_left_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_that_an_earlier_call_left_is_resumed_from(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ckpt").write_text("30")
     told = run(tmp_path, "--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT)
@@ -281,7 +232,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     resumption = Resumption("--resume_from_checkpoint '{checkpoint}' ckpt_path={checkpoint}", "out/checkpoint-*", {})
     assert resumption.words() == []
-    assert resumption.called_again == "the same command begins anew, for there is no out/checkpoint-*"
+    assert resumption.rerun_effect == "the same command begins anew, for there is no out/checkpoint-*"
     for step, written in ((500, 3), (1000, 5), (1500, 4)):
         path = tmp_path / "out" / f"checkpoint-{step}"
         path.mkdir(parents=True)
@@ -290,7 +241,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
             os.utime(one, (written, written))
     newest = "out/checkpoint-1000"
     assert resumption.words() == ["--resume_from_checkpoint", newest, f"ckpt_path={newest}"]
-    assert resumption.called_again.startswith("the same command goes on, with --resume_from_checkpoint")
+    assert resumption.rerun_effect.startswith("the same command goes on, with --resume_from_checkpoint")
     os.utime(tmp_path / "out" / "checkpoint-500" / "weights", (9, 9))  # written again in place
     assert resumption.words()[1] == "out/checkpoint-500"
 
@@ -303,7 +254,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         ("--init_from=resume", "begins anew; with --init_from=resume it goes on"),
     ],
 )
-def test_after_an_interruption_it_is_said_whether_the_script_begins_anew(
+def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(
     tmp_path: Path, on_retry: str | None, told: str
 ) -> None:
     (tmp_path / "waits.py").write_text("import signal\nprint('ready', flush=True)\nsignal.pause()\n")
@@ -316,17 +267,17 @@ def test_after_an_interruption_it_is_said_whether_the_script_begins_anew(
     assert "the same command goes on" not in terminal.text
 
 
-def test_a_job_that_slurm_has_put_back_is_at_its_second_attempt() -> None:
+def test_a_job_that_slurm_has_requeued_is_at_its_second_attempt() -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     assert Resumption("--resume last", None, job).words() == ["--resume", "last"]
     first = Resumption("--resume last", None, job | {"SLURM_RESTART_COUNT": "0"})
     assert first.words() == []
-    assert first.called_again.endswith("with --resume last it goes on, which a job gets that SLURM puts back")
+    assert first.rerun_effect.endswith("with --resume last it goes on, which a job gets that SLURM puts back")
 
 
-def test_tracker_runs_of_attempts_that_are_gone_on_from_stay() -> None:
-    assert ExternalScript(parse_options(["--", "true"])).starts_anew
-    assert not ExternalScript(parse_options(["--on-retry", "--resume", "--", "true"])).starts_anew
+def test_wandb_runs_of_attempts_that_are_resumed_stay() -> None:
+    assert ExternalScript(parse_options(["--", "true"])).restarts_from_scratch
+    assert not ExternalScript(parse_options(["--on-retry", "--resume", "--", "true"])).restarts_from_scratch
 
 
 @pytest.mark.parametrize(
@@ -337,7 +288,7 @@ def test_tracker_runs_of_attempts_that_are_gone_on_from_stay() -> None:
         (["--stop-signal", "INT"], "there is no signal 'INT'"),
     ],
 )
-def test_words_that_cannot_be_meant_are_refused(words: list[str], told: str) -> None:
+def test_impossible_words_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         ExternalScript(parse_options([*words, "--", "true"]))
 
@@ -359,7 +310,7 @@ def test_ctrl_c_reaches_a_script_that_saves_at_it(tmp_path: Path, kind: list[str
     assert "interrupted: signal:SIGINT" in terminal.text
 
 
-def test_term_is_passed_on_as_it_came(tmp_path: Path) -> None:
+def test_term_is_passed_on_as_term(tmp_path: Path) -> None:
     with Terminal("--", sys.executable, SCRIPTS / "saves_at_ctrl_c.py", cwd=tmp_path) as terminal:
         terminal.read_until("ready")
         terminal.signal(signal.SIGTERM)
@@ -378,7 +329,7 @@ def test_a_script_can_be_stopped_by_the_signal_that_it_knows(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_is_deaf_to_ctrl_c_is_asked_by_term_before_it_is_killed(tmp_path: Path) -> None:
+def test_a_script_that_ignores_ctrl_c_gets_term_before_it_is_killed(tmp_path: Path) -> None:
     """A job in the background of a shell ignores SIGINT, as POSIX wants it."""
     (tmp_path / "saves.py").write_text(
         "import pathlib, signal, sys\n"

@@ -1,4 +1,4 @@
-"""Configurations of other people: found, changed in a copy, handed on; command lines rewritten."""
+"""Configuration files of external scripts: read, changed in a copy, removed afterwards; values in Hydra's groups."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from ci_llm.supervisor.script_config import (
     TemporaryConfigs,
     group_values,
     in_yaml,
-    overrides,
     read_config,
-    rewritten,
-    value_of,
 )
 
 ODD = """\
@@ -151,14 +148,14 @@ def test_a_copy_shows_nobody_more_than_the_original(tmp_path: Path) -> None:
     assert TemporaryConfigs(original).create(1, "token: secret\na: 2").stat().st_mode & 0o777 == 0o600
 
 
-def test_only_what_bears_our_mark_and_nobody_holds_is_swept(tmp_path: Path) -> None:
+def test_only_a_marked_copy_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     original = write(tmp_path, "a: 1")
     temporary = TemporaryConfigs(original)
     held = temporary.create(1, "a: 2")
     abandoned = write(tmp_path, held.read_text(), "config_retry_3_00aa11bb.yaml")
     users = write(tmp_path, "a: 1\n", "config_retry_4_00aa11bb.yaml")
     others = write(tmp_path, held.read_text(), "other_retry_3_00aa11bb.yaml")
-    assert TemporaryConfigs(original).sweep() == [abandoned]
+    assert TemporaryConfigs(original).remove_abandoned() == [abandoned]
     assert {path.name for path in tmp_path.iterdir()} == {original.name, held.name, users.name, others.name}
 
 
@@ -169,7 +166,7 @@ def test_a_folder_without_locks_is_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(fcntl, "flock", refuse)
     temporary = TemporaryConfigs(write(tmp_path, "a: 1"))
     path = temporary.create(1, "a: 2")
-    assert TemporaryConfigs(tmp_path / "config.yaml").sweep() == []
+    assert TemporaryConfigs(tmp_path / "config.yaml").remove_abandoned() == []
     temporary.close()
     assert not path.exists()
 
@@ -211,32 +208,3 @@ def test_values_come_from_the_groups_that_are_chosen(conf: Path) -> None:
     }
     assert group_values(conf, config, ["training=fast", "seed=3"])["training.learning_rate"] == "2"
     assert group_values(conf, config, ["training=fast", "+experiment=big"])["training.learning_rate"] == "3"
-
-
-# Command lines
-
-LINE = ["model=gnn", "+a.b=1", "++c=x=y", "--lr", "1e-3", "--batch-size=8", "--flag", "--verbose", "pos", "a.b=2"]
-
-
-def test_keys_on_a_command_line() -> None:
-    assert [(one.key, one.value) for one in overrides(LINE)] == [
-        ("model", "gnn"),
-        ("a.b", "1"),
-        ("c", "x=y"),
-        ("lr", "1e-3"),
-        ("batch-size", "8"),
-        ("verbose", "pos"),
-        ("a.b", "2"),
-    ]
-    assert value_of(LINE, "a.b") == "2"
-    assert value_of(LINE, "batch_size") == "8"
-    assert value_of(LINE, "a") is None
-
-
-def test_a_command_line_is_rewritten_in_place() -> None:
-    new = rewritten(LINE, {"a.b": "9", "lr": "0.5", "batch_size": "4", "unknown": "1"})
-    assert new == [
-        *["model=gnn", "+a.b=9", "++c=x=y", "--lr", "0.5", "--batch-size=4"],
-        *["--flag", "--verbose", "pos", "a.b=9"],
-    ]
-    assert LINE[4] == "1e-3"

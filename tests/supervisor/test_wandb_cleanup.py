@@ -15,14 +15,14 @@ import pytest
 from ci_llm.core.run_status import is_alive
 from ci_llm.supervisor import wandb_cleanup
 from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.wandb_cleanup import TrackerRuns
+from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 from tests.supervisor.terminal import Terminal
 from tests.supervisor.wandb_server import WandbServer
 
 KEY = "0123456789" * 4
 
 
-class Errand:
+class FakeTask:
     """Stands in for the process that talks to W&B: every run is deleted, but for those it is told about."""
 
     def __init__(self, done: bool = True, **results: str) -> None:
@@ -50,25 +50,25 @@ def url(run: str) -> str:
 
 
 def test_only_runs_of_failed_attempts_are_deleted() -> None:
-    errand = Errand()
-    runs = TrackerRuns({}, errand)
+    run_task = FakeTask()
+    runs = WandbCleanup({}, run_task)
     runs.note(said(url("one"), url("two")), failed=True)
     runs.note(said(url("three")), failed=False)
     assert runs.delete_failed(timeout_s=1) == [
         "deleted the W&B run of a failed attempt: team/project/one",
         "deleted the W&B run of a failed attempt: team/project/two",
     ]
-    assert errand.asked == ["team/project/one", "team/project/two"]
+    assert run_task.asked == ["team/project/one", "team/project/two"]
 
 
 def test_a_run_that_goes_on_stays() -> None:
-    errand = Errand()
-    runs = TrackerRuns({}, errand)
+    run_task = FakeTask()
+    runs = WandbCleanup({}, run_task)
     runs.note(said("wandb: Resuming run calm-sky-3", url("older")), failed=True)
     runs.note(said(url("same")), failed=True)
     runs.note(said("wandb: Resuming run calm-sky-3", url("same")), failed=False)
     assert runs.delete_failed(timeout_s=1) == []
-    assert errand.asked == []
+    assert run_task.asked == []
 
 
 def test_what_the_output_does_not_name_is_in_the_environment() -> None:
@@ -78,30 +78,30 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
         ({"WANDB_PROJECT": "p"}, ["p/abc"]),
         ({}, []),
     ):
-        errand = Errand()
-        runs = TrackerRuns(environ, errand)
+        run_task = FakeTask()
+        runs = WandbCleanup(environ, run_task)
         runs.note(said(line), failed=True)
         told = runs.delete_failed(timeout_s=1)
-        assert errand.asked == asked
+        assert run_task.asked == asked
         assert len(told) == 1
     assert told == ["W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"]
 
 
 def test_a_url_says_more_than_a_folder() -> None:
-    errand = Errand()
-    runs = TrackerRuns({"WANDB_PROJECT": "other"}, errand)
+    run_task = FakeTask()
+    runs = WandbCleanup({"WANDB_PROJECT": "other"}, run_task)
     folder = "wandb: Run data is saved locally in wandb/run-20240115_103045-abc"
     runs.note(said(folder, url("abc"), folder), failed=True)
     runs.delete_failed(timeout_s=1)
-    assert errand.asked == ["team/project/abc"]
+    assert run_task.asked == ["team/project/abc"]
 
 
 def test_a_failure_is_told_and_nothing_more() -> None:
-    runs = TrackerRuns({}, Errand(one="CommError: Could not find run"))
+    runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
     runs.note(said(url("one")), failed=True)
     [line] = runs.delete_failed(timeout_s=1)
     assert line == "the W&B run of a failed attempt stays: team/project/one (CommError: Could not find run)"
-    runs = TrackerRuns({}, Errand(done=False))
+    runs = WandbCleanup({}, FakeTask(done=False))
     runs.note(said(url("one")), failed=True)
     [line] = runs.delete_failed(timeout_s=1)
     assert line.endswith("(wandb.errors.UsageError: api_key not configured)")
