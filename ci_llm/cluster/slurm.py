@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.run_status import attempt_folder, attempt_folders
 
 PATIENCE: Final = 3
 _ANSWER_S: Final = 20.0
@@ -142,7 +143,7 @@ def _unix_seconds(text: str) -> float | None:
 
 def record_attempt(run_folder: Path, attempt: int, step: int, job: Job | None) -> None:
     """Write down at which step an attempt begins: whether it has brought anything shows in the next ones."""
-    path = run_folder / "attempts" / str(attempt) / "began.json"
+    path = attempt_folder(run_folder, attempt) / "began.json"
     make_folders(path.parent)
     place = {"slurm_job": job.id, "slurm_restarts": job.restarts} if job else {}
     write_json(path, {"step": step, **place})
@@ -150,7 +151,7 @@ def record_attempt(run_folder: Path, attempt: int, step: int, job: Job | None) -
 
 def attempts_in_vain(run_folder: Path, step: int) -> int:
     """How many attempts in a row, the last one included, have not come further than `step`."""
-    records = sorted(run_folder.glob("attempts/*/began.json"), key=lambda path: int(path.parent.name))
+    records = [path for folder in attempt_folders(run_folder) if (path := folder / "began.json").is_file()]
     return len(list(takewhile(lambda path: _step_in(path) == step, reversed(records))))
 
 

@@ -259,13 +259,24 @@ def _is_gone(status: Status, now: float) -> bool:
     return status.pid_space == pid_space() and not is_alive(status.pid)
 
 
+def attempt_folder(output_dir: Path | str, attempt: int) -> Path:
+    """What one attempt leaves beside its checkpoints: failures, the stacks of a hang, when it began."""
+    return Path(output_dir, "attempts", str(attempt))
+
+
+def attempt_folders(output_dir: Path | str) -> list[Path]:
+    """Those of every attempt, the first one first."""
+    found = Path(output_dir, "attempts").glob("*/")
+    return sorted((folder for folder in found if folder.name.isdecimal()), key=lambda folder: int(folder.name))
+
+
 def write_failure(output_dir: Path | str, attempt: int, process_index: int, failure: Failure) -> Path:
     """Write why this process fails, before anything else is tried. A file that exists is the earlier truth.
 
     Raises:
         OSError: the disk refuses it.
     """
-    path = Path(output_dir, "attempts", str(attempt), f"process_{process_index}.json")
+    path = attempt_folder(output_dir, attempt) / f"process_{process_index}.json"
     if not path.exists():
         make_folders(path.parent)
         write_json(path, asdict(failure))
@@ -274,7 +285,7 @@ def write_failure(output_dir: Path | str, attempt: int, process_index: int, fail
 
 def read_failures(output_dir: Path | str, attempt: int) -> list[Failure]:
     """The failures that the processes of an attempt have written, by process index."""
-    found = Path(output_dir, "attempts", str(attempt)).glob("process_*.json")
+    found = attempt_folder(output_dir, attempt).glob("process_*.json")
     told = [(path.stem.removeprefix("process_"), path) for path in found]
     numbered = {int(number): path for number, path in told if number.isdecimal()}
     return [_read_failure(path, index) for index, path in sorted(numbered.items())]

@@ -33,6 +33,7 @@ from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
+from ci_llm.distributed.side_channel import PeerLost
 from ci_llm.errors import CiLlmError, LaunchError, ModelError
 
 T = TypeVar("T")
@@ -42,10 +43,6 @@ _LOGGER = logging.getLogger(__name__)
 # silent, and how long the main process may work alone (`main_first`).
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 SHUTDOWN_BOUND_S: Final = 10.0
-
-
-class PeerLost(CiLlmError):
-    """Another process of this run is gone or silent: what needs all processes cannot happen any more."""
 
 
 class Processes:

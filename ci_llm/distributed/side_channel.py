@@ -1,25 +1,35 @@
-"""What several processes say about a checkpoint: votes, in which an error of one is an error of all, and messages.
+"""Communication beside the training: votes in which an error of one process is an error of all, and messages.
 
-For loops that bring nothing of ours but the manager. Our own trainer brings its `Peers`.
+A loop that brings nothing of this package but the manager of checkpoints needs no more than this. The trainer brings
+its own `Peers` (processes.py) for the votes.
+
+Each channel has a gloo group of its own. A thread that saves may then communicate while the training thread is in a
+collective: two threads on one group would take each other's messages. And gloo reports a dead peer within
+milliseconds, on every machine, where NCCL waits for minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ci_llm.errors import CheckpointError
+from ci_llm.errors import CheckpointError, CiLlmError
 
-MAX_VOTES = 8
+MAX_VOTES: Final = 8
+#: Bytes that a message may have before it costs a second collective; generators of one process have about 20,000.
+FIRST_CAPACITY: Final = 1 << 16
+_LENGTH_BYTES: Final = 8
+#: First byte of a message that says whether its sender has failed.
+_FAILED, _FINE = b"\0", b"\1"
 
 
-class PeerGone(CheckpointError):
-    """Another process is gone or silent: what was begun together cannot be ended together."""
+class PeerLost(CiLlmError):
+    """Another process of this run is gone or silent: what needs all processes cannot happen any more."""
 
 
 class Peers(Protocol):
@@ -57,9 +67,9 @@ class TorchPeers:
 
 
 class SideChannel:
-    """A connection of all processes beside the one of the training, so that another thread may speak on it.
+    """Messages between all processes, on a connection of their own.
 
-    Building it is a collective, and so is every `exchange`; on one process it has one end.
+    Building it is a collective, and so is every exchange. On a single process it returns what it is given.
 
     Attributes:
         index, count: of this process, and of how many.
@@ -67,69 +77,98 @@ class SideChannel:
 
     def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo") if _distributed() else None
-        self._gone: PeerGone | None = None
+        self._lost: PeerLost | None = None
+        self._capacity = FIRST_CAPACITY
         self.index, self.count = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
 
-    def exchange(self, said: bytes) -> list[bytes]:
-        """What every process says, by index. Nothing that is received is executed.
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The messages of all processes, by index; one collective, and a second one for a message of record length.
+
+        Nothing that is received is executed.
 
         Raises:
-            PeerGone: a process has ended.
+            PeerLost: a process has ended.
         """
-        if self._gone is not None:
-            raise self._gone
+        if self._lost is not None:
+            raise self._lost
         if self._group is None:
-            return [said]
+            return [message]
         try:
-            sizes = [int(size) for size in self._gather(torch.tensor([len(said)]))]
-            padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-            padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-            texts = self._gather(padded)
-            return [text[:size].numpy().tobytes() for text, size in zip(texts, sizes, strict=True)]
-        except RuntimeError as error:  # gloo knows no narrower class
+            return self._gather(message)
+        except RuntimeError as error:  # gloo has no narrower class
             reason = str(error).splitlines()[0]
-        # Out here, for the error's traceback holds the group, and a group that is held keeps its connections.
-        raise self._hung_up(reason)
+        # Outside of the `except`: the error's traceback holds the group, and a group that is held stays connected.
+        raise self._disconnect(reason)
 
-    def _hung_up(self, reason: str) -> PeerGone:
-        """Close every connection: whoever waits for this process, and not for the one that is gone, hears as well."""
-        self._gone = PeerGone("another process is gone: nothing can be saved together", where=reason)
+    def exchange_result_of(self, work: Callable[[], bytes]) -> list[bytes]:
+        """Exchange what `work` returns on each process, with one collective.
+
+        Raises:
+            CheckpointError: `work` raised on another process; where it raised, its own error goes on. No process is
+                left waiting for one that failed.
+            PeerLost: a process has ended.
+        """
+        try:
+            message = _FINE + work()
+        except PeerLost:
+            raise
+        except BaseException:
+            self.exchange(_FAILED)
+            raise
+        received = self.exchange(message)
+        if any(each[:1] == _FAILED for each in received):
+            raise failed_elsewhere()
+        return [each[1:] for each in received]
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        while True:
+            # All processes send equally many bytes, as `all_gather` wants it: so no size has to be agreed on first.
+            sent = torch.zeros(_LENGTH_BYTES + self._capacity, dtype=torch.uint8)
+            head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[: self._capacity]
+            sent[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            received = [torch.empty_like(sent) for _ in range(self.count)]
+            dist.all_gather(received, sent, group=self._group)
+            lengths = [int.from_bytes(each[:_LENGTH_BYTES].numpy().tobytes(), "little") for each in received]
+            if max(lengths) <= self._capacity:
+                ends = [_LENGTH_BYTES + length for length in lengths]
+                return [each[_LENGTH_BYTES:end].numpy().tobytes() for each, end in zip(received, ends, strict=True)]
+            # Every process sees the same lengths, so all of them come to the same capacity and gather once more.
+            self._capacity = 1 << (max(lengths) - 1).bit_length()
+
+    def _disconnect(self, reason: str) -> PeerLost:
+        """Close every connection of the group, so that a process that waits for this one gets an error as well."""
+        self._lost = PeerLost("another process is gone: nothing can be saved by all of them", where=reason)
         dist.destroy_process_group(self._group)
         self._group = None
-        return self._gone
-
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        everyones = [torch.empty_like(own) for _ in range(self.count)]
-        dist.all_gather(everyones, own, group=self._group)
-        return everyones
+        return self._lost
 
 
-class Word:
-    """What process 0 tells the others in its own time: whether something came about. Building it is a collective.
+class ResultChannel:
+    """How process 0 tells the others what became of a save, when it knows. Building it is a collective.
 
-    Process 0 never waits for the others to hear it, which may be busy, or gone.
+    `send` never waits for the others, which may be busy or gone. `receive` runs in a thread of its own.
     """
 
     def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo")
-        self._underway: list[Any] = []  # what is sent, with its memory
+        self._in_flight: list[Any] = []  # each send with its tensor, which must live until it is sent
 
-    def tell(self, step: int, happened: bool) -> None:
+    def send(self, step: int, saved: bool) -> None:
         """On process 0: what became of `step`."""
-        self._underway = [(work, said) for work, said in self._underway if not work.is_completed()]
+        self._in_flight = [(work, message) for work, message in self._in_flight if not work.is_completed()]
         for index in range(1, dist.get_world_size()):
-            said = torch.tensor([step, int(happened)])
-            with contextlib.suppress(RuntimeError):  # it is gone, and hears nothing any more
-                self._underway.append((dist.isend(said, index, group=self._group), said))
+            message = torch.tensor([step, int(saved)])
+            with contextlib.suppress(RuntimeError):  # that process is gone and needs no result
+                self._in_flight.append((dist.isend(message, index, group=self._group), message))
 
-    def hear(self, step: int) -> bool:
-        """On every other process. False as well if process 0 is gone: the next collective says so to everybody."""
-        said = torch.zeros(2, dtype=torch.int64)
+    def receive(self, step: int) -> bool:
+        """On every other process: whether `step` was saved. False if process 0 is gone: the next collective fails."""
+        message = torch.zeros(2, dtype=torch.int64)
         with contextlib.suppress(RuntimeError):
-            dist.recv(said, 0, group=self._group)
-            while said[0] < step:  # of a save that failed elsewhere, and that nobody here has waited for
-                dist.recv(said, 0, group=self._group)
-        return said.tolist() == [step, 1]
+            dist.recv(message, 0, group=self._group)
+            while message[0] < step:  # the result of an earlier save that nobody here has waited for
+                dist.recv(message, 0, group=self._group)
+        return message.tolist() == [step, 1]
 
 
 def _distributed() -> bool:
@@ -137,28 +176,33 @@ def _distributed() -> bool:
 
 
 def has_peers() -> bool:
-    """Whether others wait for this process in a collective, while it is busy outside of one."""
+    """Whether other processes may wait for this one in a collective."""
     return _distributed() and dist.get_world_size() > 1
+
+
+def failed_elsewhere() -> CheckpointError:
+    """The error of a process that did its part while another one failed."""
+    return CheckpointError("another process of this run has failed at this point", hint="see its own message")
 
 
 def run_collectively(processes: Peers, work: Callable[[], Sequence[int]]) -> list[int]:
     """Do `work` on every process and add up what it returns. A collective.
 
     Raises:
-        CheckpointError: `work` raised on another process; where it raised, its own error goes on. Either way
-            every process comes out of the collective, so that none waits for one that failed.
-        PeerGone: at once and without a vote, in which those who still wait elsewhere could not take part.
+        CheckpointError: `work` raised on another process; where it raised, its own error goes on. No process is left
+            waiting for one that failed.
+        PeerLost: at once and without a vote, because processes that wait elsewhere could not take part in it.
     """
     try:
         votes = work()
-    except PeerGone:
+    except PeerLost:
         raise
     except BaseException:
         _add_up(processes, failed=True)
         raise
     failed, *totals = _add_up(processes, votes)
     if failed:
-        raise CheckpointError("another process of this run has failed at this point", hint="its own message says why")
+        raise failed_elsewhere()
     return totals[: len(votes)]
 
 

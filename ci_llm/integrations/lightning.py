@@ -44,7 +44,11 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
 
     Args:
         directory: the folder of the run, its own, on a disk that all processes share.
-        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others.
+        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others,
+            but not `checkpoint_backend`: process 0 writes.
+
+    Raises:
+        ConfigError: a setting that cannot work here.
 
     Attributes:
         interrupted: why the last `fit()` has ended before its work was done, "signal:SIGTERM" for instance; None if it
@@ -52,6 +56,12 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
     """
 
     def __init__(self, directory: Path | str, **settings: Any) -> None:
+        if settings.get("checkpoint_backend", "vanilla") != "vanilla":
+            raise ConfigError(
+                "only process 0 has the state that Lightning hands out, so no other process can write a part of it",
+                where="checkpoint_backend",
+                hint='leave it at "vanilla"',
+            )
         self._directory, self._settings = Path(directory), settings
         self.interrupted: str | None = None
         self._attempt: _Attempt | None = None
@@ -131,7 +141,7 @@ class _Attempt:
             own = self._module.state_dict()
             nothing: dict[str, Any] = {"state_dict": own, "optimizer_states": [], "lr_schedulers": []}
             return {**nothing, "pytorch-lightning_version": lightning.__version__}
-        where = str(self._saver.manager.store.path(step))
+        where = str(self._saver.manager.path(step))
         saved = self._saver.manager.restore(step)
         if "lightning" not in saved:
             raise ForeignCheckpoint("this checkpoint is not of Lightning", where=where, hint="give another folder")

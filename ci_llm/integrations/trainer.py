@@ -136,7 +136,7 @@ class _Attempt:
         trainer._inner_training_loop = self._watched_loop  # no callback hears of an error
         self.source: str | None = None
         if saver.step is not None:
-            self.source = str(saver.manager.store.path(saver.step))
+            self.source = str(saver.manager.path(saver.step))
             # It asks for files in formats of its own; ours are read when the optimizer exists.
             trainer._load_from_checkpoint = self._leave_to_us
 

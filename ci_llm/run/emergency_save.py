@@ -19,7 +19,7 @@ from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
 from ci_llm.cluster.deadline import Walltime, upper
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_status import read_status
+from ci_llm.core.run_status import attempt_folder, read_status
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.run.context import Run
 from ci_llm.run.evaluation import kept_steps
@@ -173,7 +173,7 @@ class EmergencySave:
         return status.attempt == self._attempt and status.status == "interrupted"
 
     def _folder(self, index: int) -> Path:
-        return self._run.config.run_folder / "attempts" / str(self._attempt) / f"process_{index}"
+        return attempt_folder(self._run.config.run_folder, self._attempt) / f"process_{index}"
 
 
 def _in_words(error: Exception) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.crowd.answers import AnswerScores, Examination, examine
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import pack
@@ -223,33 +223,34 @@ def result_in_place(run: Run) -> Iterator[int]:
 
     With `load_best_model_at_end` those of the best step, as long as its checkpoint is whole; else those of the last.
     """
-    step = _usable_best(run)
-    if step is None:
+    best = _usable_best(run)
+    if best is None:
         yield run.state.step
         return
-    folder, agents = run.manager.store.path(step), run.crowd.agents
-    saved, last = load_checkpoint(folder).state, agents.weights.clone()
+    agents = run.crowd.agents
+    last = agents.weights.clone()
     try:
         for k in range(run.crowd.num_agents):
-            agents.load_agent(k, saved[f"agent{k}/adapter_model"], str(folder))
-        yield step
+            agents.load_agent(k, best.state[f"agent{k}/adapter_model"], str(best.folder))
+        yield best.manifest.step
     finally:
         agents.weights.copy_(last)
 
 
-def _usable_best(run: Run) -> int | None:
+def _usable_best(run: Run) -> Checkpoint | None:
+    """The best step, read and verified once by every process. A collective."""
     best = run.state.validation.best_step
     if not run.config.load_best_model_at_end or best in (None, run.state.step):
         return None
     with run.heartbeat.resting():
         run.manager.wait_until_finished()  # what the last save raises says nothing about the best one
-    hindrance = None
-    if run.processes.is_main:
-        try:
-            run.manager.verify(best)
-        except CheckpointError as error:
-            hindrance = str(error)
-    if (hindrance := run.processes.broadcast_object(hindrance)) is not None:
-        run.log.say(f"the best step, {best}, cannot be the result, so the last one is: {hindrance}")
+    found, hindrance = None, None
+    try:
+        found = run.manager.read(best)
+    except CheckpointError as error:
+        hindrance = str(error)
+    hindrances = [each for each in run.processes.gather_object(hindrance) if each is not None]
+    if hindrances:
+        run.log.say(f"the best step, {best}, cannot be the result, so the last one is: {hindrances[0]}")
         return None
-    return best
+    return found

@@ -24,7 +24,7 @@ from typing import Final
 import psutil
 
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_status import Failure, write_failure
+from ci_llm.core.run_status import Failure, attempt_folder, write_failure
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
@@ -49,7 +49,7 @@ class Watchdog:
         self._run, self._stacks = run, stacks
         self._attempt = attempt
         self._silence = SilenceTimer(run.heartbeat, run.config.hang_timeout)
-        self._meeting = run.config.run_folder / "attempts" / str(attempt) / "hang"
+        self._meeting = attempt_folder(run.config.run_folder, attempt) / "hang"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
 

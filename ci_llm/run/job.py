@@ -83,7 +83,6 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
         processes=processes,
         interrupts=interrupts,
         on_disk_full=config.on_disk_full,
-        say=log.say,
     )
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         log.say(note)
@@ -240,14 +239,14 @@ def _begin(run: Run, start: Start) -> int:
     step = run.began_at = run.state.step
     processes.same_folder(run.config.run_folder)
     attempt = processes.on_main(partial(_claim, run, start))
-    run.log.open(attempt, still_held=manager.store.still_held)
+    run.log.open(attempt, still_held=manager.holds_lease)
     run.log.cut_back(step if step else -1)
     processes.on_main(partial(_start_trackers, run))
     run.status = RunStatus(
         run.config.run_folder,
         attempt,
         is_main=processes.is_main,
-        still_held=manager.store.still_held,
+        still_held=manager.holds_lease,
     )
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
@@ -266,7 +265,7 @@ def _begin(run: Run, start: Start) -> int:
 
 def _claim(run: Run, start: Start) -> int:
     """Make the folder this attempt's; returns its number."""
-    attempt = run.manager.store.claim()
+    attempt = run.manager.acquire_lease()
     for line in prepare(run.manager, start):
         run.log.say(line)
     record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
@@ -293,7 +292,7 @@ def _watched(run: Run, attempt: int, stacks: Stacks) -> Iterator[None]:
 
 @contextmanager
 def _hardware_monitored(run: Run) -> Iterator[None]:
-    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.store.still_held)
+    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.holds_lease)
     if run.config.monitor_gpu and run.processes.is_main:
         monitor.start()
     try:
@@ -331,7 +330,7 @@ def conclude(run: Run) -> str | None:
         added = {"README.md": card.encode(), **agents_tokenizers(run)}
         run.manager.finish(added, step=None if step == run.state.step else step)
         require_written(run)
-    if run.processes.is_main and run.manager.store.still_held():
+    if run.processes.is_main and run.manager.holds_lease():
         write_json(run.config.run_folder / "evaluation.json", record)
     return None
 

@@ -168,7 +168,7 @@ def read_record(run_folder: Path) -> list[BadBatch]:
 
 def _write_record(run: Run, healing: RecoveryState) -> None:
     """Tell later attempts at once: one that is killed before the next checkpoint would look at the batch again."""
-    if not (run.processes.is_main and run.manager.store.still_held()):
+    if not (run.processes.is_main and run.manager.holds_lease()):
         return
     batches: list[Mapping[str, Any]] = healing.to_dict()["bad_batches"]
     try:

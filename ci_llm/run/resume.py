@@ -19,6 +19,7 @@ from ci_llm._version import __version__
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.checkpoints.votes import EachProcess
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.core import determinism
 from ci_llm.crowd.base import short_name
@@ -50,7 +51,7 @@ def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Sou
         at_most: one of this step or before, because what came after is not trusted; None: any.
     """
     step = manager.latest_step(at_most=at_most)
-    return None if step is None else Source(load_checkpoint(manager.store.path(step)), manager.store.path(step))
+    return None if step is None else Source(found := manager.read(step), found.folder)
 
 
 def open_source(given: Path, where: str) -> Source:
@@ -79,10 +80,10 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
     """The state of a run as the manager wants it: keys name files.
 
     Args:
-        generators: `rng.capture()` of every process by index, None where it is not known; gathered by default, which
-            makes this a collective.
+        generators: `determinism.capture()` of every process by index, None where it is not known; by default `save`
+            collects them.
     """
-    generators = generators or run.processes.gather_object(determinism.capture())
+    known = {f"process{i}": state for i, state in enumerate(generators) if state is not None}
     return {
         **run.crowd.adapter_files(),
         "ci_llm_meta_config": run.crowd.meta(run.base.fingerprint),
@@ -95,7 +96,7 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
         "train_state": run.state.to_dict(),
         "guard": guard_state(run),
         "trackers": run.log.tracker_state(),
-        "rng": {f"process{i}": state for i, state in enumerate(generators) if state is not None},
+        "rng": known if generators else EachProcess(determinism.capture()),
         "config.yaml": run.config.dump().encode(),
         **run.tokenizer_files,
     }

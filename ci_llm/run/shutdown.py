@@ -17,8 +17,7 @@ from ci_llm.cluster.slurm import Job, ask, attempts_in_vain, end_now, end_of, ki
 from ci_llm.config import Config, words_without
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import PEER_LOST, Failure, write_failure
-from ci_llm.distributed.processes import PeerLost
-from ci_llm.distributed.side_channel import PeerGone
+from ci_llm.distributed.side_channel import PeerLost
 from ci_llm.errors import GivenUp
 from ci_llm.run.context import Run
 
@@ -67,7 +66,7 @@ def leave(run: Run, reason: str) -> None:
         mine = run.status.finish("interrupted", reason, command)
     except OSError as error:
         run.log.say(f"status.json cannot be written: {error}")
-        mine = run.processes.is_main and run.manager.store.still_held()
+        mine = run.processes.is_main and run.manager.holds_lease()
     where = f"step {step} is saved" if step else "no step is saved"
     run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
     if mine:  # a job that another attempt has taken over is that attempt's to put back
@@ -133,7 +132,7 @@ def record_failure(run: Run, attempt: int, error: BaseException) -> None:
 
 def reason_of(error: BaseException) -> str:
     """A word for scripts, and for the supervisor."""
-    if isinstance(error, (PeerLost, PeerGone)):
+    if isinstance(error, PeerLost):
         return PEER_LOST
     for cause in _causes(error):
         if isinstance(cause, GivenUp):

@@ -46,8 +46,8 @@ def test_a_save_in_flight_that_failed_is_said_and_the_boundary_saved(
 ) -> None:
     said: list[str] = []
     with CheckpointManager(tmp_path / "run") as manager:
-        manager.store.claim()
-        manager.store._disk = BrokenOnce()
+        manager.acquire_lease()
+        manager._store._disk = BrokenOnce()
         assert manager.save(5, {"w": torch.zeros(3)})
         boat(manager, said, monkeypatch)._save_boundary()
         assert manager.all_steps() == [7]
@@ -59,8 +59,8 @@ def test_whatever_keeps_the_boundary_from_being_saved_is_said(tmp_path: Path, mo
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with CheckpointManager(tmp_path / "run") as manager:
-        manager.store.claim()
-        manager.store._disk = BrokenOnce()
+        manager.acquire_lease()
+        manager._store._disk = BrokenOnce()
         boat(manager, said, monkeypatch)._go()
     assert said[1:] == ["the last boundary could not be saved: ZeroDivisionError: a bug"]
     assert codes == [1]

@@ -19,7 +19,7 @@ from ci_llm.checkpoints import distributed
 from ci_llm.checkpoints import manager as manager_module
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
-from ci_llm.distributed.side_channel import PeerGone
+from ci_llm.distributed.side_channel import PeerLost
 from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
 
@@ -91,8 +91,7 @@ def same(one: Any, other: Any) -> bool:
 def failing(directory: str, victim: int, fault: str, behind: bool) -> int:
     """One process fails at its first byte of step 2: nobody commits it, everybody hears, step 3 works again."""
     rank = enter()
-    said: list[str] = []
-    manager = CheckpointManager(directory, async_save=behind, checkpoint_backend="distributed", say=said.append)
+    manager = CheckpointManager(directory, async_save=behind, checkpoint_backend="distributed")
     assert manager.save(1, state(1))
     manager.wait_until_finished()
     if rank == victim:
@@ -145,7 +144,7 @@ def killed_while_writing(directory: str, victim: int, behind: bool) -> int:
     try:
         manager.save(2, state(2))
         manager.wait_until_finished()
-    except (PeerGone, RuntimeError):
+    except (PeerLost, RuntimeError):
         return 0
     return 1
 
@@ -198,7 +197,7 @@ def without_thread(directory: str) -> int:
         raise RuntimeError("can't start new thread")
 
     if rank == 1:
-        manager._behind._pool.submit = refuse  # type: ignore[union-attr, method-assign, assignment]
+        manager._async_saver._pool.submit = refuse  # type: ignore[union-attr, method-assign, assignment]
     error = whatever_goes_wrong(lambda: manager.save(2, state(2)))
     assert str(error).startswith("can't start new thread" if rank == 1 else "another process"), error
     behind = whatever_goes_wrong(manager.wait_until_finished)

@@ -98,7 +98,7 @@ def refused_on_main(processes: Any) -> str:
 
 def lose_a_peer(processes: Any) -> dict[str, Any]:
     from ci_llm.distributed.ballot import Ballot
-    from ci_llm.distributed.processes import PeerLost
+    from ci_llm.distributed.side_channel import PeerLost
 
     if processes.index == 1:
         os._exit(9)
