@@ -84,7 +84,7 @@ class PartWriter:
         Args:
             store: of the same folder on every process; only process 0 acquires its lease.
             take: the files of this process, ready to be written.
-            commit: saves them in the store, together with others; called on process 0 only.
+            commit: saves them in the store, beside those of the others; called on process 0 only.
 
         Returns:
             what became of the checkpoint, the same on every process.
@@ -112,7 +112,7 @@ class PartWriter:
         return self._lead(step, _Followers(self._channel, store.directory, received), partial(commit, part))
 
     def _given_up(self, step: int, why: str) -> SaveResult:
-        """One error for people is enough: process 0 raises, the others end quietly."""
+        """Process 0 raises, the others return a result: one error is enough for the reader of the log."""
         if self._channel.index == 0:
             raise CheckpointError(f"checkpoint_step_{step} is dropped: {why}", hint="see what that process says")
         return SaveResult(step, False, why)
@@ -143,7 +143,7 @@ class PartWriter:
 def _write(
     store: CheckpointStore, files: Mapping[str, FileImage], records: Mapping[str, FileRecord], draft: Path
 ) -> Message:
-    """What to say about it: nothing, if all is well; a disk that fails is for process 0 to judge."""
+    """The message about it: empty if all is well. Process 0 decides what an error of the disk means."""
     try:
         store.write_part(draft, files, records)
     except OSError as error:
@@ -154,7 +154,7 @@ def _write(
 
 
 class _Followers(OtherWriters):
-    """The other processes as process 0 sees them: received what to do at each meeting."""
+    """The other processes, as process 0 directs them: each exchange tells them what to do next."""
 
     def __init__(self, channel: SideChannel, root: Path, received: Sequence[Message]) -> None:
         self._channel, self._root = channel, root
@@ -169,7 +169,8 @@ class _Followers(OtherWriters):
         finally:
             received = _exchange(self._channel, {})
             self._gave_up = _who_gave_up(received)
-            if self._gave_up is not None:  # before an error of our own disk: it would be tried again, without them
+            if self._gave_up is not None:
+                # This outranks an error of our own disk, after which process 0 would try again without them.
                 raise CheckpointError(f"process {self._gave_up} could not write its part", hint="see what it says")
         for index, each in enumerate(received):
             if "error" in each:
@@ -177,7 +178,7 @@ class _Followers(OtherWriters):
                 raise OSError(each["errno"], what) if each["errno"] else DamagedCheckpoint(what)
 
     def dismiss(self, result: SaveResult) -> None:
-        if self._gave_up is None:  # else they know, and have gone
+        if self._gave_up is None:  # otherwise they have left already
             _exchange(self._channel, {"result": asdict(replace(result, cause=None))})
 
 

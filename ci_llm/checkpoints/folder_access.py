@@ -32,14 +32,12 @@ class FolderAccess:
     _processes: Peers
     _ballot: Ballot
     _read_only: bool
+    _closed: bool
     _known_newest: list[int | None]
     _opened: Opened | None
     _verified_step: int | None
 
     def wait_until_finished(self) -> None:
-        raise NotImplementedError
-
-    def _require_open(self, *, writing: bool = False) -> None:
         raise NotImplementedError
 
     def _note_restored(self) -> None:
@@ -215,6 +213,12 @@ class FolderAccess:
     def staging(self) -> Path:
         """A folder for unfinished files of the owner (`durable.write_bytes(staging=...)`); gone after a takeover."""
         return self._store.staging
+
+    def _require_open(self, *, writing: bool = False) -> None:
+        if self._closed:
+            raise CheckpointError("this manager is closed", where=str(self.directory), hint="make another one")
+        if writing and self._read_only:
+            raise CheckpointError("this manager is read_only", where=str(self.directory))
 
     def _forget_newest(self) -> None:
         self.wait_until_finished()

@@ -1,4 +1,4 @@
-"""Which checkpoints a run's folder holds, and the bytes of one of them: for whoever only reads.
+"""Which checkpoints a run's folder holds, and the bytes of one of them; read only, without a lease.
 
 checkpoint_step_<N>/    committed; never written again
 final_checkpoint/       the last step once more, made for use; counts with its step

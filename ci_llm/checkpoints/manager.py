@@ -38,9 +38,8 @@ from ci_llm.checkpoints.orbax_arguments import Rules, state_of
 from ci_llm.checkpoints.policy import METRICS, BestInterval, Keeping, Metrics, SavePolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Ballot, Contribution, Votes, add_up, by_process, own_parts
+from ci_llm.checkpoints.votes import Ballot, Contribution, Votes, add_up, by_process, own_parts, replace_entries
 from ci_llm.distributed.side_channel import Peers, SideChannel, TorchPeers, has_peers, run_collectively
-from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
@@ -342,15 +341,7 @@ class CheckpointManager(FolderAccess):
             assert self._channel is not None
             collected[KEY] = self._gradients.of_everyone(state, self._channel)
         if self._backend.all_write or self._is_main:
-            completed = {entry.key: entry for entry in hand_off(collected)}
-            entries[:] = [completed.pop(entry.key, entry) for entry in entries]
-            entries[:0] = completed.values()
-
-    def _require_open(self, *, writing: bool = False) -> None:
-        if self._closed:
-            raise CheckpointError("this manager is closed", where=str(self.directory), hint="make another one")
-        if writing and self._read_only:
-            raise CheckpointError("this manager is read_only", where=str(self.directory))
+            replace_entries(entries, hand_off(collected))
 
     def _note_restored(self) -> None:
         self._tried_at = self._clock()
@@ -364,15 +355,21 @@ class CheckpointManager(FolderAccess):
         task = self._backend.prepare(SaveRequest(self._store, step, entries, copy_info(info), keep, asynchronous))
         saved = True
         if self._async_saver is None:
-            # Only now it is known whether the disk took the checkpoint: that costs one collective more.
-            [count] = run_collectively(self._processes, lambda: [self._save_now(task)])
-            saved = count > 0
+            saved = self._save_now(task)
         elif task is not None:
             self._async_saver.begin(task, self._note, waited_s=waited_s)
         if saved:
             self._known_newest, self._begun = [step], step
             self._ballot.note_saved(step)
         return saved
+
+    def _save_now(self, task: SaveTask | None) -> bool:
+        def work() -> list[int]:
+            return [task is not None and self._note(task.save(partial(snapshot_of, task.entries)))]
+
+        # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
+        [count] = run_collectively(self._processes, work)
+        return count > 0
 
     # On process 0
 
@@ -405,9 +402,6 @@ class CheckpointManager(FolderAccess):
         if self._interval is None or not self._is_main:
             return {}
         return self._interval.record(self.directory, self._newest(), self._store.acquire_lease(), left=left)
-
-    def _save_now(self, task: SaveTask | None) -> bool:
-        return task is not None and self._note(task.save(partial(snapshot_of, task.entries)))
 
     def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:
         self.wait_until_finished()

@@ -1,4 +1,4 @@
-"""Orbax's arguments and options, read as ours: what `save` and `restore` are given, and when a manager saves.
+"""Orbax's arguments and options, translated to ours: what `save` and `restore` are given, and when a manager saves.
 
 What has no counterpart here is refused by name.
 """
@@ -103,7 +103,7 @@ WITHOUT_EFFECT: Final = frozenset(
     {
         "create",  # the folder is made by the first save
         "cleanup_tmp_directories",  # what dead attempts left is swept at the first save
-        "enable_background_delete",  # pruning happens behind the training, with the save
+        "enable_background_delete",  # pruning happens in the thread of the save
         "num_deletion_threads",
         "async_options",
         "multiprocessing_options",

@@ -106,11 +106,6 @@ class CheckpointStore:
 
     # One writer
 
-    @property
-    def attempt(self) -> int | None:
-        """The number of this attempt, once it has the lease."""
-        return self._lease.attempt if self._lease else None
-
     def acquire_lease(self) -> int:
         """Become the one writer, sweep what dead attempts left, and return this attempt's number.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ci_llm.checkpoints.state_files import from_bytes, to_bytes
+from ci_llm.checkpoints.state_files import StateEntry, from_bytes, to_bytes
 from ci_llm.distributed.side_channel import Peers, run_collectively
 
 
@@ -113,3 +113,10 @@ def add_up(contributions: Sequence[Contribution]) -> Votes:
 def by_process(contributions: Sequence[Contribution], key: str) -> dict[str, Any]:
     """What the state holds under `key`: the values of all processes."""
     return {f"process{index}": each.own[key] for index, each in enumerate(contributions)}
+
+
+def replace_entries(entries: list[StateEntry], collected: Sequence[StateEntry]) -> None:
+    """Put what was collected from all processes in the place of what one of them has; new keys come first."""
+    by_key = {entry.key: entry for entry in collected}
+    entries[:] = [by_key.pop(entry.key, entry) for entry in entries]
+    entries[:0] = by_key.values()

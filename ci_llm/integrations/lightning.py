@@ -4,13 +4,13 @@
     trainer = L.Trainer(..., callbacks=[checkpoints], enable_checkpointing=False)
     trainer.fit(model, loader, ckpt_path=checkpoints.resume())
 
-What is saved: what Lightning puts into a checkpoint, but of the weights only those that are trained; and the generators
-of every process, at the beginning of the epoch and at the step. On a resume the epoch is begun with the draws that it
-had, and the batches that were used are passed over: the order is the same for any sampler.
+A checkpoint holds what Lightning puts into one, but of the weights only those that are trained; and the generators of
+every process, at the beginning of the epoch and at the step. On a resume the epoch begins with the same random numbers,
+and the batches that were used are skipped: so the order is the same for any sampler.
 
-When: before a batch is trained on, when the one before has been validated and its gradients are used up. Lightning has
-counted that batch as begun by then, so its counters are put back. It is stopped there, too: `should_stop` alone would
-validate first. Nothing is unpickled on the way back.
+A step is saved before the next batch is trained on: by then it is validated, and its gradients are used up. Lightning
+has counted that batch as begun, so its counters are set back. The training stops at the same point, because
+`should_stop` alone would validate first. Nothing is unpickled on a resume.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._attempt is not None and (reason := self._attempt.begin_batch()) is not None:
             self.interrupted = reason
-            raise StopIteration  # ends the epoch without another word, as a -1 of this hook in the module does
+            raise StopIteration  # ends the epoch at once, as -1 from this hook of a module does
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -217,7 +217,7 @@ class _Attempt:
         ended = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         self._unused_gradients = trainer.lightning_module.automatic_optimization and not ended
 
-    # AttemptResult
+    # The end
 
     def finish(self, *, interrupted: bool) -> None:
         """Save the step at which the training has ended, unless it was saved before it was broken off."""
@@ -314,7 +314,7 @@ class _Io(CheckpointIO):  # type: ignore[misc]
 
 
 class _Replayed:
-    """A loader, whose first pass of a resumed run has the order it had and begins where the run stands."""
+    """A loader whose first pass in a resumed run has its old order, and begins after the batches that were used."""
 
     def __init__(self, loader: Any, attempt: _Attempt) -> None:
         self.loader, self._attempt = loader, attempt
