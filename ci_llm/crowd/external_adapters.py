@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ci_llm.errors import ModelError
 
-CONFIG, META = "adapter_config.json", "ci_llm_meta_config.json"
+CONFIG, META_FILE = "adapter_config.json", "ci_llm_meta_config.json"
 WHOLE_MODEL = "model.safetensors"
 
 _TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
@@ -88,14 +88,14 @@ def read_adapters(source: Path) -> list[ExternalAdapter]:
     Raises:
         ModelError: there is no adapter, one cannot be read, or one is no plain LoRA.
     """
-    if (source / META).is_file() and not (source / "agent0" / CONFIG).is_file():
+    if (source / META_FILE).is_file() and not (source / "agent0" / CONFIG).is_file():
         return _read_original(source)
     folders = [source] if (source / CONFIG).is_file() else _numbered(source)
     if not folders:
         raise ModelError(
             "there is no adapter here" if source.is_dir() else "there is no such folder",
             where=str(source),
-            hint=f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do, or {META}",
+            hint=f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do, or {META_FILE}",
         )
     return [_read_peft(folder) for folder in folders]
 
@@ -127,10 +127,12 @@ def _has(folder: Path, ending: str) -> bool:
 
 
 def _read_original(source: Path) -> list[ExternalAdapter]:
-    meta = _read_json(source / META)
+    meta = _read_json(source / META_FILE)
     count = meta.get("K_agents")
     if not isinstance(count, int) or count < 1:
-        raise ModelError("the number of agents (K_agents) is missing or below 1", where=str(source / META), hint=_WHOLE)
+        raise ModelError(
+            "the number of agents (K_agents) is missing or below 1", where=str(source / META_FILE), hint=_WHOLE
+        )
     files = [source / f"agent{k}_weights.pth" for k in range(count)]
     missing = [file.name for file in files if not file.is_file()]
     if not missing:

@@ -11,8 +11,8 @@ from ci_llm.crowd.base import load_base
 from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.pretrained import META
 from ci_llm.crowd.prompts import Prompter
+from ci_llm.crowd.recognise import META
 from ci_llm.crowd.targets import shortest_names
 from ci_llm.errors import ModelError
 

@@ -16,10 +16,8 @@ from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.crowd.base import Base, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.recognise import require_checkpoint
+from ci_llm.crowd.recognise import META, require_checkpoint
 from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint
-
-META = "ci_llm_meta_config"
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from ci_llm.checkpoints.checkpoint import find_checkpoint
 from ci_llm.checkpoints.folders import committed
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest
-from ci_llm.crowd.external_adapters import CONFIG
-from ci_llm.crowd.external_adapters import META as META_FILE
+from ci_llm.crowd.external_adapters import CONFIG, META_FILE
 from ci_llm.errors import BadInput
 
+#: The key of a checkpoint under which a crowd describes itself.
 META = META_FILE.removesuffix(".json")
 #: The sub-folder that the hooks for Accelerate write into.
 HOOKS_FOLDER = "ci_llm"

@@ -41,8 +41,7 @@ from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
 from ci_llm.crowd.base import fingerprint_of
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.pretrained import META
-from ci_llm.crowd.recognise import HOOKS_FOLDER
+from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint

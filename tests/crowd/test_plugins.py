@@ -12,6 +12,7 @@ import pytest
 from ci_llm.config import load_config
 from ci_llm.core.plugins import load_plugin, plugin_names
 from ci_llm.crowd.aggregators import AGGREGATORS
+from ci_llm.crowd.diversity import DiversityForm, find_form
 from ci_llm.errors import BadInput, ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,8 @@ def test_one_file_adds_a_diversity_form_and_one_an_aggregator(tmp_path: Path) ->
 def test_the_modules_are_the_values_of_the_keys() -> None:
     assert plugin_names("ci_llm.crowd.diversity", first="none") == ("none", "joint", "swd", "swd_raw")
     assert AGGREGATORS == ("probability", "logit")
+    for name in plugin_names("ci_llm.crowd.diversity"):
+        assert isinstance(find_form(name), DiversityForm)
     for key in ("diversity", "aggregator"):
         with pytest.raises(ConfigError, match=f"{key}.*median"):
             load_config(None, [f"{key}=median"])
