@@ -18,7 +18,7 @@ from typing import Any, Final, TextIO
 
 from ci_llm.logs.files import AppendedFile, MetricsFile
 from ci_llm.logs.terminal import ProgressLine, Terminal
-from ci_llm.logs.trackers import Trackers
+from ci_llm.logs.tracking import Trackers
 
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"

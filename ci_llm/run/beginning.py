@@ -18,6 +18,7 @@ from ci_llm.checkpoints.folders import FINAL, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import QUARANTINE, SUPERSEDED
 from ci_llm.config import Config
+from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.run.resume import Source, newest_source, open_source
@@ -26,7 +27,7 @@ NAME: Final = "beginning.json"
 LATEST: Final = "latest"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
-    *("checkpoint_step_*", FINAL, QUARANTINE, SUPERSEDED, "attempts", NAME, "recovery.json", "skipped_batches.json"),
+    *("checkpoint_step_*", FINAL, QUARANTINE, SUPERSEDED, ATTEMPTS, NAME, "recovery.json", "skipped_batches.json"),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
     *("tensorboard", "profile"),
 )

@@ -29,7 +29,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
-from ci_llm.logs.trackers import require_installed
+from ci_llm.logs.tracking import require_installed
 from ci_llm.run.beginning import Start, find_start, prepare
 from ci_llm.run.best_step import kept_steps, result_step, weights_of
 from ci_llm.run.context import Run

@@ -259,7 +259,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------- without a run
+# Without a run
 
 
 def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
