@@ -69,7 +69,7 @@ def log_text(folder: Path) -> str:
     return (folder / LOG_NAME).read_text(encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------------- people
+# People
 
 
 def test_says_to_terminal_and_file_with_date_and_attempt(tmp_path: Path, screen: io.StringIO) -> None:
@@ -285,7 +285,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     assert log_text(tmp_path).count("the terminal is gone") == 1
 
 
-# -------------------------------------------------------------------------------------------- progress
+# Progress
 
 
 def test_a_plain_line_per_interval_and_always_at_the_end(tmp_path: Path, screen: io.StringIO) -> None:
@@ -362,7 +362,7 @@ def test_a_terminal_that_cannot_redraw_gets_lines(
     assert written().splitlines() == ["step 1/4  25%  loss 1 (1)"]
 
 
-# --------------------------------------------------------------------------------------------- metrics
+# Metrics
 
 
 def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
@@ -414,7 +414,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next(tmp_path: Path, screen:
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
-# -------------------------------------------------------------------------------------------- trackers
+# Trackers
 
 
 def make_accelerator(folder: Path, *names: str) -> Any:
