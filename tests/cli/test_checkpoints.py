@@ -224,7 +224,7 @@ def test_the_largest_difference_comes_first_and_many_are_cut(
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "30 differences, 30 tensors and 1 plain values compared"
     assert lines[3] == "  weights.layer29: 3 of 3 elements, by at most 30"
-    assert lines[-1] == "  and 10 more; --json tells all"
+    assert lines[-1] == "  and 10 more; --json lists all"
 
 
 def test_a_damaged_side_is_no_difference_but_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

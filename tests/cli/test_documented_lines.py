@@ -131,7 +131,7 @@ def understood(line: str, folder: Path) -> Config:
     if launcher == "sbatch":
         return main._configuration(words_of_the_job(words, folder)).config
     if words[0] == "safe_train.py":
-        supervise._training(supervise.parse_options(words[1:]))
+        supervise._target(supervise.parse_options(words[1:]))
         raise AssertionError("taken")
     return main._configuration(words[1:]).config
 
@@ -169,7 +169,7 @@ def test_a_line_that_cannot_work_is_one_message_with_every_way(line: str, ways: 
 @pytest.mark.parametrize("line", FOREIGN)
 def test_a_line_over_a_script_of_somebody_else_is_taken(line: str) -> None:
     call = supervise.parse_options(shlex.split(line)[2:])
-    assert isinstance(supervise._training(call), ExternalScript)
+    assert isinstance(supervise._target(call), ExternalScript)
 
 
 @pytest.mark.parametrize(("page", "program", "here"), ELSEWHERE)
