@@ -186,7 +186,7 @@ def _mind_the_hub(config: Config, launch: Launch) -> None:
     """Nobody asks a hub that is out of reach."""
     from ci_llm.cluster.hub import go_offline_if_unreachable
 
-    unreachable = go_offline_if_unreachable(config.model_name, config.dataset_name)
+    unreachable = go_offline_if_unreachable(config.model_name, *config.dataset_names, *config.eval_dataset_names)
     if unreachable and launch.is_main:
         _tell(f"hub       out of reach, only its local cache is used ({unreachable})")
 

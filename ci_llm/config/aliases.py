@@ -24,6 +24,15 @@ ALIASES: dict[str, str] = {
     "dataset": "dataset_name",
     "dataset_path": "dataset_name",
     "dataset_config_name": "dataset_subset",
+    "interleave_probs": "dataset_weights",
+    "mixture_weights": "dataset_weights",
+    "eval_dataset": "eval_dataset_name",
+    "validation_file": "eval_dataset_name",
+    "val_size": "val_set_size",
+    "dataset_text_field": "text_column",
+    "assistant_only_loss": "train_on_prompt",
+    "completion_only_loss": "train_on_prompt",
+    "train_on_inputs": "train_on_prompt",
     "sequence_length": "max_seq_length",
     "seq_length": "max_seq_length",
     "max_length": "max_seq_length",
@@ -73,8 +82,13 @@ ALIASES: dict[str, str] = {
     "time_limit": "max_runtime",
 }
 
-#: Words that mean a value of a key: `--auto_resume` alone reads as true, hence latest.
+_INVERTED = {"true": "false", "yes": "false", "on": "false", "false": "true", "no": "true", "off": "true"}
+
+#: Words that mean a value of a key, or of the key that an alias stands for: `--auto_resume` alone reads as true,
+#: hence latest.
 WORDS: dict[str, dict[str, str]] = {
+    "assistant_only_loss": _INVERTED,
+    "completion_only_loss": _INVERTED,
     "resume_from_checkpoint": {"true": "latest", "auto": "latest", "false": "null"},
     "checkpoint_backend": {"true": "distributed", "false": "vanilla"},
     "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},

@@ -88,6 +88,16 @@ class Config(
         return Path(self.output_dir, self.experiment_name or "")
 
     @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """The data sets to train on, one by one."""
+        return _one_by_one(self.dataset_name)
+
+    @property
+    def eval_dataset_names(self) -> tuple[str, ...]:
+        """The data sets that only judge; empty where the training data has the rows for it."""
+        return _one_by_one(self.eval_dataset_name) if self.eval_dataset_name else ()
+
+    @property
     def keeps_best(self) -> bool:
         """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
         return self.early_stopping_patience is not None or self.load_best_model_at_end
@@ -108,6 +118,13 @@ class Config(
             for key, field in Config.model_fields.items()
             if getattr(self, key) != getattr(other, key)
         ]
+
+
+def _one_by_one(names: str) -> tuple[str, ...]:
+    """Names with commas between; a file or folder that is called so means itself."""
+    if Path(names).expanduser().exists():
+        return (names,)
+    return tuple(name.strip() for name in names.removeprefix("[").removesuffix("]").split(",") if name.strip())
 
 
 def groups() -> dict[str, list[str]]:
@@ -299,7 +316,7 @@ def _build(given: dict[str, Entry], problems: list[_Problem]) -> Config:
 
 
 def _in_other_words(key: str, entry: Entry) -> Entry:
-    words = WORDS.get(key, {})
+    words = {**WORDS.get(key, {}), **WORDS.get(entry.name.replace("-", "_"), {})}
     if isinstance(entry.raw, Scalar) and not entry.raw.quoted and entry.raw.text.lower() in words:
         return Entry(entry.name, Scalar(words[entry.raw.text.lower()]), entry.where)
     return entry

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from ci_llm.config.schema import DurationMark
+from ci_llm.config.schema import DurationMark, SeveralMark
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ class _Kind:
     def is_duration(self) -> bool:
         return any(isinstance(mark, DurationMark) for mark in self.metadata)
 
+    @property
+    def may_be_several(self) -> bool:
+        return any(isinstance(mark, SeveralMark) for mark in self.metadata)
+
 
 def _kinds(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[_Kind]:
     origin = get_origin(annotation)
@@ -137,6 +141,8 @@ def _read_one(kind: _Kind, raw: Scalar | Odd) -> object:
 
 
 def _read_items(kind: _Kind, raw: Items) -> object:
+    if kind.may_be_several and raw.values and all(isinstance(value, Scalar) for value in raw.values):
+        return ",".join(str(value.text) for value in raw.values if isinstance(value, Scalar))
     if kind.item is None:
         return _MISS
     values = tuple(_read_one(kind.item, value) for value in raw.values)
@@ -222,8 +228,8 @@ def _words(kind: _Kind) -> str:
     if kind.choices:
         return " | ".join(kind.choices)
     if kind.item is not None:
-        return f"a list of {_words(kind.item)}" if kind.item.choices else "a list of names"
-    noun = "seconds" if kind.is_duration else _NOUNS[kind.type]
+        return "a list of names" if kind.item.type is str else f"a list of {_words(kind.item)}"
+    noun = "seconds" if kind.is_duration else "text or a list" if kind.may_be_several else _NOUNS[kind.type]
     words = " ".join([noun, *filter(None, map(_bound, kind.metadata))])
     return f"{words} (or 1h30m, or HH:MM:SS)" if kind.is_duration else words
 

@@ -20,9 +20,9 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.data.rows import Row, Rows
-from ci_llm.data.templates import Encoder, RefusedRowError, tokenizer_fingerprint
-from ci_llm.data.templates import Example as Example
+from ci_llm.data.encoder import Encoder, RefusedRowError
+from ci_llm.data.encoder import Example as Example
+from ci_llm.data.rows import Chat, Row, Rows
 from ci_llm.errors import DataError
 
 #: To be raised when the same rows and tokenizer give other tokens than before: old files are then not found.
@@ -99,6 +99,7 @@ def tokenize(
     *,
     max_seq_length: int,
     cache_folder: Path,
+    train_on_prompt: bool = False,
     main_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
     """Tokenise the rows, unless the cache folder holds the same rows by the same tokenizer already.
@@ -106,19 +107,29 @@ def tokenize(
     Args:
         max_seq_length: tokens per row, at least 2.
         cache_folder: made if it is missing; may be shared by runs, processes and machines.
+        train_on_prompt: learn every token of a row, and not only what the assistant says.
         main_first: a context that the main process enters and leaves before the others enter it.
 
     Raises:
         DataError: the chat template fails on a row, nothing is left to learn, or the cache cannot be written.
         ModelError: the tokenizer cannot tell which characters a token stands for.
     """
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
+    content += ["train_on_prompt"] * train_on_prompt
     path = cache_folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     with main_first or nullcontext():
         if not path.exists():
             _write(path, _table(rows, encoder, max_seq_length))
     return TokenizedRows(rows, path)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """xxh3-128 of vocabulary, rules and special tokens; not of padding and truncation, which a call sets."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["padding"] = rules["truncation"] = None
+    whole = json.dumps([rules, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return str(xxhash.xxh3_128_hexdigest(whole.encode()))
 
 
 def _write(path: Path, table: Any) -> None:
@@ -141,11 +152,11 @@ def _table(rows: Rows, encoder: Encoder, max_seq_length: int) -> Any:
     kept = tally.kept(rows, encoder)
     first = next(kept, None)
     if first is None:
-        raise tally.nothing_left(rows.where)
+        raise tally.nothing_left(rows)
     digest = xxhash.xxh3_128()
     chunks = list(_chunks(chain([first], kept), digest))
     lines = [
-        encoder.said(rows[first[0]]),
+        encoder.describe(rows[first[0]]),
         *tally.lines(),
         f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
     ]
@@ -176,6 +187,10 @@ class _Tally:
     cut: int = 0
     without_answer: int = 0
     answer_too_far: int = 0
+    hidden_tools: int = 0
+    without_roles: int = 0
+    endless: int = 0
+    end: str = ""
     longest: int = 0
     tokens: int = 0
     targets: int = 0
@@ -184,10 +199,17 @@ class _Tally:
         """The rows in which there is something to learn, cut, with their numbers."""
         for number, row in enumerate(rows):
             self.rows += 1
-            whole = _encoded(encoder, row, f"{rows.where}, row {number} (counted from 0)") if row else None
-            if whole is None or not whole.supervised.any():
+            try:
+                whole = encoder.encode(row) if row else None
+            except RefusedRowError as error:
+                if not isinstance(row, Chat) or not row.uses_tools:
+                    raise _refusal(error, row, rows.place(number)) from error
+                self.hidden_tools += 1
+                continue
+            if row is None or whole is None or not whole.supervised.any():
                 self.without_answer += 1
                 continue
+            self._look_at(row, whole, encoder)
             self.longest = max(self.longest, len(whole.input_ids))
             example = Example(whole.input_ids[: self.max_seq_length], whole.supervised[: self.max_seq_length])
             if not example.supervised.any():
@@ -199,6 +221,13 @@ class _Tally:
             self.targets += int(example.supervised.sum())
             yield number, example
 
+    def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
+        """Count what is learned in a way that nobody wants."""
+        self.without_roles += encoder.lacks_roles(row)
+        if (end := encoder.unlearned_end(row, whole)) is not None:
+            self.endless += 1
+            self.end = self.end or end
+
     def lines(self) -> Iterator[str]:
         yield (
             f"{self.tokens} tokens in {self.kept_rows} rows, {self.targets} of them learned; "
@@ -206,34 +235,55 @@ class _Tally:
         )
         if self.cut:
             yield f"{self.cut} rows cut at max_seq_length {self.max_seq_length}"
-        if self.without_answer or self.answer_too_far:
+        if self.endless:
+            follows = f"{self.end!r}, which follows, is no special token" if self.end.strip() else "nothing follows"
+            yield (
+                f"WARNING: the end of turn is not learned in {self.endless} chats: {follows}, so that generation ends "
+                "at its limit alone; make it a special token of the tokenizer, or set chat_template=roles"
+            )
+        if self.without_roles:
+            yield (
+                f"WARNING: {self.without_roles} chats have several turns, and the template does not show who speaks; "
+                "set chat_template=roles"
+            )
+        if self._num_left_out:
             yield f"left out: {self._left_out()}"
 
-    def nothing_left(self, where: str) -> DataError:
-        return DataError(
-            f"No row is left to learn from: {self._left_out()}.",
-            where=where,
-            hint=f"raise max_seq_length (the longest row has {self.longest} tokens)"
-            if self.answer_too_far
-            else "check that the columns hold text and the chats have assistant turns",
-        )
+    def nothing_left(self, rows: Rows) -> DataError:
+        """The error when nothing is kept, with the cure for the commonest reason."""
+        columns = ", ".join(rows.form.columns.values())
+        if self.answer_too_far:
+            hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
+        elif self.hidden_tools:
+            hint = "take a base or a chat_template that shows calls of tools"
+        else:
+            hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
+        return DataError(f"No row is left to learn from: {self._left_out()}.", where=rows.where, hint=hint)
+
+    @property
+    def _num_left_out(self) -> int:
+        return self.without_answer + self.answer_too_far + self.hidden_tools
 
     def _left_out(self) -> str:
+        tools = f", {self.hidden_tools} whose tools the chat template cannot show" if self.hidden_tools else ""
         return (
-            f"{self.without_answer + self.answer_too_far} of {self.rows} rows: {self.without_answer} without "
-            f"an answer, {self.answer_too_far} whose answer begins after max_seq_length {self.max_seq_length}"
+            f"{self._num_left_out} of {self.rows} rows: {self.without_answer} without "
+            f"an answer, {self.answer_too_far} whose answer begins after max_seq_length {self.max_seq_length}{tools}"
         )
 
 
-def _encoded(encoder: Encoder, row: Row, where: str) -> Example:
-    try:
-        return encoder.encode(row)
-    except RefusedRowError as error:
-        raise DataError(
-            f"The chat template cannot be used for this row: {error}.",
+def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
+    if not isinstance(row, Chat):
+        return DataError(
+            f"This row cannot be used: {error}.",
             where=where,
-            hint="repair the row, or give the tokenizer a template that marks answers with {% generation %}",
-        ) from error
+            hint="tokenise the rows with the tokenizer of this base, or give them as text",
+        )
+    return DataError(
+        f"The chat template cannot be used for this row: {error}.",
+        where=where,
+        hint="repair the row, choose another chat_template, or mark what the assistant says with {% generation %}",
+    )
 
 
 def _shown(example: Example, encoder: Encoder) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import require_positions
+from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -45,6 +44,7 @@ def template(scene: CheckContext) -> str:
     """Rows become tokens, and what is learned of them is found under the chat template in force."""
     assert scene.rows is not None
     tokenizer = _tokenizer(scene)
+    use_chat_template(tokenizer, scene.config.chat_template)
     wanted = max(SAMPLED_ROWS, TOY_STEPS * scene.toy_batch * scene.processes.count)
     scene.examples = tokenized(scene, scene.rows, tokenizer, wanted)
     scene.eval_examples = tokenized(scene, scene.eval_rows, tokenizer, TOY_EVAL_ROWS * scene.processes.count)
@@ -83,11 +83,12 @@ def tokenized(
 ) -> TokenizedRows:
     """At most `number` rows, evenly spread, as tokens; kept in the folder that goes away."""
     number = min(number, len(rows))
-    some: list[Any] = [rows.raw[at * len(rows) // number] for at in range(number)]
+    chosen = [at * len(rows) // number for at in range(number)]
     return tokenize(
-        replace(rows, raw=some),
+        rows.select(chosen),
         tokenizer,
         max_seq_length=max_seq_length or scene.config.max_seq_length,
+        train_on_prompt=scene.config.train_on_prompt,
         cache_folder=scene.scratch / "tokens",
         main_first=scene.processes.main_first(),
     )

@@ -24,10 +24,10 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of
+from ci_llm.data.chat_template import chat_template, use_chat_template
 from ci_llm.data.order import Plan
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
-from ci_llm.data.templates import chat_template
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
@@ -50,9 +50,11 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     require_positions(load_architecture(config.model_name), config.max_seq_length)
     found = load_rows(config, "train"), load_rows(config, "eval")  # what is missing is told before the base is loaded
     base = load_base(config.model_name, config.model_dtype, processes.device)
+    use_chat_template(base.tokenizer, config.chat_template)
     log.say(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base, log)
-    rows, eval_rows = (_tokenized(config, base, processes, each) for each in found)
+    rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
+    eval_rows = _tokenized(config, base, processes, found[1])  # judged is what the assistant says, always
     crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
     for line in rows.description:
         log.say(f"data      {line}")
@@ -151,11 +153,14 @@ def lora_settings(config: Config) -> LoraSettings:
     )
 
 
-def _tokenized(config: Config, base: Base, processes: Processes, rows: Rows) -> TokenizedRows:
+def _tokenized(
+    config: Config, base: Base, processes: Processes, rows: Rows, *, train_on_prompt: bool = False
+) -> TokenizedRows:
     return tokenize(
         rows,
         base.tokenizer,
         max_seq_length=config.max_seq_length,
+        train_on_prompt=train_on_prompt,
         cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
         main_first=processes.main_first(),
     )

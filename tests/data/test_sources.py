@@ -15,8 +15,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from ci_llm.config import Config
-from ci_llm.data.rows import Chat, Completion, Message, find_form
-from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
+from ci_llm.data.columns import find_form
+from ci_llm.data.files import EVAL_SPLITS
+from ci_llm.data.rows import Chat, Completion, Message
+from ci_llm.data.sources import load_rows, recognised
 from ci_llm.errors import DataError
 
 ROWS = [
@@ -105,8 +107,8 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "not messages": ({"messages": ["hi"]}, "expected a message with role and content, found 'hi'"),
     "not a list": ({"messages": "hi"}, "expected a list of messages, found str"),
     "tools": (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
-        "calls tools",
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]},
+        "expected a call of a tool with a name, found",
     ),
     "picture": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -132,7 +134,7 @@ def test_columns_are_looked_for_in_order() -> None:
     found = []
     while form := find_form(columns):
         found.append(form.name)
-        columns = [column for column in columns if column not in form.columns]
+        columns = [column for column in columns if column not in form.columns.values()]
     assert found == ["messages", "prompt + completion", "question + answer", "instruction + output", "text"]
 
 

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm import embedded
 from ci_llm.config import Config
+from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows, recognised
-from ci_llm.data.templates import Encoder
 from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 from ci_llm.errors import DataError
 

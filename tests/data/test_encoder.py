@@ -8,15 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ci_llm.data.chat_template import BUILT_IN_TEMPLATE, chat_template
+from ci_llm.data.encoder import Encoder, Example, RefusedRowError
 from ci_llm.data.rows import Chat, Completion, Message
-from ci_llm.data.templates import (
-    BUILT_IN_TEMPLATE,
-    Encoder,
-    Example,
-    RefusedRowError,
-    chat_template,
-    tokenizer_fingerprint,
-)
+from ci_llm.data.tokens import tokenizer_fingerprint
 from ci_llm.errors import ModelError
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -173,9 +168,9 @@ def test_the_built_in_template_serves_generation_too() -> None:
 
 
 def test_the_template_in_force_is_said() -> None:
-    assert Encoder(byte_tokenizer()).said(LONG) == "chat template: built in, as the tokenizer has none"
-    assert Encoder(byte_tokenizer(CHATML)).said(LONG) == "chat template: the tokenizer's own"
-    assert Encoder(byte_tokenizer(CHATML)).said(Completion(None, "x")).startswith("no chat template")
+    assert Encoder(byte_tokenizer()).describe(LONG) == "chat template: built in, as the tokenizer has none"
+    assert Encoder(byte_tokenizer(CHATML)).describe(LONG) == "chat template: the tokenizer's own"
+    assert Encoder(byte_tokenizer(CHATML)).describe(Completion(None, "x")).startswith("no chat template")
 
 
 def test_the_fingerprint_knows_the_tokenizer_and_not_how_it_was_last_called() -> None:
