@@ -124,7 +124,7 @@ def _one_by_one(names: str) -> tuple[str, ...]:
     """Names with commas between; a file or folder that is called so means itself."""
     if Path(names).expanduser().exists():
         return (names,)
-    return tuple(name.strip() for name in names.removeprefix("[").removesuffix("]").split(",") if name.strip())
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def groups() -> dict[str, list[str]]:

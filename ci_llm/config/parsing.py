@@ -179,8 +179,12 @@ def _read_duration(text: str) -> object:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _read_text(_: _Kind, raw: Scalar) -> object:
-    return raw.text if raw.text.isprintable() and not _is_null(raw) else _MISS
+def _read_text(kind: _Kind, raw: Scalar) -> object:
+    if not raw.text.isprintable() or _is_null(raw):
+        return _MISS
+    if kind.may_be_several and (listed := re.fullmatch(r"\[(.*)\]", raw.text)):
+        return ",".join(name.strip(" '\"") for name in listed[1].split(","))
+    return raw.text
 
 
 def _read_list(kind: _Kind, raw: Scalar) -> object:
@@ -228,7 +232,8 @@ def _words(kind: _Kind) -> str:
     if kind.choices:
         return " | ".join(kind.choices)
     if kind.item is not None:
-        return "a list of names" if kind.item.type is str else f"a list of {_words(kind.item)}"
+        listed = "a list of" if kind.item.choices else "a list, each"
+        return "a list of names" if kind.item.type is str else f"{listed} {_words(kind.item)}"
     noun = "seconds" if kind.is_duration else "text or a list" if kind.may_be_several else _NOUNS[kind.type]
     words = " ".join([noun, *filter(None, map(_bound, kind.metadata))])
     return f"{words} (or 1h30m, or HH:MM:SS)" if kind.is_duration else words

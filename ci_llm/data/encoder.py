@@ -110,8 +110,10 @@ class Encoder:
 
         Generation stops at special tokens alone: an agent that learns none of them never ends its turn.
         """
-        last = int(np.flatnonzero(example.supervised)[-1])
-        if not isinstance(row, Chat) or int(example.input_ids[last]) in self._special_ids:
+        learned = np.flatnonzero(example.supervised)
+        last = int(learned[-1])
+        possible = example.input_ids[learned] if self.train_on_prompt else example.input_ids[[last]]
+        if not isinstance(row, Chat) or not self._special_ids.isdisjoint(possible.tolist()):
             return None
         return self.decode(example.input_ids[last + 1 : last + 1 + _SHOWN_TOKENS])
 

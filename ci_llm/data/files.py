@@ -48,26 +48,27 @@ _SEPARATORS = (";", "\t", "|")
 _BESIDE_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 
 
-def open_splits(name: str, subset: str | None, unnamed: str) -> Splits:
+def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
     """All splits of a data set.
 
     Args:
         name: `embedded`, a hub id, a file, a glob or a folder.
         subset: the configuration of a hub data set.
         unnamed: what the only split of a source without named splits is called.
+        key: of the configuration, for error messages.
 
     Raises:
         DataError: there is no such data set, it cannot be read, or it is empty.
     """
     path = Path(os.path.expanduser(name))
     if is_on_hub(name):
-        return _from_hub(name, subset, path)
+        return _from_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
     if name == "embedded":
         names = ("train", "validation", "test")
         return {split: Dataset.from_list(embedded.rows(split)) for split in names}
     if os.path.isdir(path):
         return _from_folder(path, unnamed)
-    return {unnamed: _from_files(_matching(path), str(path))}
+    return {unnamed: _from_files(_matching(path, key), str(path))}
 
 
 def is_on_hub(name: str) -> bool:
@@ -80,14 +81,14 @@ def empty(where: str) -> DataError:
     return DataError("The data set is empty.", where=where, hint="give one with rows, or another split")
 
 
-def _from_hub(name: str, subset: str | None, path: Path) -> Splits:
+def _from_hub(name: str, subset: str | None, where: str) -> Splits:
     try:
         with _bars_on_a_terminal_only():
             return dict(datasets.load_dataset(name, subset))
     except Exception as error:  # whatever stands between here and the hub; a dropped line is no OSError
         raise DataError(
             f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
-            where=f"dataset_name: {name} (nothing of this name at {path.absolute()} either)",
+            where=where,
             hint="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
         ) from error
 
@@ -140,7 +141,7 @@ def _saved(path: Path, unnamed: str) -> Splits:
     return dict(saved) if isinstance(saved, DatasetDict) else {unnamed: saved}
 
 
-def _matching(path: Path) -> list[Path]:
+def _matching(path: Path, key: str) -> list[Path]:
     # A file may have a name like a pattern, data[1].jsonl, and then means itself.
     by_pattern = glob.has_magic(str(path)) and not path.is_file()
     names = glob.glob(str(path), recursive=True) if by_pattern else [str(path)]
@@ -148,7 +149,7 @@ def _matching(path: Path) -> list[Path]:
     if not files:
         raise DataError(
             "the data set does not exist",
-            where=f"dataset_name: {path.absolute()}",
+            where=f"{key}: {path.absolute()}",
             hint="check the path; it is relative to the folder the run is started in",
         )
     return files

@@ -107,7 +107,7 @@ def _judged_rows(config: Config, name: str) -> Rows:
 
 def _validation_rows(config: Config, name: str) -> Rows:
     """The rows of a data set that only judges."""
-    splits = open_splits(name, config.dataset_subset, config.dataset_split)
+    splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
     known = [config.eval_split] if config.eval_split else [*EVAL_SPLITS, config.dataset_split, *splits]
     judged = next((split for split in known if split in splits), known[0])
     return _spread_rows(config, _split(splits, judged, "eval_split", name), _where(name, judged))
@@ -125,6 +125,8 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
     if config.eval_dataset_names or _eval_split(config, splits) is not None:
         return []
     total, size = len(splits[config.dataset_split]), config.val_set_size
+    if not total:
+        return []
     if size is None:
         count = min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
     else:

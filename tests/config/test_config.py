@@ -127,7 +127,8 @@ def test_the_contract_of_names_and_defaults() -> None:
 
 
 def test_tables_name_existing_keys() -> None:
-    assert set(ALIASES.values()) | set(WORDS) | set(NO_EFFECT) <= set(Config.model_fields)
+    assert set(ALIASES.values()) | set(NO_EFFECT) <= set(Config.model_fields)
+    assert set(WORDS) <= set(Config.model_fields) | set(ALIASES)
     assert not set(ALIASES) & set(Config.model_fields)
 
 
@@ -209,6 +210,14 @@ def test_a_config_is_frozen_and_strict() -> None:
         (["--training-steps", "9", "--sequence-length", "64"], {"max_train_steps": 9, "max_seq_length": 64}),
         (["--model-dtype", "bfloat16"], {"model_dtype": "bf16"}),
         (["checkpoint_interval=60", "samples=7"], {"save_interval_seconds": 60.0, "max_train_samples": 7}),
+        (["--assistant_only_loss"], {}),
+        (["assistant-only-loss=no"], {"train_on_prompt": True}),
+        (["--train_on_inputs"], {"train_on_prompt": True}),
+        (["dataset_text_field=body", "val_size=0.1"], {"text_column": "body", "val_set_size": 0.1}),
+        (
+            ["dataset_name=[a.csv, 'b.csv']", "interleave_probs=0.7,0.3", "eval_dataset=[c.csv]"],
+            {"dataset_name": "a.csv,b.csv", "dataset_weights": (0.7, 0.3), "eval_dataset_name": "c.csv"},
+        ),
         (["save_dir=a b", "exp_name=c"], {"output_dir": "a b", "experiment_name": "c"}),
         (["diversity=none"], {}),
         (["model_name=a=b"], {"model_name": "a=b"}),

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm import embedded
 from ci_llm.config import Config
+from ci_llm.data.columns import NamedColumns
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows, recognised
@@ -167,6 +168,56 @@ def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase, tmp_
     with pytest.raises(DataError, match="The tokenised rows cannot be kept") as caught:
         tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path / "file" / "folder")
     assert caught.value.where == str(tmp_path / "file" / "folder")
+
+
+TOOLS = [
+    {"messages": [{"role": "user", "content": "1+?"}, {"role": "assistant", "tool_calls": [{"name": "add"}]}]},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},
+]
+
+
+def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(TOOLS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert found.questions == ["hi"]
+    assert any("left out: 1 of 2 rows" in line and "1 whose tools" in line for line in found.description)
+    with pytest.raises(DataError, match="1 whose tools the chat template cannot show") as caught:
+        tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "chat_template that shows calls of tools" in str(caught.value.hint)
+
+
+def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    empty = [{"Frage": "a", "answer": ""}, {"Frage": "b", "answer": " "}]
+    data = recognised(Dataset.from_list(empty), "here", named=NamedColumns(prompt="Frage"))
+    with pytest.raises(DataError, match="2 of 2 rows: 2 without an answer") as caught:
+        tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "read are: Frage, answer" in str(caught.value.hint)
+
+
+def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
+    words = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    long = tokenize(rows([{"messages": turns}]), words, max_seq_length=500, cache_folder=tmp_path)
+    assert any(line.startswith("WARNING: 1 chats have several turns") for line in long.description)
+    words.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    endless = tokenize(rows(), words, max_seq_length=500, cache_folder=tmp_path)
+    assert any("the end of turn is not learned in 4 chats: '<|end|>" in line for line in endless.description)
+    usual = tokenize(
+        rows(), AutoTokenizer.from_pretrained(embedded.BASE_FOLDER), max_seq_length=500, cache_folder=tmp_path
+    )
+    assert not any("WARNING" in line for line in usual.description)
+
+
+def test_a_row_of_foreign_tokens_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="This row cannot be used: token id 70000 is none of the tokenizer's") as caught:
+        tokenize(rows([{"input_ids": [1, 70000]}]), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+    assert caught.value.where == "here, row 0 (counted from 0)"
+
+
+def test_prompts_that_are_learned_are_other_tokens(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    answers = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    whole = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path, train_on_prompt=True)
+    assert whole.path != answers.path
+    assert all(example.supervised[1:].all() for example in whole)
 
 
 @pytest.mark.slow
