@@ -15,14 +15,14 @@ from ci_llm.data.chat_template import BUILT_IN, BUILT_IN_TEMPLATE, chat_template
 from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Message, Row, Tokens
 from ci_llm.errors import ModelError
 
-#: Takes the place of an answer, to find where a template puts it; private-use characters, in nobody's text.
+#: Takes the place of an answer, to find where a template puts it. No text contains these private-use characters.
 _PROBE = "\ue000\ue001\ue000"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-#: What a template, a program written by strangers, may raise.
+#: What a template may raise: it is a program that comes with the tokenizer.
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
-#: Tokens shown of what follows an answer whose end is not learned.
+#: How many tokens behind an answer are shown when its end is not learned.
 _SHOWN_TOKENS = 8
 
 Span = tuple[int, int]
@@ -129,7 +129,7 @@ class Encoder:
         return self._located(row)
 
     def _given(self, row: Tokens) -> Example:
-        """A row of token ids that somebody else has made."""
+        """A row that was tokenised elsewhere."""
         size = len(self._tokenizer)
         if odd := [token for token in row.input_ids if not 0 <= token < size]:
             raise RefusedRowError(f"token id {odd[0]} is none of the tokenizer's {size}")
@@ -144,7 +144,7 @@ class Encoder:
         return self._tokenized(given + learned, [(len(given), len(given) + len(learned))])
 
     def _marked(self, chat: Chat) -> Example:
-        """The template says itself what the assistant generates."""
+        """The row by a template that marks what the assistant generates."""
         encoded = self._apply(chat, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         return _example(encoded["input_ids"], encoded["assistant_masks"])
 

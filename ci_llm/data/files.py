@@ -44,8 +44,8 @@ KINDS = "json, jsonl, csv, tsv, parquet, arrow or txt"
 
 #: What separates the columns of a csv file, where it is no comma.
 _SEPARATORS = (";", "\t", "|")
-#: What `save_to_disk` writes beside its rows.
-_BESIDE_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
+#: Files of `save_to_disk` that hold no rows.
+_NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 
 
 def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
@@ -55,7 +55,7 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
         name: `embedded`, a hub id, a file, a glob or a folder.
         subset: the configuration of a hub data set.
         unnamed: what the only split of a source without named splits is called.
-        key: of the configuration, for error messages.
+        key: the key of the configuration that holds the name, for error messages.
 
     Raises:
         DataError: there is no such data set, it cannot be read, or it is empty.
@@ -83,9 +83,9 @@ def empty(where: str) -> DataError:
 
 def _from_hub(name: str, subset: str | None, where: str) -> Splits:
     try:
-        with _bars_on_a_terminal_only():
+        with _progress_bars_on_terminals_only():
             return dict(datasets.load_dataset(name, subset))
-    except Exception as error:  # whatever stands between here and the hub; a dropped line is no OSError
+    except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
         raise DataError(
             f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
             where=where,
@@ -111,7 +111,7 @@ def _from_folder(path: Path, unnamed: str) -> Splits:
 
 
 def _data_files(found: Iterator[Path]) -> list[Path]:
-    return sorted(file for file in found if file.is_file() and _builder(file) and file.name not in _BESIDE_ROWS)
+    return sorted(file for file in found if file.is_file() and _builder(file) and file.name not in _NO_ROWS)
 
 
 def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
@@ -170,7 +170,7 @@ def _from_files(files: list[Path], where: str) -> Dataset:
     paths = [glob.escape(str(file)) for file in files]
     try:
         options: dict[str, Any] = {"sep": _separator(files[0])} if builder == "csv" else {}
-        with _bars_on_a_terminal_only():
+        with _progress_bars_on_terminals_only():
             return datasets.load_dataset(builder, data_files=paths, split="train", **options)
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
@@ -202,7 +202,7 @@ def _ending(file: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What the deepest cause says, in one line: what wraps it says only that something failed."""
+    """The message of the innermost cause, in one line: the outer errors only say that something failed."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()).rstrip(".!") or type(error).__name__
@@ -210,7 +210,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _bars_on_a_terminal_only() -> Iterator[None]:
+def _progress_bars_on_terminals_only() -> Iterator[None]:
     shown = not datasets.are_progress_bars_disabled()
     if sys.stderr.isatty() or not shown:
         yield

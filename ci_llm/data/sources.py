@@ -1,4 +1,4 @@
-"""Which rows train and which judge: splits, rows that are held out, several data sets with weights."""
+"""The rows to train on and the rows to evaluate on: splits, held-out rows, several data sets with weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ci_llm.data.mixture import mix
 from ci_llm.data.rows import Rows
 from ci_llm.errors import DataError
 
-#: Without a split to evaluate on every tenth row is held out, at most this many. The number must not follow
+#: Without a split to evaluate on, every tenth row is held out, at most this many. The number must not depend on
 #: `eval_samples`, which may change between two attempts of a run: the training rows would change with it.
 HELD_OUT_AT_MOST = 400
 
@@ -23,8 +23,8 @@ HELD_OUT_AT_MOST = 400
 def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
     """The rows to train on, or the rows to evaluate on, with their columns recognised.
 
-    Evaluation takes `eval_dataset_name` or `eval_split`; by default test or validation, where the data set has one;
-    else a part of the training rows that training leaves out, the same part on every call.
+    Evaluation takes `eval_dataset_name` or `eval_split`. By default it takes the split test or validation if there
+    is one, and otherwise rows that training leaves out, the same rows on every call.
 
     Raises:
         DataError: there is no such data set or split, it is empty, or no column can be used.
@@ -35,7 +35,7 @@ def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
     if config.eval_dataset_names:
         parts = [_validation_rows(config, name) for name in config.eval_dataset_names]
     else:
-        parts = [_judged_rows(config, name) for name in config.dataset_names]
+        parts = [_evaluation_rows(config, name) for name in config.dataset_names]
     return parts[0] if len(parts) == 1 else mix(parts, None, config.seed)
 
 
@@ -47,10 +47,10 @@ def recognised(
     named: NamedColumns | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Rows:
-    """The rows of a data set of the `datasets` library, for callers that have one in hand.
+    """The rows of a data set of the `datasets` library that is open already.
 
     Args:
-        named: columns that are not to be found by their names.
+        named: the columns that the configuration names.
         numbers: of the rows in their source, where they are a part of it.
 
     Raises:
@@ -76,10 +76,11 @@ def _training_rows(config: Config, name: str) -> Rows:
     total = len(training)
     held_out = _held_out(config, splits, name)
     left_out = set(held_out)
-    numbers = [row for row in range(total) if row not in left_out][: config.max_train_samples]
+    kept = [row for row in range(total) if row not in left_out]
+    numbers = kept[: config.max_train_samples]
     notes = []
     if len(numbers) < total:
-        first = "the first " if config.max_train_samples else ""
+        first = "the first " if len(numbers) < len(kept) else ""
         notes.append(f"training on {first}{len(numbers)} of {total} rows")
     if config.dataset_subset and not is_on_hub(name):
         notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
@@ -89,11 +90,11 @@ def _training_rows(config: Config, name: str) -> Rows:
     return _selected(config, training, _where(name, config.dataset_split), numbers, notes)
 
 
-def _judged_rows(config: Config, name: str) -> Rows:
-    """The rows of a data set that judge: a split of its own, or those that training leaves out."""
+def _evaluation_rows(config: Config, name: str) -> Rows:
+    """The rows to evaluate on of a data set that is also trained on: a split, or the held-out rows."""
     splits = open_splits(name, config.dataset_subset, config.dataset_split)
-    if (judged := _eval_split(config, splits)) is not None:
-        return _spread_rows(config, _split(splits, judged, "eval_split", name), _where(name, judged))
+    if (split := _eval_split(config, splits)) is not None:
+        return _spread_rows(config, _split(splits, split, "eval_split", name), _where(name, split))
     training = _split(splits, config.dataset_split, "dataset_split", name)
     where = _where(name, config.dataset_split)
     held_out = _held_out(config, splits, name)
@@ -106,15 +107,15 @@ def _judged_rows(config: Config, name: str) -> Rows:
 
 
 def _validation_rows(config: Config, name: str) -> Rows:
-    """The rows of a data set that only judges."""
+    """The rows of a data set of `eval_dataset_name`, which is not trained on."""
     splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
     known = [config.eval_split] if config.eval_split else [*EVAL_SPLITS, config.dataset_split, *splits]
-    judged = next((split for split in known if split in splits), known[0])
-    return _spread_rows(config, _split(splits, judged, "eval_split", name), _where(name, judged))
+    split = next((each for each in known if each in splits), known[0])
+    return _spread_rows(config, _split(splits, split, "eval_split", name), _where(name, split))
 
 
 def _eval_split(config: Config, splits: Splits) -> str | None:
-    """The split that judges, unless the configuration wants rows of the training split."""
+    """The split to evaluate on; None: rows of the training split are held out."""
     if config.val_set_size:
         return None
     return config.eval_split or next((n for n in EVAL_SPLITS if n in splits and n != config.dataset_split), None)

@@ -25,7 +25,7 @@ from ci_llm.data.encoder import Example as Example
 from ci_llm.data.rows import Chat, Row, Rows
 from ci_llm.errors import DataError
 
-#: To be raised when the same rows and tokenizer give other tokens than before: old files are then not found.
+#: Raise it when the same rows and tokenizer give other tokens than before: old files are then not found.
 FORMAT = 1
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.bool_())), ("row", pa.int64())])
 ROWS_PER_CHUNK = 1000
@@ -179,7 +179,7 @@ def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[An
 
 @dataclass
 class _Tally:
-    """Counts what becomes of the rows while they pass."""
+    """Counts of rows kept, cut and left out, by reason."""
 
     max_seq_length: int
     rows: int = 0
@@ -222,7 +222,7 @@ class _Tally:
             yield number, example
 
     def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
-        """Count what is learned in a way that nobody wants."""
+        """Count chats that the template makes hard to learn."""
         self.without_roles += encoder.lacks_roles(row)
         if (end := encoder.unlearned_end(row, whole)) is not None:
             self.endless += 1

@@ -265,13 +265,13 @@ def test_a_shape_is_trained_on_with_the_right_loss_mask(name: str, tmp_path: Pat
     shape = SHAPES[name]
     (tmp_path / "data").mkdir()
     config = Config(dataset_name=shape.write(tmp_path / "data"), **shape.keys)
-    rows, judged = load_rows(config, "train"), load_rows(config, "eval")
+    rows, evaluated = load_rows(config, "train"), load_rows(config, "eval")
     found = tokenize(rows, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")
     assert len(found) == shape.num_rows
     assert learned(found[0], TOKENIZER) == shape.learned
     whole = TOKENIZER.decode(found[0].input_ids)
     assert whole.startswith(shape.given + shape.learned[0])
-    assert len(tokenize(judged, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")) >= 1
+    assert len(tokenize(evaluated, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")) >= 1
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -284,5 +284,5 @@ def test_what_cannot_be_trained_on_says_why(name: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value.where)
 
 
-def test_the_table_is_as_long_as_it_is_said_to_be() -> None:
+def test_the_table_covers_the_shapes_that_people_have() -> None:
     assert len(SHAPES) >= 33

@@ -232,9 +232,9 @@ def test_the_fingerprint_is_of_the_content() -> None:
 def test_the_embedded_rows_need_no_network() -> None:
     config = Config(dataset_name="embedded")
     assert len(load_rows(config, "train")) == 1500
-    judged = load_rows(config, "eval")
-    assert len(judged) == config.eval_samples
-    assert "split test" in judged.where
+    evaluated = load_rows(config, "eval")
+    assert len(evaluated) == config.eval_samples
+    assert "split test" in evaluated.where
     assert "split validation" in load_rows(Config(dataset_name="embedded", eval_split="validation"), "eval").where
 
 
@@ -250,10 +250,10 @@ def _questions(config: Config, split: Any) -> list[str | None]:
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (9, 1), (57, 5), (5000, 400)])
 def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: int, tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(count, tmp_path))
-    training, judged = _questions(config, "train"), _questions(config, "eval")
-    assert len(judged) == held_out
-    assert {*training, *judged} == {f"q{number}" for number in range(count)}
-    assert len(training) + len(judged) == count
+    training, evaluated = _questions(config, "train"), _questions(config, "eval")
+    assert len(evaluated) == held_out
+    assert {*training, *evaluated} == {f"q{number}" for number in range(count)}
+    assert len(training) + len(evaluated) == count
     assert training == sorted(training, key=lambda question: int(str(question)[1:]))
     assert any(f"{held_out} rows are held out" in line for line in load_rows(config, "train").description)
 
@@ -392,7 +392,7 @@ def test_streams_are_refused_with_the_reason() -> None:
         recognised(Dataset.from_list(ROWS).to_iterable_dataset(), "a stream")
 
 
-def test_a_subset_is_not_used_for_a_local_data_set_and_said(tmp_path: Path) -> None:
+def test_a_subset_is_not_used_for_a_local_data_set_and_noted(tmp_path: Path) -> None:
     rows = load_rows(Config(**_write("text\nx\ny\n", "a.csv")(tmp_path), dataset_subset="main"), "train")
     assert any("dataset_subset main" in line for line in rows.description)
 
@@ -400,9 +400,9 @@ def test_a_subset_is_not_used_for_a_local_data_set_and_said(tmp_path: Path) -> N
 @pytest.mark.parametrize(("size", "held_out"), [(0.25, 10), (7, 7), (0.001, 1)])
 def test_val_set_size_is_a_share_or_a_number_of_rows(size: float, held_out: int, tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=size)
-    training, judged = _questions(config, "train"), _questions(config, "eval")
-    assert len(judged) == held_out
-    assert sorted([*training, *judged], key=str) == sorted((f"q{n}" for n in range(40)), key=str)
+    training, evaluated = _questions(config, "train"), _questions(config, "eval")
+    assert len(evaluated) == held_out
+    assert sorted([*training, *evaluated], key=str) == sorted((f"q{n}" for n in range(40)), key=str)
     assert any(f"val_set_size: {held_out} rows" in line for line in load_rows(config, "train").description)
 
 
@@ -426,8 +426,8 @@ def test_a_val_set_size_that_leaves_no_row_is_refused(size: int, tmp_path: Path)
 
 
 def test_a_file_to_evaluate_on_keeps_every_row_for_training(tmp_path: Path) -> None:
-    judged = _write("question,answer\nv,1\n", "val.csv")(tmp_path)["dataset_name"]
-    config = Config(dataset_name=_numbered(40, tmp_path), eval_dataset_name=judged)
+    evaluated = _write("question,answer\nv,1\n", "val.csv")(tmp_path)["dataset_name"]
+    config = Config(dataset_name=_numbered(40, tmp_path), eval_dataset_name=evaluated)
     assert len(load_rows(config, "train")) == 40
     assert _questions(config, "eval") == ["v"]
     with pytest.raises(DataError, match="does not exist") as caught:

@@ -67,13 +67,13 @@ def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, t
     assert [len(example.input_ids) for example in found][1] == 40
     assert found.questions == [ROWS[0]["question"], ROWS[3]["question"], ROWS[4]["question"]]
     assert found.answers == [ROWS[0]["answer"], ROWS[3]["answer"], ROWS[4]["answer"]]
-    said = "\n".join(found.description)
-    assert "5 rows of question + answer from here" in said
-    assert "1 rows cut at max_seq_length 40" in said
-    assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in said
+    lines = "\n".join(found.description)
+    assert "5 rows of question + answer from here" in lines
+    assert "1 rows cut at max_seq_length 40" in lines
+    assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in lines
     tokens = sum(len(example.input_ids) for example in found)
     targets = sum(int(example.supervised.sum()) for example in found)
-    assert f"{tokens} tokens in 3 rows, {targets} of them learned" in said
+    assert f"{tokens} tokens in 3 rows, {targets} of them learned" in lines
 
 
 def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
