@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,9 +123,9 @@ class Config(
 
 def _one_by_one(names: str) -> tuple[str, ...]:
     """Names with commas between; a file or folder that is called so means itself."""
-    if Path(names).expanduser().exists():
+    if os.path.exists(os.path.expanduser(names)):
         return (names,)
-    return tuple(name.strip() for name in names.split(",") if name.strip())
+    return tuple(name.strip() for name in names.split(",") if name.strip()) or (names,)
 
 
 def groups() -> dict[str, list[str]]:

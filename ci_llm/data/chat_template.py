@@ -82,7 +82,7 @@ def _written(wanted: str) -> str:
         return wanted
     try:
         return Path(os.path.expanduser(wanted)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(
             "There is no such chat template: neither a name, nor a readable file, nor a text with {{ }} or {% %}.",
             where=f"chat_template: {wanted}",

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,23 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
         return {split: Dataset.from_list(embedded.rows(split)) for split in names}
     if os.path.isdir(path):
         return _from_folder(path, unnamed)
-    return {unnamed: _from_files(_matching(path, key), str(path))}
+    return _unwrapped(_from_files(_matching(path, key), str(path)), unnamed)
 
 
 def is_on_hub(name: str) -> bool:
     """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
     return may_be_on_hub(name) and _builder(Path(os.path.expanduser(name))) is None
+
+
+def _unwrapped(data: Dataset, unnamed: str) -> Splits:
+    """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`."""
+    names = set(data.column_names)
+    if len(data) > 1 or not (names <= {unnamed, "train", *EVAL_SPLITS} or names == {"data"}):
+        return {unnamed: data}
+    lists: Mapping[str, Any] = data[0]
+    if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
+        return {unnamed: data}
+    return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
 
 
 def empty(where: str) -> DataError:

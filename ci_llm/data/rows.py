@@ -177,7 +177,7 @@ class Rows:
             raise DataError(
                 f"A row of the data set cannot be read as {self.form.name}: {error}.",
                 where=self.place(number),
-                hint="repair or remove the row",
+                hint="repair or remove the row, or name the columns: prompt_column=, answer_column=, text_column=",
             ) from error
 
     @cached_property

@@ -44,7 +44,8 @@ def template(scene: CheckContext) -> str:
     """Rows become tokens, and what is learned of them is found under the chat template in force."""
     assert scene.rows is not None
     tokenizer = _tokenizer(scene)
-    use_chat_template(tokenizer, scene.config.chat_template)
+    if not scene.shape.offline:
+        use_chat_template(tokenizer, scene.config.chat_template)
     wanted = max(SAMPLED_ROWS, TOY_STEPS * scene.toy_batch * scene.processes.count)
     scene.examples = tokenized(scene, scene.rows, tokenizer, wanted)
     scene.eval_examples = tokenized(scene, scene.eval_rows, tokenizer, TOY_EVAL_ROWS * scene.processes.count)

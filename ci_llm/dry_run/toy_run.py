@@ -20,6 +20,7 @@ from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.batches import Batch, pack
+from ci_llm.data.chat_template import use_chat_template
 from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.inputs import tokenized
@@ -42,6 +43,8 @@ def model(scene: CheckContext) -> str:
     """The base is loaded, the agents are on it, and their way through it gives its own logits."""
     set_determinism(scene.config)
     base, remark = _base(scene)
+    if not scene.stands_in:
+        use_chat_template(base.tokenizer, scene.config.chat_template)
     parameters = base.num_parameters  # counted before there are agents
     config = scene.toy_config()
     manager, log = scene.open_run_folder(config)

@@ -66,3 +66,9 @@ def test_a_built_in_template_shows_turns_and_answers(name: str) -> None:
     turns = [message.as_turn() for message in LONG.messages[:-1]]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert WHOLE[name].startswith(prompt + " a2")
+
+
+@pytest.mark.parametrize("wanted", ["a\0b", "/", "x" * 5000])
+def test_a_place_that_cannot_be_is_refused_too(wanted: str) -> None:
+    with pytest.raises(DataError, match="There is no such chat template"):
+        use_chat_template(byte_tokenizer(), wanted)

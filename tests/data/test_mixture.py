@@ -130,3 +130,13 @@ def test_data_sets_share_the_rows_of_an_evaluation(tmp_path: Path, monkeypatch: 
     assert by_source(load_rows(config, "eval")) == {"a": 3, "b": 3}
     assert by_source(load_rows(config, "train")) == {"a": 90, "b": 90}
     assert not {*questions(load_rows(config, "train"))} & {*questions(load_rows(config, "eval"))}
+
+
+def test_commas_alone_name_a_data_set_that_does_not_exist() -> None:
+    assert Config(dataset_name=",").dataset_names == (",",)
+    with pytest.raises(DataError, match="does not exist"):
+        load_rows(Config(dataset_name=","), "train")
+
+
+def test_a_home_that_nobody_has_is_no_traceback() -> None:
+    assert Config(dataset_name="~no-such-user/a.csv").dataset_names == ("~no-such-user/a.csv",)

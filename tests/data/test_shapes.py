@@ -224,6 +224,17 @@ SHAPES: dict[str, Shape] = {
     "csv.gz": Shape(text("rows.csv.gz", "question|answer\nq|a\nq|a\nq|a\n"), [f"a{END}"], user("q")),
     "jsonl.gz": Shape(text("rows.jsonl.gz", '{"question": "q", "answer": "a"}\n' * 3), [f"a{END}"], user("q")),
     "json": Shape(text("rows.json", json.dumps([{"question": "q", "answer": "a"}] * 3)), [f"a{END}"], user("q")),
+    "json below data": Shape(
+        text("rows.json", json.dumps({"data": [{"question": "q", "answer": "a"}] * 3})), [f"a{END}"], user("q")
+    ),
+    "json of splits": Shape(
+        text(
+            "rows.json",
+            json.dumps({"train": [{"question": "q", "answer": "a"}] * 2, "test": [{"question": "v", "answer": "b"}]}),
+        ),
+        [f"a{END}"],
+        user("q"),
+    ),
     "parquet": Shape(parquet, [f"a1{END}"], user("q1")),
     "arrow": Shape(arrow, [f"a1{END}"], user("q1")),
     "save_to_disk with splits": Shape(saved, [f"a0{END}"], user("q0")),
