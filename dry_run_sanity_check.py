@@ -2,7 +2,7 @@
 
 import sys
 
-from ci_llm.cli.entry import enter
+from ci_llm.cli.entry import run_command
 
 if __name__ == "__main__":
-    sys.exit(enter("main", ["check", *sys.argv[1:]]))
+    sys.exit(run_command("main", ["check", *sys.argv[1:]]))

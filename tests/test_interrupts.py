@@ -82,13 +82,13 @@ def test_which_signals_mean_what_is_a_choice() -> None:
 def test_what_is_listened_to_may_change_and_notes_stay() -> None:
     with Interrupts(announce=lambda _line: None) as one:
         send(signal.SIGUSR1)
-        one.listen_to(stop=["SIGUSR1"], save=["SIGHUP"])
+        one.set_signals(stop=["SIGUSR1"], save=["SIGHUP"])
         assert one.take_save_request()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         send(signal.SIGHUP)
         assert (one.take_save_request(), one.stop_reason) == (True, None)
         with pytest.raises(ConfigError, match="SIGUSR1"):
-            one.listen_to(stop=["SIGUSR1"], save=["SIGUSR1"])
+            one.set_signals(stop=["SIGUSR1"], save=["SIGUSR1"])
         send(signal.SIGUSR1)
         assert one.stop_reason == "signal:SIGUSR1"
     assert [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
@@ -181,7 +181,7 @@ def test_the_announcement_says_what_the_run_will_do() -> None:
         heard.set()
 
     with Interrupts(announce=announce) as one:
-        one.plan = "saving step 37"
+        one.describe_stop = lambda: "saving step 37"
         send(signal.SIGTERM)
         assert heard.wait(DEADLINE_S)
         send(signal.SIGTERM)
@@ -368,3 +368,42 @@ with Interrupts(announce=lambda line: None) as interrupts:
         assert child.read_until("armed") == f"armed {sys.platform == 'linux'}"
         child.signal(signal.SIGKILL)
         assert child.read_until("heard") == "heard True signal:SIGTERM"
+
+
+ON_THE_WAY_OUT = """
+import atexit, sys
+from ci_llm.cli.entry import run_command
+
+atexit.register(lambda: (print("on the way out"), input()))
+sys.exit(run_command("main", ["train", "num_agent=3"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code_of_a_program(name: str) -> None:
+    with Child.python(ON_THE_WAY_OUT) as child:
+        child.read_until("on the way out")
+        child.signal(getattr(signal, name))
+        child.say("go on")
+        assert child.wait() == 2
+
+
+INNER_AND_OUTER = """
+import os, signal
+from ci_llm.interrupts import Interrupts, ends_with_process
+
+ends_with_process()
+with Interrupts(announce=lambda line: None) as outer:
+    with Interrupts(announce=lambda line: None) as inner:
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("inner", inner.stop_reason, outer.stop_reason)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("outer", outer.stop_reason)
+"""
+
+
+def test_a_program_hears_signals_until_its_last_interrupts_is_through() -> None:
+    with Child.python(INNER_AND_OUTER) as child:
+        assert child.read_until("inner") == "inner signal:SIGTERM None"
+        assert child.read_until("outer") == "outer signal:SIGTERM"
+        assert child.wait() == 0

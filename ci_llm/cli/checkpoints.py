@@ -8,20 +8,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
 LINES_SHOWN = 20
 
 _DESCRIPTION = "Look at checkpoints, compare them, remove old ones, and make a crowd of adapters of others."
-_EXAMPLES = """examples:
-  ci-llm checkpoints list ci_llm_output
-  ci-llm checkpoints verify ci_llm_output/checkpoint_step_100
-  ci-llm checkpoints diff straight/final_checkpoint resumed/final_checkpoint
-  ci-llm checkpoints prune ci_llm_output --keep 2 --dry-run
-  ci-llm checkpoints import old_run/agents --to imported --base-model google/gemma-2-2b
-
+_EXAMPLES = {
+    "list": "ci-llm checkpoints list ci_llm_output",
+    "verify": "ci-llm checkpoints verify ci_llm_output/checkpoint_step_100",
+    "diff": "ci-llm checkpoints diff straight/final_checkpoint resumed/final_checkpoint",
+    "prune": "ci-llm checkpoints prune ci_llm_output --keep 2 --dry-run",
+    "import": "ci-llm checkpoints import old_run/agents --to imported --base-model google/gemma-2-2b",
+}
+_EXIT_CODES = """
 exit codes: 0 fine; 1 what was to be verified is damaged, or what was compared differs; 2 bad call"""
 
 
@@ -41,14 +42,25 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own says nothing where the output is refused
+
 
 def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
-    parser = _Parser("ci-llm checkpoints", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=layout)
+    examples = "\n".join(["examples:", *(f"  {example}" for example in _EXAMPLES.values()), _EXIT_CODES])
+    parser = _Parser("ci-llm checkpoints", description=_DESCRIPTION, epilog=examples, formatter_class=layout)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, does: str) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".", allow_abbrev=False)
+        made = verbs.add_parser(
+            name,
+            help=does,
+            description=does[0].upper() + does[1:] + ".",
+            epilog=f"example: {_EXAMPLES[name]}",
+            formatter_class=layout,
+            allow_abbrev=False,
+        )
         made.set_defaults(verb=globals()[f"_{name}"])
         return made
 
@@ -195,14 +207,11 @@ def _checkpoint(path: Path) -> Path:
     Raises:
         BadInput: it is neither.
     """
-    from ci_llm.checkpoints.folders import committed
-    from ci_llm.checkpoints.manifest import MANIFEST
+    from ci_llm.checkpoints.checkpoint import find_checkpoint
 
-    if (path / MANIFEST).is_file():
-        return path
-    if inside := committed(path):
-        return inside[0][1]
-    raise _no_checkpoint(path)
+    if (found := find_checkpoint(path)) is None:
+        raise _no_checkpoint(path)
+    return found
 
 
 def _no_checkpoint(path: Path) -> BadInput:

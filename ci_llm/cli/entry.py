@@ -11,10 +11,14 @@ from typing import Final
 BAD_CALL: Final = 2
 
 
-def enter(door: str, words: list[str]) -> int:
-    """Call the function `door` of `ci_llm.cli.main` with the words of the command line; returns its exit code."""
+def run_command(command: str, words: list[str]) -> int:
+    """Call the function `command` of `ci_llm.cli.main` with the words of the command line; returns its exit code.
+
+    Nothing comes after it: signals that come while the interpreter ends do not change that code.
+    """
     try:
-        code: int = getattr(importlib.import_module("ci_llm.cli.main"), door)(words)
+        importlib.import_module("ci_llm.interrupts").ends_with_process()
+        code: int = getattr(importlib.import_module("ci_llm.cli.main"), command)(words)
     except ModuleNotFoundError as error:
         if "--debug" in words or not _is_missing_here(error):
             raise

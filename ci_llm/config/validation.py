@@ -64,6 +64,12 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"{both[0]} cannot mean both stop and save",
             "take it out of stop_signals or out of save_signals",
         )
+    if c.restart_from is not None and c.overwrite_output_dir:
+        yield Clash(
+            ("restart_from", "overwrite_output_dir"),
+            "restart_from goes back in the run that is there, and overwrite_output_dir moves that one aside",
+            "keep one of them; resume_from_checkpoint says from where a new run begins",
+        )
     if c.experiment_name is not None and ("/" in c.experiment_name or c.experiment_name in (".", "..")):
         yield Clash(
             ("experiment_name",),
@@ -122,6 +128,12 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 def _doubtful(c: Config) -> Iterator[str]:
+    if c.diversity == "none" and c.lambda_sw and _is_meant(c, "lambda_sw", "diversity"):
+        yield (
+            f"lambda_sw {c.lambda_sw:g} has no effect: it weighs the diversity term, and diversity is none, as no term"
+            " that was tested made a better crowd (docs/crowd.md). diversity=swd_raw is the term of the original,"
+            " diversity=swd the bounded one; lambda_sw=0 says that none is wanted"
+        )
     if c.diversity == "swd_raw":
         yield "diversity swd_raw is the original's, kept for comparison: at weight 1 it halves accuracy"
     if c.diversity.startswith("swd") and c.swd_representation == "first_token":
@@ -130,3 +142,9 @@ def _doubtful(c: Config) -> Iterator[str]:
         yield f"batch_size {c.batch_size} is never filled: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
+
+
+def _is_meant(c: Config, key: str, by: str) -> bool:
+    """Whether somebody gave `key` a value of his own, or gave it any value and said nothing of what it depends on."""
+    given = key in c.model_fields_set
+    return given and (by not in c.model_fields_set or getattr(c, key) != type(c).model_fields[key].default)

@@ -71,7 +71,8 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
     kind = "one after the other" if weights is None else "weighted"
     lines.insert(0, f"{len(picks)} rows of {len(parts)} data sets, {kind}")
     where = ", ".join(part.where for part in parts)
-    return _MixedRows(origin, parts[0].form, where, tuple(lines), origin=origin)
+    rows = _MixedRows(origin, parts[0].form, where, tuple(lines), origin=origin)
+    return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))
 
 
 def _described(part: Rows, count: int) -> Iterator[str]:

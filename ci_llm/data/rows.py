@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import xxhash
 
@@ -100,6 +100,7 @@ class Tokens:
 
 
 Row = Chat | Completion | Tokens
+TrainedOn = Literal["none", "some", "all"]
 
 
 class RawRows(Protocol):
@@ -139,6 +140,7 @@ class Rows:
         where: the source, in words.
         description: what was found, in lines for people.
         numbers: of each row in its source, where only some rows were taken.
+        num_trained_on: of rows to evaluate on: how many of them are among those to train on.
     """
 
     raw: RawRows
@@ -146,6 +148,14 @@ class Rows:
     where: str
     description: tuple[str, ...] = ()
     numbers: Sequence[int] | None = None
+    num_trained_on: int = 0
+
+    @property
+    def trained_on(self) -> TrainedOn:
+        """How many of these rows are rows of the training, in a word."""
+        if not self.num_trained_on:
+            return "none"
+        return "all" if self.num_trained_on == len(self) else "some"
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -160,6 +170,11 @@ class Rows:
 
     def __getitem__(self, number: int) -> Row | None:
         return self._read(number, self.raw[number])
+
+    def evaluated_although_trained_on(self, count: int) -> Rows:
+        """These rows to evaluate on, of which `count` are rows to train on; the description ends with that."""
+        note = f"{count} of the {len(self)} rows to evaluate on are rows to train on: scores show what is remembered"
+        return replace(self, num_trained_on=count, description=(*self.description, note)) if count else self
 
     def select(self, chosen: Sequence[int]) -> Rows:
         """Some of the rows, each under its old number."""

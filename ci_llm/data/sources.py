@@ -93,25 +93,30 @@ def _training_rows(config: Config, name: str) -> Rows:
 def _evaluation_rows(config: Config, name: str) -> Rows:
     """The rows to evaluate on of a data set that is also trained on: a split, or the held-out rows."""
     splits = open_splits(name, config.dataset_subset, config.dataset_split)
-    if (split := _eval_split(config, splits)) is not None:
-        return _spread_rows(config, _split(splits, split, "eval_split", name), _where(name, split))
     training = _split(splits, config.dataset_split, "dataset_split", name)
-    where = _where(name, config.dataset_split)
-    held_out = _held_out(config, splits, name)
-    if held_out:
-        return _spread_rows(config, training, f"{where}, held out", held_out)
-    why = "val_set_size is 0" if config.val_set_size == 0 else "a single row"
-    return _spread_rows(
-        config, training, where, notes=[f"no split to evaluate on and {why}: evaluating on training rows"]
-    )
+    if held_out := _held_out(config, splits, name):
+        where = f"{_where(name, config.dataset_split)}, held out"
+        return _selected(config, training, where, *_spread_evenly(config, held_out))
+    split = _eval_split(config, splits) or config.dataset_split
+    return _whole_split(config, splits, name, split, trained_on=split == config.dataset_split)
 
 
 def _validation_rows(config: Config, name: str) -> Rows:
-    """The rows of a data set of `eval_dataset_name`, which is not trained on."""
+    """The rows of a data set of `eval_dataset_name`."""
     splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
     known = [config.eval_split] if config.eval_split else [*EVAL_SPLITS, config.dataset_split, *splits]
     split = next((each for each in known if each in splits), known[0])
-    return _spread_rows(config, _split(splits, split, "eval_split", name), _where(name, split))
+    trained_on = name in config.dataset_names and split == config.dataset_split
+    return _whole_split(config, splits, name, split, trained_on=trained_on)
+
+
+def _whole_split(config: Config, splits: Splits, name: str, split: str, *, trained_on: bool) -> Rows:
+    """Rows of a split to evaluate on, of which nothing is held out."""
+    data = _split(splits, split, "eval_split", name)
+    numbers, notes = _spread_evenly(config, range(len(data)))
+    limit = len(data) if config.max_train_samples is None else config.max_train_samples
+    count = sum(number < limit for number in numbers) if trained_on else 0
+    return _selected(config, data, _where(name, split), numbers, notes).evaluated_although_trained_on(count)
 
 
 def _eval_split(config: Config, splits: Splits) -> str | None:
@@ -141,18 +146,16 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
     return _spread(total, count)
 
 
-def _spread_rows(
-    config: Config, data: Dataset, where: str, rows: Sequence[int] | None = None, notes: Sequence[str] = ()
-) -> Rows:
-    """At most `eval_samples` of the rows, evenly spread; several data sets share that number."""
-    rows = range(len(data)) if rows is None else rows
+def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+    """At most `eval_samples` of the rows, evenly spread, and a note about it; several data sets share that number."""
     total, limit = len(rows), config.eval_samples
     if limit is not None:
         limit = -(-limit // len(config.eval_dataset_names or config.dataset_names))
-    if limit is not None and limit < total:
-        rows = [rows[number] for number in _spread(total, limit)]
-        notes = [*notes, f"{limit} of {total} rows, evenly spread (eval_samples)"]
-    return _selected(config, data, where, rows, notes)
+    if limit is None or limit >= total:
+        return rows, []
+    return [rows[number] for number in _spread(total, limit)], [
+        f"{limit} of {total} rows, evenly spread (eval_samples)"
+    ]
 
 
 def _selected(config: Config, data: Dataset, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:

@@ -68,19 +68,22 @@ class Tally:
         )
         if self.cut:
             yield f"{self.cut} rows cut at max_seq_length {self.max_seq_length}"
+        if self._num_left_out:
+            yield f"left out: {self._left_out()}"
+
+    def warnings(self) -> Iterator[str]:
+        """Why agents will not learn what these rows are meant to teach."""
         if self.endless:
             follows = f"{self.end!r}, which follows, is no special token" if self.end.strip() else "nothing follows"
             yield (
-                f"WARNING: the end of turn is not learned in {self.endless} chats: {follows}, so that generation ends "
+                f"the end of turn is not learned in {self.endless} chats: {follows}, so that generation ends "
                 "at its limit alone; make it a special token of the tokenizer, or set chat_template=roles"
             )
         if self.without_roles:
             yield (
-                f"WARNING: {self.without_roles} chats have several turns, and the template does not show who speaks; "
+                f"{self.without_roles} chats have several turns, and the template does not show who speaks; "
                 "set chat_template=roles"
             )
-        if self._num_left_out:
-            yield f"left out: {self._left_out()}"
 
     def nothing_left(self, rows: Rows) -> DataError:
         """The error when nothing is kept, with the cure for the commonest reason."""

@@ -72,6 +72,11 @@ class TokenizedRows:
         return [*self.rows.description, *self._facts["lines"]]
 
     @property
+    def warnings(self) -> list[str]:
+        """What is doubtful about the chat template for these rows."""
+        return list(self._facts["warnings"])
+
+    @property
     def questions(self) -> list[str] | None:
         """What each row asks; None where the rows are plain text."""
         return _all_or_none(row.question for row in self._canonical())
@@ -161,7 +166,7 @@ def _table(rows: Rows, encoder: Encoder, max_seq_length: int) -> Any:
         *tally.lines(),
         f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
     ]
-    facts = json.dumps({"fingerprint": digest.hexdigest(), "lines": lines})
+    facts = json.dumps({"fingerprint": digest.hexdigest(), "lines": lines, "warnings": [*tally.warnings()]})
     return pa.Table.from_batches(chunks).replace_schema_metadata({"ci_llm": facts})
 
 

@@ -45,7 +45,7 @@ class Lengths:
     learned: float
     sampled: bool = True
 
-    def crowded(self, rows: int) -> int:
+    def longest_in_batch(self, rows: int) -> int:
         """Tokens per row of the fullest among thousands of micro-batches of so many rows."""
         return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
 
@@ -86,11 +86,11 @@ class CheckContext:
     eval_examples: TokenizedRows = field(init=False)  # template
     lengths: Lengths = field(init=False)  # estimate knows better once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
-    stands_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
+    uses_stand_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
     run: Run = field(init=False)  # model
     measured: Measured = field(default_factory=Measured)
     at_end: ExitStack = field(default_factory=ExitStack)
-    born_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
+    program_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
 
     def __post_init__(self) -> None:
         longest = self.config.max_seq_length
@@ -116,9 +116,9 @@ class CheckContext:
         return min(self.config.batch_size, -(-self.rows_per_step // self.processes.count))
 
     @property
-    def crowded_tokens(self) -> int:
+    def longest_tokens(self) -> int:
         """Tokens per row of the fullest micro-batch to be expected."""
-        return self.lengths.crowded(self.micro_batch)
+        return self.lengths.longest_in_batch(self.micro_batch)
 
     @property
     def toy_batch(self) -> int:
@@ -144,8 +144,10 @@ class CheckContext:
             "save_steps": None,
             "save_interval_seconds": None,
             "resume_from_checkpoint": "latest",
+            "restart_from": None,
+            "overwrite_output_dir": False,
         }
-        if self.stands_in:
+        if self.uses_stand_in:
             toy |= {"model_name": "embedded", "lora_target_modules": "all-linear", "init_from": None}
         return self.config.model_copy(update=toy)
 
@@ -161,6 +163,6 @@ class CheckContext:
             interrupts=self.interrupts,
             say=log.say,
         )
-        self.at_end.callback(manager.close)
         self.at_end.callback(log.close)
+        self.at_end.callback(manager.close)
         return manager, log

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ci_llm.config import Config
-from ci_llm.crowd.base import DTYPES, explained
+from ci_llm.crowd.base import DTYPES, load_error
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
@@ -40,7 +40,7 @@ class Trace:
         base_bytes: what they take in the run's `model_dtype`.
         agent_parameters: trainable numbers of one agent.
         agents_bytes: weights, gradients and both moments of all agents, and their last good copy.
-        passing_bytes: the most that is allocated besides, at any moment of forward and backward.
+        activation_bytes: the most that is allocated besides, at any moment of forward and backward.
         flops: floating-point operations, a multiplication and an addition being two.
     """
 
@@ -48,13 +48,13 @@ class Trace:
     base_bytes: int
     agent_parameters: int
     agents_bytes: int
-    passing_bytes: int
+    activation_bytes: int
     flops: float
 
     @property
     def device_bytes(self) -> int:
         """Everything that lives on the device at the worst moment."""
-        return self.base_bytes + self.agents_bytes + self.passing_bytes
+        return self.base_bytes + self.agents_bytes + self.activation_bytes
 
 
 class Untraceable(Exception):
@@ -93,7 +93,7 @@ def _trace(
             base_bytes=sum(p.nbytes for p in own),
             agent_parameters=trained.shape[1],
             agents_bytes=AGENT_COPIES * trained.nbytes,
-            passing_bytes=round(ALLOCATED_PER_LIVING * peak),
+            activation_bytes=round(ALLOCATED_PER_LIVING * peak),
             flops=flops * rows / few,
         )
 
@@ -112,11 +112,11 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         with device:
             model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=eager)
     except ValueError as error:
-        raise explained(config.model_name, error) from error
+        raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
     if config.use_gradient_checkpointing:
-        crowd.recompute_layers()
+        crowd.gradient_checkpointing_enable()
     return crowd.train()
 
 
@@ -175,10 +175,10 @@ class _Ledger(TorchDispatchMode):
         self.flops += _flops(func._overloadpacket, args, kwargs or {}, result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._meet(leaf.untyped_storage())
+                self._count(leaf.untyped_storage())
         return result
 
-    def _meet(self, storage: Any) -> None:
+    def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)

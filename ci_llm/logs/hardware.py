@@ -5,6 +5,7 @@ Without a driver the list of GPUs is empty; a value that a card does not tell (M
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ import pynvml
 
 from ci_llm.core.durable import write_json
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "gpu_stats.json"
 SAMPLES_KEPT = 360
 
@@ -30,7 +33,6 @@ class HardwareMonitor:
         folder: the run's folder.
         interval_s: seconds between samples.
         still_held: asked before each write; once it says no, another attempt owns the folder.
-        warn: takes one line when the file cannot be written; the run goes on.
     """
 
     def __init__(
@@ -39,10 +41,9 @@ class HardwareMonitor:
         *,
         interval_s: float = 10.0,
         still_held: Callable[[], bool] = lambda: True,
-        warn: Callable[[str], None] = print,
     ) -> None:
         self._path, self._interval_s = Path(folder, FILE_NAME), interval_s
-        self._still_mine, self._warn = still_held, warn
+        self._still_mine = still_held
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
         self._peaks: dict[str, float] = {}
         self._over = threading.Event()
@@ -70,7 +71,7 @@ class HardwareMonitor:
                 failing = False
             except OSError as error:
                 if not failing:
-                    self._warn(f"{FILE_NAME} cannot be written, the run goes on: {error}")
+                    logger.warning(f"{FILE_NAME} cannot be written, the run goes on: {error}")
                 failing = True
         gpus.close()
 

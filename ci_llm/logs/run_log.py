@@ -1,12 +1,14 @@
-"""What a run tells: people (terminal, training.log), programs (metrics.jsonl) and trackers.
+"""The log of a run: for people (terminal and training.log), for programs (metrics.jsonl) and for trackers.
 
-A run is worth more than its log: a full disk or a terminal that went away is said once, and the run goes on.
+The package logs through the standard `logging`; a `RunLog` handles its records from its creation to `close`. A run is
+worth more than its log: a full disk or a lost terminal is reported once, and the run goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import socket
@@ -22,20 +24,28 @@ from ci_llm.core.durable import write_bytes
 from ci_llm.logs.progress import Bar, ProgressLine, can_redraw
 from ci_llm.logs.trackers import Trackers
 
+PACKAGE = logging.getLogger("ci_llm")  # the parent of the logger of every module
+logger = logging.getLogger(__name__)
+
 LOG_NAME = "training.log"
 METRICS_NAME = "metrics.jsonl"
 
 
 class RunLog:
-    """The voice of one attempt. Every method may be called on every process; only the main one is heard.
+    """The log of one attempt. Every method may be called on every process; only the main process writes anything.
 
-    What is said before `open` goes to the terminal at once and to training.log when there is one: a call that
+    From its creation to `close`, every record of the package's loggers goes to the terminal and to training.log, and
+    to no handler of the root logger. Messages of the level INFO appear as they are. Those of any other level are
+    marked: `warning: ...` on the terminal, `WARNING ...` in training.log. The level of the logger `ci_llm` decides
+    which records are kept; INFO if nobody has set one.
+
+    Messages that come before `open` go to the terminal at once and to training.log as soon as it exists: a call that
     is refused for bad input leaves no file behind.
 
     Args:
         folder: the run's folder.
-        is_main: whether this process is heard.
-        terminal: where lines for people go; standard output by default.
+        is_main: whether this process writes; the others drop their records.
+        terminal: for the lines that people read; standard output by default.
         interval_s: seconds between two lines of progress.
         clock: seconds, monotonic.
     """
@@ -61,6 +71,8 @@ class RunLog:
         self._unsure: set[str] = set()
         self._trackers: Trackers | None = None
         self._lock = threading.RLock()
+        self._handler = RunHandler(self._handle, self._lock)
+        self._handler.attach()
 
     def open(self, attempt: int, *, still_held: Callable[[], bool] = lambda: True) -> None:
         """Start to write files, in a folder that exists.
@@ -83,11 +95,15 @@ class RunLog:
             self._unwritten.clear()
 
     def say(self, text: str) -> None:
-        """Tell people `text`, of one line or more."""
+        """Show `text`, of one line or more, as a message of the level INFO."""
+        with self._lock:
+            self._handle("", text)
+
+    def note(self, text: str) -> None:
+        """Write `text` into training.log alone; somebody else shows it on the terminal."""
         if self._is_main:
             with self._lock:
-                self._show(text)
-                self._note(text)
+                self._write_down(text)
 
     def metrics(self, step: int, values: Mapping[str, object]) -> None:
         """Append `values` of optimizer step `step` to metrics.jsonl and send its numbers to the trackers.
@@ -118,7 +134,7 @@ class RunLog:
             elif line is not None:
                 self._show(line)
             if line is not None:
-                self._note(line)
+                self._write_down(line)
 
     def cut_back(self, step: int) -> None:
         """Forget the metrics past `step`, from where the run goes on; -1: all. Torn lines go as well."""
@@ -152,23 +168,36 @@ class RunLog:
                 resumed_from=resumed_from,
                 remembered=remembered or {},
                 hyperparameters=hyperparameters or {},
-                warn=self.say,
             )
 
     def tracker_state(self) -> dict[str, str]:
         """What `start_trackers` wants as `remembered` in the next attempt; empty on other processes."""
         return {} if self._trackers is None else self._trackers.state()
 
-    def close(self) -> None:
-        """Remove the bar and close the trackers."""
+    def finish_trackers(self) -> None:
+        """Flush and close the trackers."""
         with self._lock:
-            if self._bar is not None:
-                self._on_terminal(lambda bar: bar.close())
             if self._trackers is not None:
                 self._trackers.finish()
                 self._trackers = None
 
-    # ------------------------------------------------------------------------------------------ terminal
+    def close(self) -> None:
+        """Finish the trackers, remove the bar and give the package's logger back as it was before."""
+        self.finish_trackers()
+        with self._lock:
+            if self._bar is not None:
+                self._on_terminal(lambda bar: bar.close())
+        self._handler.detach()
+
+    # Private: messages
+
+    def _handle(self, level: str, text: str) -> None:
+        """Take one message under the lock; `level` is empty for a message that is shown as it is."""
+        if self._is_main:
+            self._show(f"{level.lower()}: {text}" if level else text)
+            self._write_down(f"{level} {text}" if level else text)
+
+    # Private: terminal
 
     def _show(self, text: str) -> None:
         if self._bar is not None:
@@ -188,11 +217,11 @@ class RunLog:
         except (OSError, ValueError) as error:
             _silence(self._terminal)
             self._terminal = None
-            self._note(f"the terminal is gone ({error}); the run goes on")
+            logger.warning(f"the terminal is gone ({error}); the run goes on")
 
-    # --------------------------------------------------------------------------------------------- files
+    # Private: files
 
-    def _note(self, text: str) -> None:
+    def _write_down(self, text: str) -> None:
         for line in text.splitlines():
             if self._attempt is None:
                 self._unwritten.append(line)
@@ -215,10 +244,49 @@ class RunLog:
             self._unsure.add(name)
             if name not in self._failing:
                 self._failing.add(name)
-                self._show(f"{name} cannot be written, the run goes on: {error}")
+                logger.warning(f"{name} cannot be written, the run goes on: {error}")
         else:
             self._failing.discard(name)
             self._unsure.discard(name)
+
+
+class RunHandler(logging.Handler):
+    """Hands the records of the package to a run's log.
+
+    Args:
+        take: called with the name of the level, empty for INFO, and the text.
+        lock: of the log. Handler and log share it: with two, a thread that logs and a thread that writes metrics,
+            and logs that the disk is full, would wait for each other.
+    """
+
+    def __init__(self, take: Callable[[str, str], None], lock: threading.RLock) -> None:
+        self._take, self._shared_lock = take, lock
+        self._pid = os.getpid()
+        super().__init__()
+
+    def createLock(self) -> None:  # noqa: N802 - the name of the standard library
+        self.lock = self._shared_lock
+
+    def attach(self) -> None:
+        """Become the only handler of the package's records."""
+        self._before = PACKAGE.propagate, PACKAGE.level, PACKAGE.handlers[:]
+        PACKAGE.propagate = False
+        if PACKAGE.level == logging.NOTSET:
+            PACKAGE.setLevel(logging.INFO)
+        PACKAGE.handlers[:] = [self]
+
+    def detach(self) -> None:
+        """Undo `attach`; a second call changes nothing."""
+        if self in PACKAGE.handlers:
+            PACKAGE.propagate, level, PACKAGE.handlers[:] = self._before
+            PACKAGE.setLevel(level)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # A forked worker of a data loader is not the run, and another thread may have held the lock at the fork.
+        return os.getpid() == self._pid and bool(super().filter(record))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._take("" if record.levelno == logging.INFO else record.levelname, self.format(record))
 
 
 def _slurm_restarts() -> dict[str, int]:

@@ -7,6 +7,7 @@ out: it must never end a run. One that cannot start is bad input.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PROJECT = "ci-llm"
 
@@ -45,7 +48,6 @@ class Trackers:
         resumed_from: the step this attempt resumes from; 0 for a fresh start.
         remembered: `state()` of the attempt before.
         hyperparameters: plain values, shown once, at a fresh start.
-        warn: takes one line about a tracker that failed.
 
     Raises:
         ConfigError: a tracker is not installed or cannot start.
@@ -60,9 +62,7 @@ class Trackers:
         resumed_from: int,
         remembered: Mapping[str, str],
         hyperparameters: Mapping[str, object],
-        warn: Callable[[str], None],
     ) -> None:
-        self._warn = warn
         require_installed(names)
         kinds = {str(kind): kind for kind in accelerator.log_with}
         self._trackers = {}
@@ -95,7 +95,7 @@ class Trackers:
             call()
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run is worth more
             del self._trackers[name]
-            self._warn(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+            logger.warning(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
 
 
 def _settings(name: str, folder: Path, resumed_from: int, remembered: str | None) -> dict[str, Any]:

@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.cluster.deadline import MARGIN_S, MEASUREMENTS, Deadline, Pace, Walltime, find_deadline, spare_s, upper
+from ci_llm.cluster.deadline import (
+    MARGIN_S,
+    MEASUREMENTS,
+    Deadline,
+    Pace,
+    Walltime,
+    find_deadline,
+    seconds_until_stop,
+    upper_quantile,
+)
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from tests.support.events import DEADLINE_S
@@ -74,23 +83,23 @@ def test_a_deadline_that_is_no_time_is_refused_in_words(text: str) -> None:
 
 
 def test_the_upper_quantile_forgives_a_few_outliers_of_many_and_none_of_few() -> None:
-    assert upper([]) == 0.0
-    assert upper([3.0, 9.0, 1.0]) == 9.0
-    assert upper([1.0] * 95 + [50.0] * 5) == 1.0
-    assert upper([1.0] * 94 + [50.0] * 6) == 50.0
+    assert upper_quantile([]) == 0.0
+    assert upper_quantile([3.0, 9.0, 1.0]) == 9.0
+    assert upper_quantile([1.0] * 95 + [50.0] * 5) == 1.0
+    assert upper_quantile([1.0] * 94 + [50.0] * 6) == 50.0
 
 
 def test_what_a_step_and_a_save_need_is_kept_back() -> None:
-    assert spare_s(100.0, [], []) == 100.0 - MARGIN_S
-    assert spare_s(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
+    assert seconds_until_stop(100.0, [], []) == 100.0 - MARGIN_S
+    assert seconds_until_stop(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
 
 
 @given(left=st.floats(-1e6, 1e6), steps=durations, saves=durations, more=st.floats(0, 1e6))
 def test_slower_steps_never_leave_more_time(left: float, steps: list[float], saves: list[float], more: float) -> None:
-    before = spare_s(left, steps, saves)
-    assert spare_s(left, [one + more for one in steps], saves) <= before
-    assert spare_s(left, steps, [one + more for one in saves]) <= before
-    assert spare_s(left - more, steps, saves) <= before
+    before = seconds_until_stop(left, steps, saves)
+    assert seconds_until_stop(left, [one + more for one in steps], saves) <= before
+    assert seconds_until_stop(left, steps, [one + more for one in saves]) <= before
+    assert seconds_until_stop(left - more, steps, saves) <= before
 
 
 def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
@@ -99,14 +108,14 @@ def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
     save = Saved(4.0)
     for step in range(MEASUREMENTS + 20):
         pace.begin_step()
-        assert pace.began == clock.now
+        assert pace.step_started == clock.now
         clock.now += step
         pace.end_step(save)
         clock.now += 1000.0  # what lies between two steps, an evaluation for instance, belongs to neither
     assert pace.steps_s == tuple(range(20, MEASUREMENTS + 20))
     assert pace.saves_s == (4.0,)
     pace.end_step(Saved(4.0))
-    assert (pace.saves_s, len(pace.steps_s), pace.began) == ((4.0, 4.0), MEASUREMENTS, None)
+    assert (pace.saves_s, len(pace.steps_s), pace.step_started) == ((4.0, 4.0), MEASUREMENTS, None)
 
 
 # The clock speaks
@@ -122,13 +131,13 @@ def test_the_run_is_asked_to_stop_when_a_step_and_a_save_still_fit(interrupts: I
     pace.steps_s, pace.saves_s = (3.0,), (2.0,)
     looked = threading.Event()
 
-    def look_again() -> Deadline | None:
+    def refresh() -> Deadline | None:
         looked.set()
         return None
 
     at = 100.0
     clock.now = at - MARGIN_S - 5.0 - 0.2
-    with Walltime(Deadline(at, "a test"), pace, interrupts, look_again=look_again, clock=clock):
+    with Walltime(Deadline(at, "a test"), pace, interrupts, refresh=refresh, clock=clock):
         assert interrupts.stop_reason is None
         clock.now += 0.3
         assert interrupts.wait(DEADLINE_S)
@@ -146,21 +155,21 @@ def test_a_job_that_is_prolonged_goes_on(interrupts: Interrupts) -> None:
     ends = [Deadline(1e6, "prolonged")]
     said_twice = threading.Event()
 
-    def look_again() -> Deadline:
+    def refresh() -> Deadline:
         if ends:
             return ends.pop()
         said_twice.set()
         return Deadline(1e6, "prolonged")
 
     clock = Clock()
-    walltime = Walltime(Deadline(1.0, "a test"), Pace(), interrupts, look_again=look_again, clock=clock)
+    walltime = Walltime(Deadline(1.0, "a test"), Pace(), interrupts, refresh=refresh, clock=clock)
     with walltime:
         while ends:
             threading.Event().wait(0.001)
         assert interrupts.stop_reason is None
     assert walltime.deadline == Deadline(1e6, "prolonged")
     clock.now = 1e6
-    with Walltime(walltime.deadline, Pace(), interrupts, look_again=look_again, clock=clock):
+    with Walltime(walltime.deadline, Pace(), interrupts, refresh=refresh, clock=clock):
         assert interrupts.wait(DEADLINE_S)
     assert said_twice.is_set()
 

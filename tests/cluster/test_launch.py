@@ -8,7 +8,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from ci_llm.cluster.launch import Launch, accelerate_settings, decline, outside_of_a_step, read_launch, remarks
+from ci_llm.cluster.launch import (
+    Launch,
+    accelerate_settings,
+    disable_unsupported,
+    launch_notes,
+    read_launch,
+    step_notes,
+)
 from ci_llm.errors import LaunchError
 
 TORCHRUN = {
@@ -44,12 +51,12 @@ def test_plain_python_is_alone() -> None:
     launch = read({})
     assert launch == Launch("python", 1, 0, 0, 1, None, {})
     assert launch.is_main
-    assert not launch.dies_unheard
+    assert launch.forwards_sigterm
 
 
 def test_torchrun_speaks_for_itself() -> None:
     launch = read(TORCHRUN)
-    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, patience_s=30)
+    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, kill_delay_s=30)
     assert not launch.is_main
 
 
@@ -102,13 +109,13 @@ def test_torchrun_inside_a_task_of_srun_wins() -> None:
 
 
 def test_how_long_a_launcher_waits_before_it_kills() -> None:
-    assert read(TORCHRUN).patience_s == 30
-    assert read({**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == 600
-    assert read({**STEP, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == math.inf
-    assert read({}).patience_s == math.inf
-    assert read({"CI_LLM_SUPERVISED": "0.5"}).patience_s == 0.5
-    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "120"}).patience_s == 30
-    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "10"}).patience_s == 10
+    assert read(TORCHRUN).kill_delay_s == 30
+    assert read({**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).kill_delay_s == 600
+    assert read({**STEP, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).kill_delay_s == math.inf
+    assert read({}).kill_delay_s == math.inf
+    assert read({"CI_LLM_SUPERVISED": "0.5"}).kill_delay_s == 0.5
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "120"}).kill_delay_s == 30
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "10"}).kill_delay_s == 10
 
 
 def test_mpirun() -> None:
@@ -149,19 +156,19 @@ def test_a_lone_accelerate_and_what_it_was_asked_for(
     words: list[str], environ: dict[str, str], asked_for: int | None
 ) -> None:
     launch = read(environ, ACCELERATE + words)
-    assert (launch.launcher, launch.asked_for, launch.dies_unheard) == ("accelerate", asked_for, True)
+    assert (launch.launcher, launch.requested_processes, launch.forwards_sigterm) == ("accelerate", asked_for, False)
 
 
 @pytest.mark.parametrize(
     "parent", [["python", "-m", "accelerate.commands.launch"], ["/bin/accelerate-launch"], ACCELERATE]
 )
 def test_the_names_of_accelerate(parent: list[str]) -> None:
-    assert read({}, parent).dies_unheard
+    assert not read({}, parent).forwards_sigterm
 
 
 @pytest.mark.parametrize("parent", [["bash", "launch"], ["make", "train"], ["python", "safe_train.py"]])
 def test_other_parents_are_none(parent: list[str]) -> None:
-    assert not read({"MASTER_ADDR": "here"}, parent).dies_unheard
+    assert read({"MASTER_ADDR": "here"}, parent).forwards_sigterm
 
 
 def test_the_parent_is_looked_up() -> None:
@@ -196,7 +203,7 @@ def test_the_words_of_a_stranger_are_not(environ: Mapping[str, str], stranger: l
 
 
 def remarked(launch: Launch, num_gpus: int = 0, rows: int | None = None, **environ: str) -> list[str]:
-    return remarks(launch, environ, num_gpus=num_gpus, rows_per_process=rows)
+    return launch_notes(launch, environ, num_gpus=num_gpus, rows_per_process=rows)
 
 
 def test_a_launch_as_meant_needs_no_remark() -> None:
@@ -275,14 +282,14 @@ def test_a_process_of_a_job_that_is_no_step_of_it_is_warned() -> None:
     """SLURM tells the beginning of a preemption's grace to steps alone."""
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     (line,) = remarked(read(batch), **batch)
-    assert [line] == outside_of_a_step(batch)
+    assert [line] == step_notes(batch)
     assert line.startswith("SLURM job 77, but no step of it")
     assert "`srun`" in line
-    assert outside_of_a_step(STEP) == outside_of_a_step({}) == []
+    assert step_notes(STEP) == step_notes({}) == []
 
 
 def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launch, "fair_num_threads", property(lambda self: 8))
+    monkeypatch.setattr(Launch, "threads_per_process", property(lambda self: 8))
     launch = read({}, ACCELERATE)
     assert remarked(launch, OMP_NUM_THREADS="1") == [
         "one CPU thread per process, as launchers set it: `export OMP_NUM_THREADS=8` uses all cores"
@@ -292,10 +299,10 @@ def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_accelerate_would_do_and_this_program_declines() -> None:
     environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "false"}
-    (line,) = decline(environ)
+    (line,) = disable_unsupported(environ)
     assert "ACCELERATE_USE_DEEPSPEED is not used" in line
     assert environ["ACCELERATE_USE_DEEPSPEED"] == "false"
-    assert decline(environ) == []
+    assert disable_unsupported(environ) == []
 
 
 @pytest.mark.parametrize(
@@ -310,6 +317,6 @@ def test_what_accelerate_would_do_and_this_program_declines() -> None:
 def test_each_is_said_and_switched_off(name: str, yes: str, no: str) -> None:
     """A compiler alone makes Accelerate's state allow TF32 on a GPU: other bits."""
     environ = {name: yes}
-    assert [line.partition(" is not used: ")[0] for line in decline(environ)] == [name]
+    assert [line.partition(" is not used: ")[0] for line in disable_unsupported(environ)] == [name]
     assert environ == {name: no}
-    assert decline({name: no.upper()}) == []
+    assert disable_unsupported({name: no.upper()}) == []

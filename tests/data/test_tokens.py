@@ -197,14 +197,14 @@ def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
     words = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
     long = tokenize(rows([{"messages": turns}]), words, max_seq_length=500, cache_folder=tmp_path)
-    assert any(line.startswith("WARNING: 1 chats have several turns") for line in long.description)
+    assert any(line.startswith("1 chats have several turns") for line in long.warnings)
     words.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     endless = tokenize(rows(), words, max_seq_length=500, cache_folder=tmp_path)
-    assert any("the end of turn is not learned in 4 chats: '<|end|>" in line for line in endless.description)
+    assert any("the end of turn is not learned in 4 chats: '<|end|>" in line for line in endless.warnings)
     usual = tokenize(
         rows(), AutoTokenizer.from_pretrained(embedded.BASE_FOLDER), max_seq_length=500, cache_folder=tmp_path
     )
-    assert not any("WARNING" in line for line in usual.description)
+    assert usual.warnings == []
 
 
 def test_a_row_of_foreign_tokens_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

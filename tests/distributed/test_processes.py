@@ -25,7 +25,7 @@ from ci_llm.errors import DataError, LaunchError, ModelError
 from tests.support.children import ROOT, SCRIPTS, Child, run_all
 from tests.support.forkserver import free_port
 
-WORLD = ROOT / "tests" / "world.py"
+WORLD = ROOT / "tests" / "support" / "world.py"
 ALONE = Launch("python", 1, 0, 0, 1, None, {})
 
 
@@ -54,7 +54,7 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         (1, 2, launcher),
     ]
     assert zero["quiet"] == {
-        "labelled_tokens": 2**41 + 1,
+        "num_targets": 2**41 + 1,
         "nonfinite": [False, False],
         "sums": [],
         "out_of_memory": False,
@@ -195,8 +195,8 @@ class TestAlone:
         assert (processes.gather_object("x"), processes.broadcast_object("x")) == (["x"], "x")
         with processes.main_first():
             processes.wait()
-        processes.same_folder(tmp_path / "run")
-        processes.same_folder(tmp_path / "run")
+        processes.require_same_folder(tmp_path / "run")
+        processes.require_same_folder(tmp_path / "run")
         assert processes.shutdown()
 
     def test_tokens_of_dead_processes_are_swept_and_other_launchers_not_judged(self, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ class TestAlone:
             for name, value in {"dead": dead, "elsewhere": elsewhere, "earlier": earlier}.items():
                 (tmp_path / f".launch-{name}.json").write_text(json.dumps(value))
             processes = alone()
-            processes.same_folder(tmp_path)
+            processes.require_same_folder(tmp_path)
             processes.shutdown()
         assert {path.name for path in tmp_path.iterdir()} == {
             ".launch-elsewhere.json",
@@ -218,11 +218,11 @@ class TestAlone:
     def test_a_folder_that_cannot_be(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(LaunchError, match="cannot be written: Not a directory"):
-            alone().same_folder(tmp_path / "file" / "run")
+            alone().require_same_folder(tmp_path / "file" / "run")
 
     @pytest.mark.parametrize("key", ["mixed_precision", "model_dtype"])
     def test_fp16_on_a_cpu_is_refused(self, key: str) -> None:
-        with pytest.raises(ModelError, match="without a word") as caught:
+        with pytest.raises(ModelError, match="without a warning") as caught:
             alone(**{key: "fp16"})
         assert caught.value.where == f"{key}: fp16"
 

@@ -82,15 +82,16 @@ def test_a_folder_of_another_attempt_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / FILE_NAME).exists()
 
 
-def test_a_disk_that_refuses_is_said_once_and_survived(tmp_path: Path, written: threading.Semaphore) -> None:
-    said: list[str] = []
-    monitor = HardwareMonitor(tmp_path / "missing", interval_s=0.001, warn=said.append)
+def test_a_disk_that_refuses_is_said_once_and_survived(
+    tmp_path: Path, written: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = HardwareMonitor(tmp_path / "missing", interval_s=0.001)
     monitor.start()
     for _ in range(3):
         assert written.acquire(timeout=DEADLINE_S)
     monitor.stop()
-    assert len(said) == 1
-    assert FILE_NAME in said[0]
+    assert len(caplog.messages) == 1
+    assert FILE_NAME in caplog.messages[0]
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,13 @@ import contextlib
 import io
 import itertools
 import json
+import logging
 import os
 import pty
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +22,21 @@ import pytest
 
 from ci_llm.errors import ConfigError
 from ci_llm.logs.progress import ProgressLine
-from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, RunLog
+from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
 from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
+
+logger = logging.getLogger("ci_llm.tests")  # as the modules of the package have it
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> Iterator[None]:
+    """Every test ends without handlers of logs that it left open."""
+    yield
+    while handlers := [one for one in PACKAGE.handlers if isinstance(one, RunHandler)]:
+        handlers[-1].detach()  # which brings back the one before
+    assert (PACKAGE.level, PACKAGE.propagate) == (logging.NOTSET, True)
 
 
 class Clock:
@@ -80,9 +94,115 @@ def test_nothing_is_created_before_open_and_nothing_said_is_lost(tmp_path: Path,
     assert log_text(tmp_path).splitlines()[1].endswith("[1] hello")
 
 
-def test_other_processes_are_silent(tmp_path: Path, screen: io.StringIO) -> None:
+def test_records_of_the_package_are_shown_and_marked_by_their_level(tmp_path: Path, screen: io.StringIO) -> None:
+    make_log(tmp_path, screen)
+    logger.debug("for developers")
+    logger.info("step 46 % done")
+    logger.warning("the disk is slow\n  it took 3 s")
+    assert screen.getvalue() == "step 46 % done\nwarning: the disk is slow\n  it took 3 s\n"
+    written = [line.partition("] ")[2] for line in log_text(tmp_path).splitlines()[1:]]
+    assert written == ["step 46 % done", "WARNING the disk is slow", "  it took 3 s"]
+
+
+def test_records_before_open_reach_the_file_once_it_exists(tmp_path: Path, screen: io.StringIO) -> None:
+    log = RunLog(tmp_path, terminal=screen)
+    logger.warning("early")
+    assert screen.getvalue() == "warning: early\n"
+    assert list(tmp_path.iterdir()) == []
+    log.open(1)
+    assert log_text(tmp_path).splitlines()[1].endswith("[1] WARNING early")
+
+
+def test_a_level_that_is_set_before_is_kept_and_shows_debug_messages(tmp_path: Path, screen: io.StringIO) -> None:
+    PACKAGE.setLevel(logging.DEBUG)
+    log = make_log(tmp_path, screen)
+    logger.debug("for developers")
+    log.close()
+    assert PACKAGE.level == logging.DEBUG
+    PACKAGE.setLevel(logging.NOTSET)
+    assert screen.getvalue() == "debug: for developers\n"
+    assert log_text(tmp_path).endswith("[1] DEBUG for developers\n")
+
+
+def test_a_warning_with_an_exception_keeps_its_traceback(tmp_path: Path, screen: io.StringIO) -> None:
+    make_log(tmp_path, screen)
+    try:
+        raise ValueError("the cause")
+    except ValueError:
+        logger.warning("it failed", exc_info=True)
+    assert "WARNING it failed" in log_text(tmp_path)
+    assert "ValueError: the cause" in log_text(tmp_path)
+
+
+def test_a_closed_log_hears_nothing_and_gives_the_logger_back(
+    tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = make_log(tmp_path, screen)
+    logger.warning("while it is open")
+    assert caplog.messages == [], "the root logger would show every line twice"
+    log.close()
+    log.close()
+    logger.warning("afterwards")
+    assert caplog.messages == ["afterwards"]
+    assert "afterwards" not in screen.getvalue() + log_text(tmp_path)
+
+
+def test_threads_that_log_and_threads_that_write_metrics_do_not_wait_for_each_other(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
+    log = make_log(tmp_path, screen)
+    log._trackers = SimpleNamespace(log=lambda *_: logger.warning("while metrics are written"))  # type: ignore[assignment]
+    count = 300
+
+    def write_metrics() -> None:
+        for step in range(count):
+            log.metrics(step, {})
+
+    def write_messages() -> None:
+        for _ in range(count):
+            logger.info("a message")
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (write_metrics, write_messages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert log_text(tmp_path).count("a message\n") == log_text(tmp_path).count("while metrics are written\n") == count
+
+
+def test_a_forked_process_writes_nothing_and_does_not_wait_for_a_lock_of_its_parent(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
+    log = make_log(tmp_path, screen)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with log._lock:
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(DEADLINE_S))
+        logger.warning("from a worker")
+        os._exit(0)
+    forked.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert "from a worker" not in log_text(tmp_path)
+
+
+def test_other_processes_are_silent(
+    tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = make_log(tmp_path, screen, is_main=False)
     log.say("hello")
+    logger.warning("hello")
+    assert (caplog.messages, *capfd.readouterr()) == ([], "", "")
     log.metrics(1, {"loss": 1.0})
     log.progress(1, 2, [1.0])
     log.cut_back(0)
@@ -98,6 +218,7 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     log = RunLog(tmp_path, terminal=screen)
     log.open(1, still_held=lambda: False)
     log.say("hello")
+    logger.warning("hello")
     log.metrics(1, {"loss": 1.0})
     log.cut_back(0)
     assert lines(tmp_path) == [{"step": 5}]
