@@ -153,9 +153,8 @@ def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], 
         limit = -(-limit // len(config.eval_dataset_names or config.dataset_names))
     if limit is None or limit >= total:
         return rows, []
-    return [rows[number] for number in _spread(total, limit)], [
-        f"{limit} of {total} rows, evenly spread (eval_samples)"
-    ]
+    note = f"{limit} of {total} rows, evenly spread (eval_samples)"
+    return [rows[number] for number in _spread(total, limit)], [note]
 
 
 def _selected(config: Config, data: Dataset, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
