@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record", bound="DataclassInstance")
 
+ATTEMPTS: Final = "attempts"
 PEER_LOST: Final = "peer_lost"
 
 
@@ -61,20 +62,25 @@ class Failure:
         )
 
 
+def attempt_folder(run_folder: Path | str, attempt: int) -> Path:
+    """The folder of one attempt below the folder of its run; it may not exist yet."""
+    return Path(run_folder, ATTEMPTS, str(attempt))
+
+
 def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str, object] | None = None) -> None:
     """Write at which step an attempt begins. The next attempts see from it whether this one made progress.
 
     Args:
         place: more plain values about where it runs.
     """
-    path = run_folder / "attempts" / str(attempt) / "began.json"
+    path = attempt_folder(run_folder, attempt) / "began.json"
     make_folders(path.parent)
     write_json(path, {"step": step, **(place or {})})
 
 
 def attempts_without_progress(run_folder: Path, step: int) -> int:
     """How many attempts in a row, the last one included, have begun at `step`."""
-    records = sorted(run_folder.glob("attempts/*/began.json"), key=lambda path: int(path.parent.name))
+    records = sorted(run_folder.glob(f"{ATTEMPTS}/*/began.json"), key=lambda path: int(path.parent.name))
     return len(list(takewhile(lambda path: _first_step(path) == step, reversed(records))))
 
 
@@ -96,7 +102,7 @@ def write_failure(output_dir: Path | str, attempt: int, process_index: int, fail
     Raises:
         OSError: the disk refuses it.
     """
-    path = Path(output_dir, "attempts", str(attempt), f"process_{process_index}.json")
+    path = attempt_folder(output_dir, attempt) / f"process_{process_index}.json"
     if not path.exists():
         make_folders(path.parent)
         write_json(path, asdict(failure))
@@ -105,7 +111,7 @@ def write_failure(output_dir: Path | str, attempt: int, process_index: int, fail
 
 def read_failures(output_dir: Path | str, attempt: int) -> list[Failure]:
     """The failures that the processes of an attempt have recorded, by process index."""
-    found = Path(output_dir, "attempts", str(attempt)).glob("process_*.json")
+    found = attempt_folder(output_dir, attempt).glob("process_*.json")
     told = [(path.stem.removeprefix("process_"), path) for path in found]
     numbered = {int(number): path for number, path in told if number.isdecimal()}
     return [_read_failure(path, index) for index, path in sorted(numbered.items())]

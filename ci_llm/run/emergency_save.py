@@ -194,7 +194,7 @@ class EmergencySave:
         return status.attempt == self._attempt.number and status.status == "interrupted"
 
     def _folder(self, index: int) -> Path:
-        return self._config.run_folder / "attempts" / str(self._attempt.number) / f"process_{index}"
+        return self._attempt.folder / f"process_{index}"
 
 
 def _described(error: Exception) -> str:

@@ -53,7 +53,7 @@ class Watchdog:
         self._attempt, self._pace, self._step, self._stacks = attempt, pace, step, stacks
         self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
         self._silence = SilenceTimer(heartbeat, attempt.config.hang_timeout)
-        self._meeting = self._run_folder / "attempts" / str(attempt.number) / "hang"
+        self._meeting = attempt.folder / "hang"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
 

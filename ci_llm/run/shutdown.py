@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import DISK_FULL
@@ -18,7 +19,7 @@ from ci_llm.cluster.deadline import REASON, Deadline, Pace, Walltime, find_deadl
 from ci_llm.cluster.launch import Launch, shell_line
 from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
 from ci_llm.config import Config, arguments_without
-from ci_llm.core.attempts import PEER_LOST, Failure, attempts_without_progress, write_failure
+from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import RunStatus
 from ci_llm.distributed.processes import Processes
@@ -78,6 +79,11 @@ class Attempt:
     status: RunStatus
     log: RunLog
 
+    @property
+    def folder(self) -> Path:
+        """Where the processes of this attempt leave files for each other and for later readers."""
+        return attempt_folder(self.config.run_folder, self.number)
+
     def interrupted(self, reason: str) -> None:
         """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue.
 
@@ -91,7 +97,7 @@ class Attempt:
             is_own = self.status.finish("interrupted", reason, command)
         except OSError as error:
             logger.warning(f"status.json cannot be written: {error}")
-            is_own = self.processes.is_main and self.manager.store.still_held()
+            is_own = self.processes.is_main and self.manager.holds_lease()
         where = f"step {step} is saved" if step else "no step is saved"
         logger.info(f"interrupted ({reason}): {where}; go on with: {command}")
         if is_own:  # if another attempt has taken the job over, that attempt puts it back

@@ -67,6 +67,7 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
     ends: list[str] = []
     attempt: Any = SimpleNamespace(
         number=1,
+        folder=tmp_path / "attempts/1",
         config=SimpleNamespace(run_folder=tmp_path, hang_timeout=None),
         processes=SimpleNamespace(index=0, launch=None),
         status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
