@@ -26,8 +26,9 @@ from ci_llm.data.rows import Row, Rows
 from ci_llm.data.tally import Tally
 from ci_llm.errors import DataError
 
-#: Raise it when the same rows and tokenizer give other tokens than before: old files are then not found.
-FORMAT = 1
+#: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
+#: old files are then not found.
+FORMAT = 2
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.bool_())), ("row", pa.int64())])
 ROWS_PER_CHUNK = 1000
 SHOWN_CHARACTERS = 1000
