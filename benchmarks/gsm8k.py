@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from ci_llm.config import Config
 from ci_llm.data.batches import Batch, pack
+from ci_llm.data.encoder import Example
 from ci_llm.data.sources import load_rows
-from ci_llm.data.templates import Example
 
 VOCABULARY = 32_000
 LONGEST = 512

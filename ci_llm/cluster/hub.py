@@ -16,7 +16,7 @@ from typing import Final
 OFFLINE: Final = "HF_HUB_OFFLINE"
 TIMEOUT_S: Final = 5.0
 _ID: Final = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-_FILE: Final = re.compile(r".*\.(jsonl?|ndjson|csv|parquet|arrow|txt|ya?ml)")
+_FILE: Final = re.compile(r".*\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|ya?ml)(\.(gz|bz2|xz|zst))?")
 
 
 def may_be_on_hub(name: str) -> bool:

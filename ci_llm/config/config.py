@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,16 @@ class Config(AllKeys):
         return Path(self.output_dir, self.experiment_name or "")
 
     @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """The data sets to train on, one by one."""
+        return _one_by_one(self.dataset_name)
+
+    @property
+    def eval_dataset_names(self) -> tuple[str, ...]:
+        """The data sets of `eval_dataset_name`; empty where the training data has the rows to evaluate on."""
+        return _one_by_one(self.eval_dataset_name) if self.eval_dataset_name else ()
+
+    @property
     def keeps_best(self) -> bool:
         """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
         return self.early_stopping_patience is not None or self.load_best_model_at_end
@@ -85,6 +96,13 @@ class Config(AllKeys):
             for key, field in Config.model_fields.items()
             if getattr(self, key) != getattr(other, key)
         ]
+
+
+def _one_by_one(names: str) -> tuple[str, ...]:
+    """Names with commas between; a file or folder that is called so means itself."""
+    if os.path.exists(os.path.expanduser(names)):
+        return (names,)
+    return tuple(name.strip() for name in names.split(",") if name.strip()) or (names,)
 
 
 def _raw(value: object) -> Raw:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from ci_llm.config.schema import DurationMark
+from ci_llm.config.schema import DurationMark, SeveralMark
 from ci_llm.config.suggest import WHOLE
 
 
@@ -85,6 +85,10 @@ class _Kind:
     def is_duration(self) -> bool:
         return any(isinstance(mark, DurationMark) for mark in self.metadata)
 
+    @property
+    def may_be_several(self) -> bool:
+        return any(isinstance(mark, SeveralMark) for mark in self.metadata)
+
 
 def _kinds(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[_Kind]:
     origin = get_origin(annotation)
@@ -140,6 +144,8 @@ def _read_one(kind: _Kind, raw: Scalar | Unusable) -> object:
 
 
 def _read_items(kind: _Kind, raw: Items) -> object:
+    if kind.may_be_several and raw.values and all(isinstance(value, Scalar) for value in raw.values):
+        return ",".join(value.text for value in raw.values if isinstance(value, Scalar))
     if kind.item is None:
         return _MISS
     values = tuple(_read_one(kind.item, value) for value in raw.values)
@@ -176,8 +182,12 @@ def _read_duration(text: str) -> object:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _read_text(_: _Kind, raw: Scalar) -> object:
-    return raw.text if raw.text.isprintable() and not _is_null(raw) else _MISS
+def _read_text(kind: _Kind, raw: Scalar) -> object:
+    if not raw.text.isprintable() or _is_null(raw):
+        return _MISS
+    if kind.may_be_several and (listed := re.fullmatch(r"\[(.*)\]", raw.text)):
+        return ",".join(name.strip(" '\"") for name in listed[1].split(","))
+    return raw.text
 
 
 def _read_list(kind: _Kind, raw: Scalar) -> object:
@@ -222,8 +232,9 @@ def _words(kind: _Kind) -> str:
     if kind.choices:
         return " | ".join(kind.choices)
     if kind.item is not None:
-        return f"a list of {_words(kind.item)}" if kind.item.choices else "a list of names"
-    noun = "seconds" if kind.is_duration else _NOUNS[kind.type]
+        listed = "a list of" if kind.item.choices else "a list, each"
+        return "a list of names" if kind.item.type is str else f"{listed} {_words(kind.item)}"
+    noun = "seconds" if kind.is_duration else "text or a list" if kind.may_be_several else _NOUNS[kind.type]
     words = " ".join([noun, *filter(None, map(_bound, kind.metadata))])
     return f"{words} (or 1h30m, or HH:MM:SS)" if kind.is_duration else words
 

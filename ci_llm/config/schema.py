@@ -26,12 +26,23 @@ class DurationMark:
     """Marks a number of seconds that may also be written 90, 1h30m or HH:MM:SS."""
 
 
+class SeveralMark:
+    """Marks a text that may also be written as a list: its parts are joined by commas."""
+
+
+def _joined(value: object) -> object:
+    parts = list(value) if isinstance(value, list | tuple) else []
+    return ",".join(parts) if parts and all(isinstance(part, str) for part in parts) else value
+
+
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
+Sources = Annotated[PathText, BeforeValidator(_joined), SeveralMark()]
+Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
@@ -149,12 +160,31 @@ class ObjectiveKeys(Keys):
 class DataKeys(Keys):
     """The data"""
 
-    dataset_name: PathText = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
+    dataset_name: Sources = free(
+        "embedded", "embedded, a hub id, a file, a glob, or a folder; several with commas between, or as a list"
+    )
+    dataset_weights: Weights | None = exact(
+        None, "share of each of several data sets, in any unit; null: every row of each"
+    )
     dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main; null: its only one")
     dataset_split: Text = exact("train", "split to train on")
     eval_split: Text | None = free(
         None, "split to evaluate on; null: test or validation if there is one, else a tenth of the rows"
     )
+    eval_dataset_name: Sources | None = free(
+        None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out"
+    )
+    val_set_size: Amount | None = exact(
+        None, "rows held out to evaluate on, below 1 their share; null: a tenth if no split is for it, 400 at most"
+    )
+    prompt_column: Text | None = exact(None, "column that asks, with answer_column; null: found by its name")
+    answer_column: Text | None = exact(None, "column that answers; null: found by its name")
+    text_column: Text | None = exact(None, "column of plain text to learn; null: found by its name")
+    messages_column: Text | None = exact(None, "column of chats; null: found by its name")
+    chat_template: Text | None = exact(
+        None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
+    )
+    train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
     max_seq_length: Annotated[int, Ge(2)] = exact(
         512, "tokens per row at most; longer rows are left out or cut, and counted in the log"
     )

@@ -7,7 +7,7 @@ from typing import Final
 _ONE_BASE = "one frozen base carries all agents: model_name=NAME"
 _LATENT = "leave it out: agents are LoRA adapters, and lora_rank is their size"
 _ONE_LOSS = "leave it out: every learned token weighs the same"
-_HELD_OUT = "eval_split=NAME takes a split of dataset_name, which may be a folder with train.jsonl and test.jsonl"
+_HELD_OUT = "eval_dataset_name=FILE, or eval_split=NAME for a split of dataset_name"
 _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
 _SMALLEST_BASE = "model_dtype=bf16 is the smallest base here"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
@@ -18,7 +18,7 @@ _STEPS = "write a number of optimizer steps: {}; the log says at the start how m
 _EVAL_STEPS = _STEPS.format("eval_steps=N, or eval_steps=null for the end only")
 _SAVE_STEPS = _STEPS.format("save_steps=N; save_steps=null save_interval_seconds=null saves at the end only")
 _HUB = "nothing is ever sent anywhere: `hf upload NAME FOLDER` sends a folder of final_checkpoint"
-_OWN_TEMPLATE = "leave it out: the base's own chat template is taken, else a built-in one (docs/data.md)"
+_OWN_TEMPLATE = "leave it out for the base's own chat template, or chat_template=NAME or FILE (docs/data.md)"
 _ALL_ROWS = "leave it out: no row is dropped, and the order is a function of seed, epoch and position"
 _PACKED = "leave it out: rows are always packed, and never see each other"
 _EVERY_ROW = "leave it out: rows are packed, so that lengths cost nothing"
@@ -64,11 +64,8 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     ),
     "max_kept_checkpoints": ("PyRecover's number of checkpoints", "save_total_limit=N"),
     # Data
-    "eval_dataset": ("a data set to evaluate on", _HELD_OUT),
-    "test_dataset": ("a data set to evaluate on", _HELD_OUT),
     "eval_file": ("a file to evaluate on", _HELD_OUT),
     "test_file": ("a file to evaluate on", _HELD_OUT),
-    "validation_file": ("a file to evaluate on", _HELD_OUT),
     "train_file": ("a file to train on", "dataset_name=FILE"),
     "dataset_dir": ("a folder of data sets", "dataset_name=FOLDER, or the path of a file in it"),
     "dataset_num_proc": ("processes that tokenise", "leave it out: tokens are cached after the first run"),

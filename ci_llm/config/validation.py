@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"mixed_precision {c.mixed_precision} would undo model_dtype fp64",
             "set mixed_precision to no, or model_dtype to fp32",
         )
+    yield from _data_clashes(c)
     for key in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(c, key) and c.eval_steps is None:
             yield Clash(
@@ -75,6 +76,42 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"experiment_name {c.experiment_name!r} is a path; it names a folder inside output_dir",
             "write a plain name, and the path as output_dir",
         )
+
+
+def _data_clashes(c: Config) -> Iterator[Clash]:
+    """Keys about the data that exclude one another."""
+    if c.dataset_weights is not None and len(c.dataset_weights) != len(c.dataset_names):
+        yield Clash(
+            ("dataset_weights", "dataset_name"),
+            f"dataset_weights has {len(c.dataset_weights)} for {len(c.dataset_names)} data sets",
+            "give each data set of dataset_name one weight",
+        )
+    ways = [
+        keys for keys in (("messages_column",), ("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)
+    ]
+    if len(ways) > 1:
+        yield Clash(
+            tuple(key for keys in ways for key in keys if _any(c, (key,))),
+            f"{ways[0][0]} and {ways[1][0]} name two ways to read a row",
+            "name messages_column, or text_column, or prompt_column with answer_column",
+        )
+    for key in ("eval_split", "eval_dataset_name"):
+        if c.val_set_size and _any(c, (key,)):
+            yield Clash(
+                ("val_set_size", key),
+                f"val_set_size holds out training rows, and {key} names others to evaluate on",
+                "leave one of them away",
+            )
+    if c.val_set_size and c.val_set_size > 1 and not c.val_set_size.is_integer():
+        yield Clash(
+            ("val_set_size",),
+            f"val_set_size {c.val_set_size:g} is neither a share below 1 nor a number of rows",
+            "write 0.05 for a twentieth of the rows, or 200 for 200 rows",
+        )
+
+
+def _any(c: Config, keys: Sequence[str]) -> bool:
+    return any(getattr(c, key) is not None for key in keys)
 
 
 def find_notices(config: Config) -> list[str]:

@@ -17,7 +17,7 @@ from ci_llm.crowd.generation import Decoding, num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
 from ci_llm.crowd.scoring import paired_gain
-from ci_llm.data.templates import Example
+from ci_llm.data.encoder import Example
 
 
 class Examples(Protocol):

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ci_llm.data.rows import Chat, Completion, Message, Rows
-from ci_llm.data.templates import Encoder, Example, RefusedRowError
+from ci_llm.data.encoder import Encoder, Example, RefusedRowError
+from ci_llm.data.rows import Chat, Message, Rows
 from ci_llm.errors import DataError
 
 PromptForm = Literal["chat", "text"]
@@ -108,7 +108,7 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def form_of(rows: Rows) -> PromptForm:
     """What a string is for agents trained on these rows: "text" for plain text or completions, else "chat"."""
     first = next(row for row in rows if row is not None)
-    return "text" if isinstance(first, Completion) else "chat"
+    return "chat" if isinstance(first, Chat) else "text"
 
 
 def _messages(prompt: Prompt) -> tuple[Message, ...]:

@@ -1,22 +1,12 @@
-"""Rows as people write them, and what each becomes here: a chat, or a prompt with its completion.
-
-Form                    columns                                     becomes
-messages                messages: [{role, content}, ...]            Chat
-conversations           conversations: [{from, value}, ...]         Chat
-prompt + completion     two strings, or two lists of messages       Completion, or Chat trained on its end
-question + answer       two strings                                 Chat of two messages
-instruction + output    three strings, input may be missing         Chat of two messages
-SQuAD                   context, question, answers.text             Chat of two messages
-text                    a string                                    Completion of nothing
-"""
+"""Canonical rows: whatever a data set looks like, a row is a chat, text with its completion, or token ids."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import xxhash
 
@@ -24,30 +14,42 @@ from ci_llm.errors import DataError
 
 RawRow = Mapping[str, Any]
 
-#: Names of speakers, as in ShareGPT and its relatives, and the roles that chat templates know.
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-}
+#: The label of a token that is not learned, as in PyTorch and Transformers.
+NOT_LEARNED: Final = -100
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn: `role` is "user", "assistant", "system", or what else the chat template knows."""
+    """One turn of a chat.
+
+    Attributes:
+        role: "user", "assistant", "system", "tool", or what else the chat template knows.
+        tool_calls: what the assistant calls, as Transformers' templates read it.
+        more: further keys for the template: `name` and `tool_call_id` of an answer of a tool.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[Any, ...] = field(default=(), hash=False)
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def as_turn(self) -> dict[str, Any]:
+        """The message as a chat template takes it."""
+        calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
+        return {"role": self.role, "content": self.content, **calls, **self.more}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; every assistant turn from message `trained_from` on is learned."""
+    """A conversation; every assistant turn from message `trained_from` on is learned.
+
+    Attributes:
+        tools: descriptions of the tools that the assistant may call, for the chat template.
+    """
 
     messages: tuple[Message, ...]
     trained_from: int = 0
+    tools: tuple[Any, ...] = field(default=(), hash=False)
 
     @property
     def question(self) -> str | None:
@@ -58,6 +60,11 @@ class Chat:
     def answer(self) -> str | None:
         """The last assistant turn."""
         return next((m.content for m in reversed(self.messages) if m.role == "assistant"), None)
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the template has to know tools to show the chat."""
+        return bool(self.tools) or any(m.tool_calls or m.role == "tool" for m in self.messages)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,23 @@ class Completion:
         return None if self.prompt is None else self.completion
 
 
-Row = Chat | Completion
+@dataclass(frozen=True)
+class Tokens:
+    """A row that is tokenised already; `labels` are the ids again, or -100 where nothing is learned."""
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...] | None = None
+
+    @property
+    def question(self) -> str | None:
+        return None
+
+    @property
+    def answer(self) -> str | None:
+        return None
+
+
+Row = Chat | Completion | Tokens
 TrainedOn = Literal["none", "some", "all"]
 
 
@@ -90,15 +113,21 @@ class RawRows(Protocol):
 
 @dataclass(frozen=True)
 class Form:
-    """A way to write training rows: each needs all `columns` and may have `optional` ones.
+    """How the rows of one data set are read.
 
-    `read` returns None for a row in which there is nothing to learn, and raises ValueError for a bad one.
+    Attributes:
+        name: the form in words, such as `question + answer`.
+        columns: the column of the data for each part that `reader` knows.
+        reader: makes the canonical row of the parts; returns None for a row in which there is nothing to learn,
+            and raises ValueError for a bad one.
     """
 
     name: str
-    columns: tuple[str, ...]
-    read: Callable[[RawRow], Row | None]
-    optional: tuple[str, ...] = ()
+    columns: Mapping[str, str]
+    reader: Callable[[RawRow], Row | None]
+
+    def read(self, raw: RawRow) -> Row | None:
+        return self.reader({part: raw.get(column) for part, column in self.columns.items()})
 
 
 @dataclass(frozen=True)
@@ -110,6 +139,7 @@ class Rows:
         form: how they are read.
         where: the source, in words.
         description: what was found, in lines for people.
+        numbers: of each row in its source, where only some rows were taken.
         num_trained_on: of rows to evaluate on: how many of them are among those to train on.
     """
 
@@ -117,6 +147,7 @@ class Rows:
     form: Form
     where: str
     description: tuple[str, ...] = ()
+    numbers: Sequence[int] | None = None
     num_trained_on: int = 0
 
     @property
@@ -140,14 +171,28 @@ class Rows:
     def __getitem__(self, number: int) -> Row | None:
         return self._read(number, self.raw[number])
 
+    def evaluated_although_trained_on(self, count: int) -> Rows:
+        """These rows to evaluate on, of which `count` are rows to train on; the description ends with that."""
+        note = f"{count} of the {len(self)} rows to evaluate on are rows to train on: scores show what is remembered"
+        return replace(self, num_trained_on=count, description=(*self.description, note)) if count else self
+
+    def select(self, chosen: Sequence[int]) -> Rows:
+        """Some of the rows, each under its old number."""
+        numbers = [self.numbers[row] for row in chosen] if self.numbers else chosen
+        return replace(self, raw=[self.raw[row] for row in chosen], numbers=numbers)
+
+    def place(self, number: int) -> str:
+        """Where a row stands in its source, in words."""
+        return f"{self.where}, row {self.numbers[number] if self.numbers else number} (counted from 0)"
+
     def _read(self, number: int, row: RawRow) -> Row | None:
         try:
             return self.form.read(row)
         except ValueError as error:
             raise DataError(
                 f"A row of the data set cannot be read as {self.form.name}: {error}.",
-                where=f"{self.where}, row {number} (counted from 0)",
-                hint="repair or remove the row",
+                where=self.place(number),
+                hint="repair or remove the row, or name the columns: prompt_column=, answer_column=, text_column=",
             ) from error
 
     @cached_property
@@ -157,95 +202,3 @@ class Rows:
         for row in self:
             digest.update(json.dumps(row, default=vars).encode())
         return digest.hexdigest()
-
-
-def find_form(columns: Sequence[str]) -> Form | None:
-    """The first form whose columns are all there."""
-    return next((form for form in FORMS if set(form.columns) <= set(columns)), None)
-
-
-def _text(value: Any) -> str:
-    """A cell as text: numbers as they print, the text parts of a list of parts, and "" for nothing."""
-    if value is None:
-        return ""
-    if isinstance(value, str | int | float):
-        return str(value)
-    if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
-        return "".join(_text(part.get("text")) for part in value)
-    raise ValueError(f"expected text, found {type(value).__name__}: {str(value)[:60]}")
-
-
-def _message(raw: Any) -> Message:
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"expected a message with role and content, found {str(raw)[:60]!r}")
-    if raw.get("tool_calls"):
-        raise ValueError("a message calls tools, which cannot be learned here")
-    role = _text(raw.get("role") or raw.get("from"))
-    if not role:
-        raise ValueError(f"a message has no role; its keys are {', '.join(raw)}")
-    return Message(ROLES.get(role, role), _text(raw.get("content", raw.get("value"))))
-
-
-def _messages(raw: Any) -> tuple[Message, ...]:
-    if raw is not None and not isinstance(raw, list):
-        raise ValueError(f"expected a list of messages, found {type(raw).__name__}")
-    return tuple(_message(message) for message in raw or ())
-
-
-def _chat(messages: tuple[Message, ...], trained_from: int = 0) -> Chat | None:
-    answers = [m for m in messages[trained_from:] if m.role == "assistant" and m.content.strip()]
-    return Chat(messages, trained_from) if answers else None
-
-
-def _two(question: str, answer: str) -> Chat | None:
-    return _chat((Message("user", question), Message("assistant", answer))) if question.strip() else None
-
-
-def _read_messages(row: RawRow) -> Row | None:
-    return _chat(_messages(row["messages"]))
-
-
-def _read_conversations(row: RawRow) -> Row | None:
-    return _chat(_messages(row["conversations"]))
-
-
-def _read_prompt_and_completion(row: RawRow) -> Row | None:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list):
-        given = _messages(prompt)
-        return _chat((*given, *_messages(completion)), trained_from=len(given))
-    return Completion(_text(prompt), _text(completion)) if _text(completion).strip() else None
-
-
-def _read_question_and_answer(row: RawRow) -> Row | None:
-    return _two(_text(row["question"]), _text(row["answer"]))
-
-
-def _read_instruction(row: RawRow) -> Row | None:
-    parts = (_text(row["instruction"]), _text(row.get("input")))
-    return _two("\n\n".join(part for part in parts if part), _text(row["output"]))
-
-
-def _read_squad(row: RawRow) -> Row | None:
-    answers = row["answers"]
-    texts = answers.get("text") if isinstance(answers, Mapping) else answers
-    if texts is not None and not isinstance(texts, list):
-        raise ValueError(f"expected answers.text to be a list, found {type(texts).__name__}")
-    return _two(f"{_text(row['context'])}\n\n{_text(row['question'])}", _text(texts[0]) if texts else "")
-
-
-def _read_text(row: RawRow) -> Row | None:
-    text = _text(row["text"])
-    return Completion(None, text) if text.strip() else None
-
-
-#: Looked for in this order.
-FORMS = (
-    Form("messages", ("messages",), _read_messages),
-    Form("conversations", ("conversations",), _read_conversations),
-    Form("prompt + completion", ("prompt", "completion"), _read_prompt_and_completion),
-    Form("question + answer", ("question", "answer"), _read_question_and_answer),
-    Form("instruction + output", ("instruction", "output"), _read_instruction, optional=("input",)),
-    Form("SQuAD", ("context", "question", "answers"), _read_squad),
-    Form("text", ("text",), _read_text),
-)

@@ -1,74 +1,57 @@
-"""Where the data is: embedded, on the hub, a file, a glob or a folder; which split trains, which judges."""
+"""The rows to train on and the rows to evaluate on: splits, held-out rows, several data sets with weights."""
 
 from __future__ import annotations
 
-import glob
-import lzma
-import os
-import re
-import sys
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import datasets
-from datasets import Dataset, DatasetDict
-from datasets.exceptions import DatasetsError
+from datasets import Dataset
 
-from ci_llm import embedded
-from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.config import Config
-from ci_llm.data.rows import FORMS, Rows, find_form
+from ci_llm.data.columns import NamedColumns, form_of_columns
+from ci_llm.data.files import EVAL_SPLITS, Splits, empty, is_on_hub, open_splits
+from ci_llm.data.mixture import mix
+from ci_llm.data.rows import Rows
 from ci_llm.errors import DataError
 
-Splits = dict[str, Dataset]
-
-#: Names of splits to evaluate on, the first that exists is taken.
-EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
-
-#: Without such a split every tenth row is held out, at most this many. The number must not follow
+#: Without a split to evaluate on, every tenth row is held out, at most this many. The number must not depend on
 #: `eval_samples`, which may change between two attempts of a run: the training rows would change with it.
 HELD_OUT_AT_MOST = 400
-
-#: Readers of `datasets`, by the ending of the file.
-BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-KINDS = "json, jsonl, csv, parquet, arrow or txt"
 
 
 def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
     """The rows to train on, or the rows to evaluate on, with their columns recognised.
 
-    Evaluation takes `eval_split`; by default test or validation, where the data set has one; else a part of
-    the training rows that training leaves out, the same part on every call.
+    Evaluation takes `eval_dataset_name` or `eval_split`. By default it takes the split test or validation if there
+    is one, and otherwise rows that training leaves out, the same rows on every call.
 
     Raises:
         DataError: there is no such data set or split, it is empty, or no column can be used.
     """
-    splits = _open(config)
-    training = _split(splits, config.dataset_split, "dataset_split", config)
-    judged = config.eval_split or next((n for n in EVAL_SPLITS if n in splits and n != config.dataset_split), None)
     if split == "train":
-        return _training_rows(config, training, hold_out=judged is None)
-    if judged is None:
-        return _held_out_rows(config, training)
-    rows = _rows(config, _split(splits, judged, "eval_split", config), judged, config.eval_samples)
-    return rows if judged != config.dataset_split else _trained_on(config, rows, len(training))
+        parts = [_training_rows(config, name) for name in config.dataset_names]
+        return parts[0] if len(parts) == 1 else mix(parts, config.dataset_weights, config.seed)
+    if config.eval_dataset_names:
+        parts = [_validation_rows(config, name) for name in config.eval_dataset_names]
+    else:
+        parts = [_evaluation_rows(config, name) for name in config.dataset_names]
+    return parts[0] if len(parts) == 1 else mix(parts, None, config.seed)
 
 
-def recognised(data: Any, where: str, description: Sequence[str] = ()) -> Rows:
-    """The rows of a data set of the `datasets` library, for callers that have one in hand.
+def recognised(
+    data: Any,
+    where: str,
+    description: Sequence[str] = (),
+    *,
+    named: NamedColumns | None = None,
+    numbers: Sequence[int] | None = None,
+) -> Rows:
+    """The rows of a data set of the `datasets` library that is open already.
+
+    Args:
+        named: the columns that the configuration names.
+        numbers: of the rows in their source, where they are a part of it.
 
     Raises:
         DataError: it is a stream, it is empty, or no column can be used.
@@ -81,62 +64,104 @@ def recognised(data: Any, where: str, description: Sequence[str] = ()) -> Rows:
             hint="load it without streaming=True",
         )
     if not len(data):
-        raise _empty(where)
-    form = find_form(data.column_names)
-    if form is None:
-        raise DataError(
-            f"The data set has no columns that can be used; it has: {', '.join(data.column_names)}.",
-            where=where,
-            hint="rename its columns to one of: " + "; ".join(", ".join(form.columns) for form in FORMS),
-        )
-    found = [name for name in form.columns + form.optional if name in data.column_names]
+        raise empty(where)
+    form = form_of_columns(data.column_names, named or NamedColumns(), where)
     lines = (f"{len(data)} rows of {form.name} from {where}", *description)
-    return Rows(data.select_columns(found), form, where, lines)
+    return Rows(data.select_columns(list(form.columns.values())), form, where, lines, numbers)
 
 
-def _training_rows(config: Config, training: Dataset, *, hold_out: bool) -> Rows:
+def _training_rows(config: Config, name: str) -> Rows:
+    splits = open_splits(name, config.dataset_subset, config.dataset_split)
+    training = _split(splits, config.dataset_split, "dataset_split", name)
     total = len(training)
-    held_out = set(_spread(total, _held_out(total))) if hold_out else set()
+    held_out = _held_out(config, splits, name)
+    left_out = set(held_out)
+    kept = [row for row in range(total) if row not in left_out]
+    numbers = kept[: config.max_train_samples]
+    notes = []
+    if len(numbers) < total:
+        first = "the first " if len(numbers) < len(kept) else ""
+        notes.append(f"training on {first}{len(numbers)} of {total} rows")
+    if config.dataset_subset and not is_on_hub(name):
+        notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
     if held_out:
-        training = training.select([row for row in range(total) if row not in held_out])
-    limit = config.max_train_samples
-    if limit is not None and limit < len(training):
-        training = training.select(range(limit))
-    left = f"the first {len(training)} of {total} rows" if limit else f"{len(training)} of {total} rows"
-    said = [f"training on {left}"] if len(training) < total else []
-    if config.dataset_subset and not _is_on_hub(config.dataset_name, Path(os.path.expanduser(config.dataset_name))):
-        said.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
-    if held_out:
-        said.append(f"no split to evaluate on: {len(held_out)} rows are held out for it, evenly spread")
-    return recognised(training, _where(config, config.dataset_split), said)
+        reason = "val_set_size" if config.val_set_size else "no split to evaluate on"
+        notes.append(f"{reason}: {len(held_out)} rows are held out for it, evenly spread")
+    return _selected(config, training, _where(name, config.dataset_split), numbers, notes)
 
 
-def _held_out_rows(config: Config, training: Dataset) -> Rows:
-    total = len(training)
-    if total == 1:
-        return _trained_on(config, recognised(training, _where(config, config.dataset_split)), total)
-    held_out = training.select(_spread(total, _held_out(total)))
-    return _rows(config, held_out, f"{config.dataset_split}, held out", config.eval_samples)
+def _evaluation_rows(config: Config, name: str) -> Rows:
+    """The rows to evaluate on of a data set that is also trained on: a split, or the held-out rows."""
+    splits = open_splits(name, config.dataset_subset, config.dataset_split)
+    training = _split(splits, config.dataset_split, "dataset_split", name)
+    if held_out := _held_out(config, splits, name):
+        where = f"{_where(name, config.dataset_split)}, held out"
+        return _selected(config, training, where, *_spread_evenly(config, held_out))
+    split = _eval_split(config, splits) or config.dataset_split
+    return _whole_split(config, splits, name, split, trained_on=split == config.dataset_split)
 
 
-def _rows(config: Config, data: Dataset, split: str, limit: int | None) -> Rows:
-    total = len(data)
+def _validation_rows(config: Config, name: str) -> Rows:
+    """The rows of a data set of `eval_dataset_name`."""
+    splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
+    known = [config.eval_split] if config.eval_split else [*EVAL_SPLITS, config.dataset_split, *splits]
+    split = next((each for each in known if each in splits), known[0])
+    trained_on = name in config.dataset_names and split == config.dataset_split
+    return _whole_split(config, splits, name, split, trained_on=trained_on)
+
+
+def _whole_split(config: Config, splits: Splits, name: str, split: str, *, trained_on: bool) -> Rows:
+    """Rows of a split to evaluate on, of which nothing is held out."""
+    data = _split(splits, split, "eval_split", name)
+    numbers, notes = _spread_evenly(config, range(len(data)))
+    limit = len(data) if config.max_train_samples is None else config.max_train_samples
+    count = sum(number < limit for number in numbers) if trained_on else 0
+    return _selected(config, data, _where(name, split), numbers, notes).evaluated_although_trained_on(count)
+
+
+def _eval_split(config: Config, splits: Splits) -> str | None:
+    """The split to evaluate on; None: rows of the training split are held out."""
+    if config.val_set_size:
+        return None
+    return config.eval_split or next((n for n in EVAL_SPLITS if n in splits and n != config.dataset_split), None)
+
+
+def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
+    """Numbers of the rows that training leaves out, evenly spread over the training split."""
+    if config.eval_dataset_names or _eval_split(config, splits) is not None:
+        return []
+    total, size = len(splits[config.dataset_split]), config.val_set_size
+    if not total:
+        return []
+    if size is None:
+        count = min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
+    else:
+        count = int(size) if size >= 1 else round(size * total) or int(size > 0)
+    if count >= total > 1 or (count and total == 1):
+        raise DataError(
+            f"val_set_size {size:g} leaves no row to train on: there are {total}.",
+            where=_where(name, config.dataset_split),
+            hint="make it smaller, or name other rows to evaluate on by eval_dataset_name",
+        )
+    return _spread(total, count)
+
+
+def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+    """At most `eval_samples` of the rows, evenly spread, and a note about it; several data sets share that number."""
+    total, limit = len(rows), config.eval_samples
+    if limit is not None:
+        limit = -(-limit // len(config.eval_dataset_names or config.dataset_names))
     if limit is None or limit >= total:
-        return recognised(data, _where(config, split))
-    said = [f"{limit} of {total} rows, evenly spread (eval_samples)"]
-    return recognised(data.select(_spread(total, limit)), _where(config, split), said)
+        return rows, []
+    note = f"{limit} of {total} rows, evenly spread (eval_samples)"
+    return [rows[number] for number in _spread(total, limit)], [note]
 
 
-def _trained_on(config: Config, rows: Rows, total: int) -> Rows:
-    """Rows to evaluate on that are `len(rows)` out of `total`, evenly spread, of the split that is trained on."""
-    limit = total if config.max_train_samples is None else config.max_train_samples
-    count = sum(number < limit for number in _spread(total, len(rows)))
-    said = f"{count} of the {len(rows)} rows to evaluate on are rows to train on: scores show what is remembered"
-    return replace(rows, num_trained_on=count, description=(*rows.description, *([said] if count else [])))
-
-
-def _held_out(total: int) -> int:
-    return min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
+def _selected(config: Config, data: Dataset, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
+    named = NamedColumns(config.prompt_column, config.answer_column, config.text_column, config.messages_column)
+    if len(numbers) == len(data):
+        return recognised(data, where, notes, named=named)
+    return recognised(data.select(numbers), where, notes, named=named, numbers=numbers)
 
 
 def _spread(total: int, count: int) -> list[int]:
@@ -144,145 +169,15 @@ def _spread(total: int, count: int) -> list[int]:
     return [number * total // count for number in range(count)]
 
 
-def _where(config: Config, split: str) -> str:
-    return f"{config.dataset_name}, split {split}"
+def _where(name: str, split: str) -> str:
+    return f"{name}, split {split}"
 
 
-def _split(splits: Splits, name: str, key: str, config: Config) -> Dataset:
+def _split(splits: Splits, name: str, key: str, source: str) -> Dataset:
     if name in splits:
         return splits[name]
     raise DataError(
         f"The data set has no split {name!r}; it has: {', '.join(splits) or 'none'}.",
-        where=f"{config.dataset_name}, {key}",
+        where=f"{source}, {key}",
         hint=f"set {key} to one of them" + (", and max_train_samples for fewer rows" if "[" in name else ""),
     )
-
-
-def _open(config: Config) -> Splits:
-    """All splits by name; a source that names none has one, called `dataset_split`."""
-    name = config.dataset_name
-    path = Path(os.path.expanduser(name))
-    if _is_on_hub(name, path):
-        return _from_hub(name, config.dataset_subset, path)
-    if name == "embedded":
-        names = ("train", "validation", "test")
-        return {split: Dataset.from_list(embedded.rows(split)) for split in names}
-    if os.path.isdir(path):
-        return _from_folder(path, config.dataset_split)
-    return {config.dataset_split: _from_files(_matching(path), str(path))}
-
-
-def _is_on_hub(name: str, path: Path) -> bool:
-    """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
-    return may_be_on_hub(name) and _builder(path) is None
-
-
-def _from_hub(name: str, subset: str | None, path: Path) -> Splits:
-    try:
-        with _bars_on_a_terminal_only():
-            return dict(datasets.load_dataset(name, subset))
-    except Exception as error:  # whatever stands between here and the hub; a dropped line is no OSError
-        raise DataError(
-            f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
-            where=f"dataset_name: {name} (nothing of this name at {path.absolute()} either)",
-            hint="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
-        ) from error
-
-
-def _from_folder(path: Path, unnamed: str) -> Splits:
-    """A folder of `save_to_disk`, or of data files of one kind, whose names may begin with their split."""
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _saved(path, unnamed)
-    files = sorted(file for file in path.iterdir() if file.is_file() and _builder(file))
-    if not files:
-        raise DataError(
-            f"The folder holds no data: neither one of save_to_disk nor {KINDS} files.",
-            where=str(path),
-            hint="give the folder that holds dataset_dict.json or state.json, or the file itself",
-        )
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        stem = re.split(r"[-_.]", file.name)[0]
-        by_split.setdefault(stem if stem in ("train", *EVAL_SPLITS) else unnamed, []).append(file)
-    return {split: _from_files(group, str(path)) for split, group in by_split.items()}
-
-
-def _saved(path: Path, unnamed: str) -> Splits:
-    try:
-        saved = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"The saved data set cannot be opened: {_reason(error)}.",
-            where=str(path),
-            hint="save it again with save_to_disk",
-        ) from error
-    return dict(saved) if isinstance(saved, DatasetDict) else {unnamed: saved}
-
-
-def _matching(path: Path) -> list[Path]:
-    # A file may have a name like a pattern, data[1].jsonl, and then means itself.
-    by_pattern = glob.has_magic(str(path)) and not path.is_file()
-    names = glob.glob(str(path), recursive=True) if by_pattern else [str(path)]
-    files = sorted(file for file in map(Path, names) if os.path.isfile(file))
-    if not files:
-        raise DataError(
-            "the data set does not exist",
-            where=f"dataset_name: {path.absolute()}",
-            hint="check the path; it is relative to the folder the run is started in",
-        )
-    return files
-
-
-def _from_files(files: list[Path], where: str) -> Dataset:
-    builders = {_builder(file) for file in files}
-    builder = builders.pop()
-    if builders or builder is None:
-        names = ", ".join(sorted({file.name for file in files})[:5])
-        raise DataError(
-            f"The files are not of one kind that can be read: {names}.",
-            where=where,
-            hint=f"give {KINDS} files, all of one kind",
-        )
-    if not any(file.stat().st_size for file in files):
-        raise _empty(where)
-    try:
-        with _bars_on_a_terminal_only():
-            return datasets.load_dataset(builder, data_files=[glob.escape(str(file)) for file in files], split="train")
-    except (DatasetsError, OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
-            raise _empty(where) from error
-        raise DataError(
-            f"The data set cannot be read as {builder}: {_reason(error)}.",
-            where=where,
-            hint="repair the file; each row must have the same columns with values of the same type",
-        ) from error
-
-
-def _empty(where: str) -> DataError:
-    return DataError("The data set is empty.", where=where, hint="give one with rows, or another split")
-
-
-def _builder(file: Path) -> str | None:
-    endings = [ending for ending in file.suffixes if ending not in COMPRESSED]
-    return BUILDERS.get(endings[-1].lower()) if endings else None
-
-
-def _reason(error: BaseException) -> str:
-    """What the deepest cause says, in one line: what wraps it says only that something failed."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    said = " ".join(str(error).split()).rstrip(".!") or type(error).__name__
-    return said if len(said) <= 300 else f"{said[:300]} ..."
-
-
-@contextmanager
-def _bars_on_a_terminal_only() -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    if sys.stderr.isatty() or not shown:
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()

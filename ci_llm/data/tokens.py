@@ -20,13 +20,15 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.data.encoder import Encoder
+from ci_llm.data.encoder import Example as Example
 from ci_llm.data.rows import Row, Rows
-from ci_llm.data.templates import Encoder, RefusedRowError, tokenizer_fingerprint
-from ci_llm.data.templates import Example as Example
+from ci_llm.data.tally import Tally
 from ci_llm.errors import DataError
 
-#: To be raised when the same rows and tokenizer give other tokens than before: old files are then not found.
-FORMAT = 1
+#: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
+#: old files are then not found.
+FORMAT = 2
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.bool_())), ("row", pa.int64())])
 ROWS_PER_CHUNK = 1000
 SHOWN_CHARACTERS = 1000
@@ -71,6 +73,11 @@ class TokenizedRows:
         return [*self.rows.description, *self._facts["lines"]]
 
     @property
+    def warnings(self) -> list[str]:
+        """What is doubtful about the chat template for these rows."""
+        return list(self._facts["warnings"])
+
+    @property
     def questions(self) -> list[str] | None:
         """What each row asks; None where the rows are plain text."""
         return _all_or_none(row.question for row in self._canonical())
@@ -99,6 +106,7 @@ def tokenize(
     *,
     max_seq_length: int,
     cache_folder: Path,
+    train_on_prompt: bool = False,
     main_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
     """Tokenise the rows, unless the cache folder holds the same rows by the same tokenizer already.
@@ -106,19 +114,29 @@ def tokenize(
     Args:
         max_seq_length: tokens per row, at least 2.
         cache_folder: made if it is missing; may be shared by runs, processes and machines.
+        train_on_prompt: learn every token of a row, and not only what the assistant says.
         main_first: a context that the main process enters and leaves before the others enter it.
 
     Raises:
         DataError: the chat template fails on a row, nothing is left to learn, or the cache cannot be written.
         ModelError: the tokenizer cannot tell which characters a token stands for.
     """
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
+    content += ["train_on_prompt"] * train_on_prompt
     path = cache_folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     with main_first or nullcontext():
         if not path.exists():
             _write(path, _table(rows, encoder, max_seq_length))
     return TokenizedRows(rows, path)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """xxh3-128 of vocabulary, rules and special tokens; not of padding and truncation, which a call sets."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["padding"] = rules["truncation"] = None
+    whole = json.dumps([rules, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return str(xxhash.xxh3_128_hexdigest(whole.encode()))
 
 
 def _write(path: Path, table: Any) -> None:
@@ -137,19 +155,19 @@ def _write(path: Path, table: Any) -> None:
 
 
 def _table(rows: Rows, encoder: Encoder, max_seq_length: int) -> Any:
-    tally = _Tally(max_seq_length)
+    tally = Tally(max_seq_length)
     kept = tally.kept(rows, encoder)
     first = next(kept, None)
     if first is None:
-        raise tally.nothing_left(rows.where)
+        raise tally.nothing_left(rows)
     digest = xxhash.xxh3_128()
     chunks = list(_chunks(chain([first], kept), digest))
     lines = [
-        encoder.said(rows[first[0]]),
+        encoder.describe(rows[first[0]]),
         *tally.lines(),
         f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
     ]
-    facts = json.dumps({"fingerprint": digest.hexdigest(), "lines": lines})
+    facts = json.dumps({"fingerprint": digest.hexdigest(), "lines": lines, "warnings": [*tally.warnings()]})
     return pa.Table.from_batches(chunks).replace_schema_metadata({"ci_llm": facts})
 
 
@@ -164,76 +182,6 @@ def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[An
             supervised.append(example.supervised)
         columns = zip((input_ids, supervised, numbers), SCHEMA.types, strict=True)
         yield pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=SCHEMA)
-
-
-@dataclass
-class _Tally:
-    """Counts what becomes of the rows while they pass."""
-
-    max_seq_length: int
-    rows: int = 0
-    kept_rows: int = 0
-    cut: int = 0
-    without_answer: int = 0
-    answer_too_far: int = 0
-    longest: int = 0
-    tokens: int = 0
-    targets: int = 0
-
-    def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
-        """The rows in which there is something to learn, cut, with their numbers."""
-        for number, row in enumerate(rows):
-            self.rows += 1
-            whole = _encoded(encoder, row, f"{rows.where}, row {number} (counted from 0)") if row else None
-            if whole is None or not whole.supervised.any():
-                self.without_answer += 1
-                continue
-            self.longest = max(self.longest, len(whole.input_ids))
-            example = Example(whole.input_ids[: self.max_seq_length], whole.supervised[: self.max_seq_length])
-            if not example.supervised.any():
-                self.answer_too_far += 1
-                continue
-            self.kept_rows += 1
-            self.cut += len(whole.input_ids) > self.max_seq_length
-            self.tokens += len(example.input_ids)
-            self.targets += int(example.supervised.sum())
-            yield number, example
-
-    def lines(self) -> Iterator[str]:
-        yield (
-            f"{self.tokens} tokens in {self.kept_rows} rows, {self.targets} of them learned; "
-            f"the longest row has {self.longest}"
-        )
-        if self.cut:
-            yield f"{self.cut} rows cut at max_seq_length {self.max_seq_length}"
-        if self.without_answer or self.answer_too_far:
-            yield f"left out: {self._left_out()}"
-
-    def nothing_left(self, where: str) -> DataError:
-        return DataError(
-            f"No row is left to learn from: {self._left_out()}.",
-            where=where,
-            hint=f"raise max_seq_length (the longest row has {self.longest} tokens)"
-            if self.answer_too_far
-            else "check that the columns hold text and the chats have assistant turns",
-        )
-
-    def _left_out(self) -> str:
-        return (
-            f"{self.without_answer + self.answer_too_far} of {self.rows} rows: {self.without_answer} without "
-            f"an answer, {self.answer_too_far} whose answer begins after max_seq_length {self.max_seq_length}"
-        )
-
-
-def _encoded(encoder: Encoder, row: Row, where: str) -> Example:
-    try:
-        return encoder.encode(row)
-    except RefusedRowError as error:
-        raise DataError(
-            f"The chat template cannot be used for this row: {error}.",
-            where=where,
-            hint="repair the row, or give the tokenizer a template that marks answers with {% generation %}",
-        ) from error
 
 
 def _shown(example: Example, encoder: Encoder) -> str:

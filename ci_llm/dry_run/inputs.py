@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import require_positions
+from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -45,6 +44,8 @@ def template(context: CheckContext) -> str:
     """Rows become tokens, and the learned part of them is found under the chat template in force."""
     assert context.rows is not None
     tokenizer = _tokenizer(context)
+    if not context.shape.offline:
+        use_chat_template(tokenizer, context.config.chat_template)
     wanted = max(SAMPLED_ROWS, TOY_STEPS * context.toy_batch * context.processes.count)
     context.examples = tokenized(context, context.rows, tokenizer, wanted)
     context.eval_examples = tokenized(context, context.eval_rows, tokenizer, TOY_EVAL_ROWS * context.processes.count)
@@ -53,7 +54,8 @@ def template(context: CheckContext) -> str:
         source = "tokens of the embedded base, as the base's own tokenizer is not at hand"
     else:
         context.lengths = _lengths(context.examples)
-    return "\n".join([f"{source}; of {wanted if wanted < len(context.rows) else 'all'} rows:", *lines])
+    number = wanted if wanted < len(context.rows) else "all"
+    return "\n".join([f"{source}; of {number} rows:", *lines, *context.examples.warnings])
 
 
 def _lengths(examples: TokenizedRows) -> Lengths:
@@ -87,11 +89,12 @@ def tokenized(
 ) -> TokenizedRows:
     """At most `number` rows, evenly spread, as tokens; cached in the scratch folder."""
     number = min(number, len(rows))
-    some: list[Any] = [rows.raw[at * len(rows) // number] for at in range(number)]
+    chosen = [at * len(rows) // number for at in range(number)]
     return tokenize(
-        replace(rows, raw=some),
+        rows.select(chosen),
         tokenizer,
         max_seq_length=max_seq_length or context.config.max_seq_length,
+        train_on_prompt=context.config.train_on_prompt,
         cache_folder=context.scratch / "tokens",
         main_first=context.processes.main_first(),
     )

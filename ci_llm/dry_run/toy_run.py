@@ -20,6 +20,7 @@ from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.batches import Batch, pack
+from ci_llm.data.chat_template import use_chat_template
 from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.inputs import tokenized
 from ci_llm.dry_run.report import count, duration, size
@@ -41,6 +42,8 @@ def model(context: CheckContext) -> str:
     """The base is loaded, the agents are on it, and their way through it gives its own logits."""
     set_determinism(context.config)
     base, remark = _base(context)
+    if not context.uses_stand_in:
+        use_chat_template(base.tokenizer, context.config.chat_template)
     parameters = base.num_parameters  # counted before there are agents
     config = context.toy_config()
     manager, log = context.open_run_folder(config)

@@ -119,6 +119,21 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
     ]
 
 
+#: Keys that say something about the rows of one data set, and nothing about another's.
+_ABOUT_OTHER_ROWS = (
+    "dataset_weights",
+    "dataset_subset",
+    "dataset_split",
+    "eval_split",
+    "eval_dataset_name",
+    "prompt_column",
+    "answer_column",
+    "text_column",
+    "messages_column",
+    "max_train_samples",
+)
+
+
 def _with_own_data(config: Config) -> dict[str, str | None]:
     """The keys to change for a fresh run on the reader's own rows; not on the embedded base."""
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
@@ -127,7 +142,7 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
         base = {"config": str(preset)} if preset else {"model_name": "..."}
         changes |= {"config": None, "model_name": None, **base}
     defaults = Config()
-    for key in ("dataset_subset", "dataset_split", "eval_split", "max_train_samples"):
+    for key in _ABOUT_OTHER_ROWS:
         value, default = getattr(config, key), getattr(defaults, key)
         changes[key] = None if value == default or changes.get("config") else str(default or "null")
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}

@@ -26,10 +26,10 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of
+from ci_llm.data.chat_template import chat_template, use_chat_template
 from ci_llm.data.order import Plan
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
-from ci_llm.data.templates import chat_template
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
@@ -81,12 +81,16 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     require_positions(load_architecture(config.model_name), config.max_seq_length)
     found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
     base = load_base(config.model_name, config.model_dtype, processes.device)
+    use_chat_template(base.tokenizer, config.chat_template)
     logger.info(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base)
-    rows, eval_rows = (_tokenized(config, base, processes, each) for each in found)
+    rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
+    eval_rows = _tokenized(config, base, processes, found[1])  # answers alone are evaluated, whatever is learned
     crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
     for line in rows.description:
         logger.info(f"data      {line}")
+    for line in rows.warnings:
+        logger.warning(f"data      {line}")
     if eval_rows.rows.num_trained_on:
         logger.info(f"data      {eval_rows.rows.description[-1]}")
     return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
@@ -211,11 +215,14 @@ def lora_settings(config: Config) -> LoraSettings:
     )
 
 
-def _tokenized(config: Config, base: Base, processes: Processes, rows: Rows) -> TokenizedRows:
+def _tokenized(
+    config: Config, base: Base, processes: Processes, rows: Rows, *, train_on_prompt: bool = False
+) -> TokenizedRows:
     return tokenize(
         rows,
         base.tokenizer,
         max_seq_length=config.max_seq_length,
+        train_on_prompt=train_on_prompt,
         cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
         main_first=processes.main_first(),
     )

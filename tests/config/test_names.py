@@ -238,7 +238,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "keys are flat: remove `lora:`, and write the keys below it without indentation",
     ),
     ("seed: {a: 1}", "seed is a nested mapping, but takes a whole number of at least 0 and below 4294967296", "flat"),
-    ("eval_dataset: x", "eval_dataset is no key here; it is a data set to evaluate on", "eval_split=NAME"),
+    ("eval_file: x", "eval_file is no key here; it is a file to evaluate on", "eval_dataset_name=FILE"),
     ("debug: true", "debug is no key here; it is an option of the command line", "did you mean --debug"),
     ("batch_size: four", "batch_size is 'four', but takes a whole number of at least 1", "the default is 4"),
     ("batch_size: 4.0", "batch_size is '4.0', but takes a whole number of at least 1", "write 4"),

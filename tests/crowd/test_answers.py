@@ -18,8 +18,8 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.crowd.scoring import paired_gain
+from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Completion, Message
-from ci_llm.data.templates import Encoder, Example
 from ci_llm.embedded import stories
 from ci_llm.run.report import score_table
 

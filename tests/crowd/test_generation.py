@@ -21,12 +21,13 @@ from ci_llm.crowd.base import load_base
 from ci_llm.crowd.generation import Decoding, _CrowdChoice
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer, prompts_of
-from ci_llm.data.rows import Completion, Rows, find_form
-from ci_llm.data.templates import Encoder
+from ci_llm.data.columns import find_form
+from ci_llm.data.encoder import Encoder
+from ci_llm.data.rows import Completion, Rows
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
 from tests.crowd.test_adapters import K, crowd_of, peft_twin
-from tests.data import test_templates as templates
+from tests.data import test_encoder as templates
 from tests.support.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]

@@ -152,7 +152,7 @@ def test_the_global_generators_are_never_drawn_from(num_workers: int) -> None:
     assert np.array_equal(np.random.get_state()[1], numpy_before)
 
 
-def test_workers_are_deaf_to_what_is_meant_for_the_run_and_gone_at_the_end() -> None:
+def test_workers_ignore_the_signals_of_the_run_and_end_with_it() -> None:
     before = set(psutil.Process().children())
     running = start(0, 12, num_workers=2)
     workers = set(psutil.Process().children()) - before

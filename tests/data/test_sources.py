@@ -15,8 +15,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from ci_llm.config import Config
-from ci_llm.data.rows import Chat, Completion, Message, find_form
-from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
+from ci_llm.data.columns import NamedColumns, find_form
+from ci_llm.data.files import EVAL_SPLITS
+from ci_llm.data.rows import Chat, Completion, Message
+from ci_llm.data.sources import load_rows, recognised
 from ci_llm.errors import DataError
 
 ROWS = [
@@ -105,8 +107,8 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "not messages": ({"messages": ["hi"]}, "expected a message with role and content, found 'hi'"),
     "not a list": ({"messages": "hi"}, "expected a list of messages, found str"),
     "tools": (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
-        "calls tools",
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]},
+        "expected a call of a tool with a name, found",
     ),
     "picture": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -132,7 +134,7 @@ def test_columns_are_looked_for_in_order() -> None:
     found = []
     while form := find_form(columns):
         found.append(form.name)
-        columns = [column for column in columns if column not in form.columns]
+        columns = [column for column in columns if column not in form.columns.values()]
     assert found == ["messages", "prompt + completion", "question + answer", "instruction + output", "text"]
 
 
@@ -230,9 +232,9 @@ def test_the_fingerprint_is_of_the_content() -> None:
 def test_the_embedded_rows_need_no_network() -> None:
     config = Config(dataset_name="embedded")
     assert len(load_rows(config, "train")) == 1500
-    judged = load_rows(config, "eval")
-    assert len(judged) == config.eval_samples
-    assert "split test" in judged.where
+    evaluated = load_rows(config, "eval")
+    assert len(evaluated) == config.eval_samples
+    assert "split test" in evaluated.where
     assert "split validation" in load_rows(Config(dataset_name="embedded", eval_split="validation"), "eval").where
 
 
@@ -248,10 +250,10 @@ def _questions(config: Config, split: Any) -> list[str | None]:
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (9, 1), (57, 5), (5000, 400)])
 def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: int, tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(count, tmp_path))
-    training, judged = _questions(config, "train"), _questions(config, "eval")
-    assert len(judged) == held_out
-    assert {*training, *judged} == {f"q{number}" for number in range(count)}
-    assert len(training) + len(judged) == count
+    training, evaluated = _questions(config, "train"), _questions(config, "eval")
+    assert len(evaluated) == held_out
+    assert {*training, *evaluated} == {f"q{number}" for number in range(count)}
+    assert len(training) + len(evaluated) == count
     assert training == sorted(training, key=lambda question: int(str(question)[1:]))
     assert any(f"{held_out} rows are held out" in line for line in load_rows(config, "train").description)
 
@@ -414,6 +416,121 @@ def test_streams_are_refused_with_the_reason() -> None:
         recognised(Dataset.from_list(ROWS).to_iterable_dataset(), "a stream")
 
 
-def test_a_subset_is_not_used_for_a_local_data_set_and_said(tmp_path: Path) -> None:
+def test_a_subset_is_not_used_for_a_local_data_set_and_noted(tmp_path: Path) -> None:
     rows = load_rows(Config(**_write("text\nx\ny\n", "a.csv")(tmp_path), dataset_subset="main"), "train")
     assert any("dataset_subset main" in line for line in rows.description)
+
+
+@pytest.mark.parametrize(("size", "held_out"), [(0.25, 10), (7, 7), (0.001, 1)])
+def test_val_set_size_is_a_share_or_a_number_of_rows(size: float, held_out: int, tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=size)
+    training, evaluated = _questions(config, "train"), _questions(config, "eval")
+    assert len(evaluated) == held_out
+    assert sorted([*training, *evaluated], key=str) == sorted((f"q{n}" for n in range(40)), key=str)
+    assert any(f"val_set_size: {held_out} rows" in line for line in load_rows(config, "train").description)
+
+
+def test_val_set_size_holds_out_rows_although_there_is_a_split() -> None:
+    config = Config(dataset_name="embedded", val_set_size=20)
+    assert len(load_rows(config, "train")) == 1480
+    assert "split train, held out" in load_rows(config, "eval").where
+
+
+def test_nothing_is_held_out_at_size_0(tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=0)
+    assert _questions(config, "train") == _questions(config, "eval") == [f"q{n}" for n in range(40)]
+    assert load_rows(config, "eval").trained_on == "all"
+
+
+@pytest.mark.parametrize("size", [40, 1000])
+def test_a_val_set_size_that_leaves_no_row_is_refused(size: int, tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=size)
+    with pytest.raises(DataError, match=f"val_set_size {size} leaves no row to train on: there are 40"):
+        load_rows(config, "train")
+
+
+def test_a_file_to_evaluate_on_keeps_every_row_for_training(tmp_path: Path) -> None:
+    evaluated = _write("question,answer\nv,1\n", "val.csv")(tmp_path)["dataset_name"]
+    config = Config(dataset_name=_numbered(40, tmp_path), eval_dataset_name=evaluated)
+    assert len(load_rows(config, "train")) == 40
+    assert _questions(config, "eval") == ["v"]
+    with pytest.raises(DataError, match="does not exist") as caught:
+        load_rows(Config(dataset_name="embedded", eval_dataset_name=f"{tmp_path}/no.csv"), "eval")
+    assert str(caught.value.where).startswith("eval_dataset_name: ")
+    held = load_rows(Config(dataset_name=config.dataset_name, eval_dataset_name="embedded"), "eval")
+    assert "split test" in held.where
+
+
+def test_a_bad_row_keeps_its_number_when_others_are_held_out(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": list(TURNS)} for _ in range(30)]
+    rows[17] = {"messages": [{"content": "hi"}]}
+    name = str(tmp_path / "rows.jsonl")
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="has no role") as caught:
+        list(load_rows(Config(dataset_name=name), "train"))
+    assert caught.value.where == f"{name}, split train, row 17 (counted from 0)"
+
+
+@pytest.mark.parametrize(
+    ("keys", "what", "hint"),
+    [
+        (
+            {"prompt_column": "frage", "answer_column": "answer"},
+            "no column 'frage'; it has: question, answer",
+            "set prompt_column",
+        ),
+        ({"text_column": "body"}, "no column 'body'; it has: question, answer", "set text_column"),
+        ({"messages_column": "talk"}, "no column 'talk'; it has: question, answer", "set messages_column"),
+    ],
+)
+def test_a_named_column_that_is_absent(keys: dict[str, Any], what: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_rows(Config(dataset_name=_numbered(3, tmp_path), **keys), "train")
+    assert what in caught.value.what
+    assert hint in str(caught.value.hint)
+
+
+def test_one_of_two_columns_is_found_by_its_name() -> None:
+    data = Dataset.from_list([{"q": "hi", "Response": "yes", "other": "x"}])
+    rows = recognised(data, "here", named=NamedColumns(prompt="q"))
+    assert list(rows) == [chat("hi", "yes")]
+    assert rows.description[0] == "1 rows of q + Response from here"
+    with pytest.raises(DataError, match="No column goes with other; the data set has: q, other") as caught:
+        recognised(data.remove_columns("Response"), "here", named=NamedColumns(answer="other"))
+    assert caught.value.hint == "name it by prompt_column="
+
+
+def test_the_very_names_come_before_names_in_any_case() -> None:
+    """What was recognised by an earlier version is recognised in the same way."""
+    for columns, name in {
+        ("Question", "Answer", "text"): "text",
+        ("prompt", "response", "text"): "text",
+        ("prompt", "chosen", "rejected", "messages"): "messages",
+        ("query", "response", "label"): "query + response",
+    }.items():
+        form = find_form(columns)
+        assert form is not None
+        assert form.name == name
+    data = Dataset.from_list([{"Text": "no", "text": "yes"}])
+    assert list(recognised(data, "here", named=NamedColumns(text="text"))) == [Completion(None, "yes")]
+    assert list(recognised(data, "here", named=NamedColumns(text="Text"))) == [Completion(None, "no")]
+
+
+TOKEN_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "other labels": ({"input_ids": [1, 2], "labels": [-100, 3]}, "label 3 stands at token 2"),
+    "fewer labels": ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, 2 in attention_mask, 1 labels"),
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_ROWS)
+def test_tokens_that_do_not_fit_are_named(name: str) -> None:
+    raw, reason = TOKEN_ROWS[name]
+    with pytest.raises(DataError) as caught:
+        list(recognised(Dataset.from_list([raw]), "here"))
+    assert reason in caught.value.what
+
+
+def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: Path) -> None:
+    for name in ("contest_test.csv", "more.csv"):
+        (tmp_path / name).write_text("text\nx\ny\n")
+    assert len(load_rows(Config(dataset_name=str(tmp_path), val_set_size=0), "train")) == 4

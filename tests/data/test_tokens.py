@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm import embedded
 from ci_llm.config import Config
+from ci_llm.data.columns import NamedColumns
+from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows, recognised
-from ci_llm.data.templates import Encoder
 from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 from ci_llm.errors import DataError
 
@@ -66,13 +67,13 @@ def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, t
     assert [len(example.input_ids) for example in found][1] == 40
     assert found.questions == [ROWS[0]["question"], ROWS[3]["question"], ROWS[4]["question"]]
     assert found.answers == [ROWS[0]["answer"], ROWS[3]["answer"], ROWS[4]["answer"]]
-    said = "\n".join(found.description)
-    assert "5 rows of question + answer from here" in said
-    assert "1 rows cut at max_seq_length 40" in said
-    assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in said
+    lines = "\n".join(found.description)
+    assert "5 rows of question + answer from here" in lines
+    assert "1 rows cut at max_seq_length 40" in lines
+    assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in lines
     tokens = sum(len(example.input_ids) for example in found)
     targets = sum(int(example.supervised.sum()) for example in found)
-    assert f"{tokens} tokens in 3 rows, {targets} of them learned" in said
+    assert f"{tokens} tokens in 3 rows, {targets} of them learned" in lines
 
 
 def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -167,6 +168,56 @@ def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase, tmp_
     with pytest.raises(DataError, match="The tokenised rows cannot be kept") as caught:
         tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path / "file" / "folder")
     assert caught.value.where == str(tmp_path / "file" / "folder")
+
+
+TOOLS = [
+    {"messages": [{"role": "user", "content": "1+?"}, {"role": "assistant", "tool_calls": [{"name": "add"}]}]},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},
+]
+
+
+def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(TOOLS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert found.questions == ["hi"]
+    assert any("left out: 1 of 2 rows" in line and "1 whose tools" in line for line in found.description)
+    with pytest.raises(DataError, match="1 whose tools the chat template cannot show") as caught:
+        tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "chat_template that shows calls of tools" in str(caught.value.hint)
+
+
+def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    empty = [{"Frage": "a", "answer": ""}, {"Frage": "b", "answer": " "}]
+    data = recognised(Dataset.from_list(empty), "here", named=NamedColumns(prompt="Frage"))
+    with pytest.raises(DataError, match="2 of 2 rows: 2 without an answer") as caught:
+        tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "read are: Frage, answer" in str(caught.value.hint)
+
+
+def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
+    words = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    long = tokenize(rows([{"messages": turns}]), words, max_seq_length=500, cache_folder=tmp_path)
+    assert any(line.startswith("1 chats have several turns") for line in long.warnings)
+    words.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    endless = tokenize(rows(), words, max_seq_length=500, cache_folder=tmp_path)
+    assert any("the end of turn is not learned in 4 chats: '<|end|>" in line for line in endless.warnings)
+    usual = tokenize(
+        rows(), AutoTokenizer.from_pretrained(embedded.BASE_FOLDER), max_seq_length=500, cache_folder=tmp_path
+    )
+    assert usual.warnings == []
+
+
+def test_a_row_of_foreign_tokens_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="This row cannot be used: token id 70000 is none of the tokenizer's") as caught:
+        tokenize(rows([{"input_ids": [1, 70000]}]), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+    assert caught.value.where == "here, row 0 (counted from 0)"
+
+
+def test_prompts_that_are_learned_are_other_tokens(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    answers = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    whole = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path, train_on_prompt=True)
+    assert whole.path != answers.path
+    assert all(example.supervised[1:].all() for example in whole)
 
 
 @pytest.mark.slow

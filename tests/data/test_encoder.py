@@ -8,15 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ci_llm.data.rows import Chat, Completion, Message
-from ci_llm.data.templates import (
-    BUILT_IN_TEMPLATE,
-    Encoder,
-    Example,
-    RefusedRowError,
-    chat_template,
-    tokenizer_fingerprint,
-)
+from ci_llm.data.chat_template import BUILT_IN_TEMPLATE, chat_template
+from ci_llm.data.encoder import Encoder, Example, RefusedRowError
+from ci_llm.data.rows import Chat, Completion, Message, Tokens
+from ci_llm.data.tokens import tokenizer_fingerprint
 from ci_llm.errors import ModelError
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -162,6 +157,79 @@ def test_without_bos_the_first_token_is_not_learned() -> None:
     assert learned(Encoder(tokenizer).encode(talk("q", "a")), tokenizer) == ["a</s>"]
 
 
+def with_tools(template: str) -> str:
+    call = "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    return template.replace("{{ m.content }}", "{{ m.content }}" + call)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLING = Chat(
+    (
+        Message("user", "1+?"),
+        Message("assistant", "", (CALL,)),
+        Message("tool", "2", more={"name": "add"}),
+        Message("assistant", "two"),
+    )
+)
+
+
+def test_calls_of_tools_are_learned_where_the_template_shows_them() -> None:
+    tokenizer = byte_tokenizer(with_tools(CHATML))
+    called = '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>'
+    assert learned(Encoder(tokenizer).encode(CALLING), tokenizer) == [called, "two<|im_end|>"]
+    marked = byte_tokenizer(with_tools(CHATML_MARKED))
+    assert learned(Encoder(marked).encode(CALLING), marked) == [called, "two<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [None, CHATML, CHATML_MARKED])
+def test_a_template_that_hides_calls_of_tools_is_refused(template: str | None) -> None:
+    with pytest.raises(RefusedRowError, match="leaves out the calls of tools"):
+        Encoder(byte_tokenizer(template)).encode(CALLING)
+
+
+def test_prompts_are_learned_on_request() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    encoder = Encoder(tokenizer, train_on_prompt=True)
+    for row in (talk("q", "a"), Completion("q", "a")):
+        example = encoder.encode(row)
+        assert example.supervised.tolist() == [False] + [True] * (len(example.input_ids) - 1)
+        assert encoder.unlearned_end(row, example) is None
+    assert not encoder.encode(Tokens((1, 2), (-100, -100))).supervised.any()
+
+
+def test_tokens_are_learned_as_their_labels_say() -> None:
+    encoder = Encoder(byte_tokenizer())
+    assert encoder.encode(Tokens((5, 6, 7))).supervised.tolist() == [False, True, True]
+    assert encoder.encode(Tokens((5, 6, 7), (-100, -100, 7))).supervised.tolist() == [False, False, True]
+    with pytest.raises(RefusedRowError, match="token id 99999 is none of the tokenizer's 260"):
+        encoder.encode(Tokens((5, 99999)))
+
+
+@pytest.mark.parametrize(
+    ("template", "follows"),
+    [
+        (CHATML, None),
+        (CHATML_MARKED, None),
+        (None, None),
+        (CHATML.replace("im_end", "end"), "<|end|>\n"),
+        (CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "<|im_end|>\n"),
+        (WORDS, "\n"),
+        (WORDS.replace("}\n{%", "}{%"), ""),
+    ],
+)
+def test_an_end_of_turn_that_is_not_learned_is_noticed(template: str | None, follows: str | None) -> None:
+    encoder = Encoder(byte_tokenizer(template))
+    row = talk("q", "a")
+    assert encoder.unlearned_end(row, encoder.encode(row)) == follows
+
+
+def test_turns_without_speakers_are_noticed() -> None:
+    assert Encoder(byte_tokenizer()).lacks_roles(LONG)
+    assert not Encoder(byte_tokenizer()).lacks_roles(talk("q", "a"))
+    assert not Encoder(byte_tokenizer()).lacks_roles(Completion("q", "a"))
+    assert not Encoder(byte_tokenizer(CHATML)).lacks_roles(LONG)
+
+
 def test_the_built_in_template_serves_generation_too() -> None:
     tokenizer = byte_tokenizer()
     assert chat_template(tokenizer) == BUILT_IN_TEMPLATE
@@ -172,10 +240,10 @@ def test_the_built_in_template_serves_generation_too() -> None:
     assert prompt == "<s>q\n"
 
 
-def test_the_template_in_force_is_said() -> None:
-    assert Encoder(byte_tokenizer()).said(LONG) == "chat template: built in, as the tokenizer has none"
-    assert Encoder(byte_tokenizer(CHATML)).said(LONG) == "chat template: the tokenizer's own"
-    assert Encoder(byte_tokenizer(CHATML)).said(Completion(None, "x")).startswith("no chat template")
+def test_the_template_in_force_is_described() -> None:
+    assert Encoder(byte_tokenizer()).describe(LONG) == "chat template: built in, as the tokenizer has none"
+    assert Encoder(byte_tokenizer(CHATML)).describe(LONG) == "chat template: the tokenizer's own"
+    assert Encoder(byte_tokenizer(CHATML)).describe(Completion(None, "x")).startswith("no chat template")
 
 
 def test_the_fingerprint_knows_the_tokenizer_and_not_how_it_was_last_called() -> None:
@@ -194,12 +262,3 @@ def test_a_tokenizer_without_offsets_is_refused() -> None:
     slow = Slow(tokenizer_object=byte_tokenizer().backend_tokenizer)
     with pytest.raises(ModelError, match="which characters a token stands for"):
         Encoder(slow)
-
-
-def test_several_templates_need_a_default() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = {"tool_use": CHATML}
-    with pytest.raises(ModelError, match="no default"):
-        chat_template(tokenizer)
-    tokenizer.chat_template = {"tool_use": CHATML, "default": WORDS}
-    assert chat_template(tokenizer) == WORDS

@@ -1,0 +1,278 @@
+"""Which columns of a data set are which parts of a row, found by their names or named by the configuration.
+
+Form                    columns                                          becomes
+messages                messages, conversations: lists of turns          Chat
+prompt + completion     two strings, or two lists of messages            Completion, or Chat trained on its end
+question + answer       two strings, under the names that people use     Chat of two messages
+instruction + output    input, history and system may be missing         Chat
+SQuAD                   context, question, answers.text                  Chat of two messages
+tokens                  input_ids, labels may be missing                 Tokens
+text                    a string                                         Completion of nothing
+
+The forms of `_EXACT` come first, by these very names; then names in any case and the other names of `_ANY_CASE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ci_llm.data.messages import messages_of, text_of, tools_of
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Form, Message, RawRow, Row, Tokens
+from ci_llm.errors import DataError
+
+# ------------------------------------------------------------------------------------------- parts to rows
+
+
+def _chat(messages: tuple[Message, ...], trained_from: int = 0, tools: tuple[Any, ...] = ()) -> Chat | None:
+    said = [m for m in messages[trained_from:] if m.role == "assistant" and (m.content.strip() or m.tool_calls)]
+    return Chat(messages, trained_from, tools) if said else None
+
+
+def _system(row: RawRow) -> tuple[Message, ...]:
+    text = text_of(row.get("system"))
+    return (Message("system", text),) if text.strip() else ()
+
+
+def _read_messages(row: RawRow) -> Row | None:
+    messages = messages_of(row["messages"])
+    if not messages or messages[0].role != "system":
+        messages = (*_system(row), *messages)
+    return _chat(messages, tools=tools_of(row.get("tools")))
+
+
+def _read_completion(row: RawRow) -> Row | None:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list):
+        given = messages_of(prompt)
+        return _chat((*given, *messages_of(completion)), len(given), tools_of(row.get("tools")))
+    return Completion(text_of(prompt), text_of(completion)) if text_of(completion).strip() else None
+
+
+def _read_pair(row: RawRow) -> Row | None:
+    """What is asked, with what precedes and follows it, and what is answered; both may be messages."""
+    prompt, answer = row["prompt"], row["answer"]
+    if isinstance(prompt, list):
+        given = messages_of(prompt)
+        last = messages_of(answer) if isinstance(answer, list) else (Message("assistant", text_of(answer)),)
+        return _chat((*given, *last), len(given))
+    parts = (text_of(row.get("context")), text_of(prompt), text_of(row.get("input")))
+    asked = "\n\n".join(part for part in parts if part)
+    if not asked.strip():
+        return None
+    last = (Message("user", asked), Message("assistant", text_of(answer)))
+    if not last[1].content.strip():
+        return None
+    return _chat((*_system(row), *_history(row.get("history")), *last))
+
+
+def _history(value: Any) -> tuple[Message, ...]:
+    """Earlier turns: Alpaca's pairs of what was asked and answered, or messages."""
+    if not isinstance(value, list) or not all(isinstance(turn, list) for turn in value):
+        return messages_of(value)
+    if any(len(turn) != 2 for turn in value):
+        raise ValueError(f"expected a history of pairs, found {str(value)[:60]}")
+    pairs = [(Message("user", text_of(asked)), Message("assistant", text_of(said))) for asked, said in value]
+    return tuple(message for pair in pairs for message in pair)
+
+
+def _read_squad(row: RawRow) -> Row | None:
+    answers = row["answers"]
+    texts = answers.get("text") if isinstance(answers, Mapping) else answers
+    if texts is not None and not isinstance(texts, list):
+        raise ValueError(f"expected answers.text to be a list, found {type(texts).__name__}")
+    asked = f"{text_of(row['context'])}\n\n{text_of(row['prompt'])}"
+    turns = Message("user", asked), Message("assistant", text_of(texts[0]) if texts else "")
+    return _chat(turns) if asked.strip() else None
+
+
+def _read_text(row: RawRow) -> Row | None:
+    text = text_of(row["text"])
+    return Completion(None, text) if text.strip() else None
+
+
+def _read_tokens(row: RawRow) -> Row | None:
+    """Token ids without their pads; labels are the ids, or -100 where nothing is learned."""
+    ids = row["input_ids"] or []
+    kept = [bool(flag) for flag in row.get("attention_mask") or [1] * len(ids)]
+    labels = row.get("labels")
+    if len(kept) != len(ids) or (labels is not None and len(labels) != len(ids)):
+        raise ValueError(f"{len(ids)} input_ids, {len(kept)} in attention_mask, {len(labels or ids)} labels")
+    if odd := [(i, one) for i, one in zip(ids, labels or (), strict=False) if one not in (i, NOT_LEARNED)]:
+        raise ValueError(f"label {odd[0][1]} stands at token {odd[0][0]}; a label is the token itself or {NOT_LEARNED}")
+    given = tuple(token for token, keep in zip(ids, kept, strict=True) if keep)
+    if labels is None:
+        return Tokens(given) if given else None
+    learned = tuple(label for label, keep in zip(labels, kept, strict=True) if keep)
+    return Tokens(given, learned) if any(label != NOT_LEARNED for label in learned) else None
+
+
+# ------------------------------------------------------------------------------------------ columns to parts
+
+Names = Mapping[str, Sequence[str]]
+
+_PROMPTS = ("prompt", "question", "query", "instruction", "problem", "input", "user", "context", "source")
+_ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
+_TEXTS = ("text", "content", "completion", "document", "story")
+_MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+_WITH_CHAT = {"tools": ("tools",), "system": ("system", "system_prompt")}
+_WITH_TOKENS = {"labels": ("labels",), "attention_mask": ("attention_mask",)}
+_WITH_PAIR = {"history": ("history",), "system": ("system", "system_prompt")}
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A form before its columns are known: for each part the names that it may have, the first is taken."""
+
+    name: str
+    reader: Callable[[RawRow], Row | None]
+    needs: Names
+    may_have: Names = field(default_factory=dict)
+
+    def found_in(self, columns: Sequence[str], *, any_case: bool) -> Form | None:
+        """The form with the columns that are there, if every part that it needs is."""
+        by_name = {(column.lower() if any_case else column): column for column in reversed(columns)}
+        found: dict[str, str] = {}
+        for part, names in {**self.needs, **self.may_have}.items():
+            free = (by_name[name] for name in names if name in by_name and by_name[name] not in found.values())
+            if (column := next(free, None)) is not None:
+                found[part] = column
+            elif part in self.needs:
+                return None
+        return Form(self.name or " + ".join(found[part] for part in self.needs), found, self.reader)
+
+
+_MESSAGES_FORM = _Pattern("messages", _read_messages, {"messages": ("messages",)}, _WITH_CHAT)
+_EXACT: Final = (
+    _MESSAGES_FORM,
+    _Pattern("conversations", _read_messages, {"messages": ("conversations",)}, _WITH_CHAT),
+    _Pattern(
+        "prompt + completion",
+        _read_completion,
+        {"prompt": ("prompt",), "completion": ("completion",)},
+        {"tools": ("tools",)},
+    ),
+    _Pattern("question + answer", _read_pair, {"prompt": ("question",), "answer": ("answer",)}),
+    _Pattern(
+        "instruction + output",
+        _read_pair,
+        {"prompt": ("instruction",), "answer": ("output",)},
+        {"input": ("input",), **_WITH_PAIR},
+    ),
+    _Pattern("SQuAD", _read_squad, {"context": ("context",), "prompt": ("question",), "answers": ("answers",)}),
+    _Pattern("text", _read_text, {"text": ("text",)}),
+)
+_ANY_CASE: Final = (
+    _Pattern("messages", _read_messages, {"messages": _MESSAGES}, _WITH_CHAT),
+    *_EXACT[2:6],
+    _Pattern(
+        "",
+        _read_pair,
+        {"prompt": ("instruction",), "answer": _ANSWERS},
+        {"input": ("input", "context"), **_WITH_PAIR},
+    ),
+    _Pattern("", _read_pair, {"prompt": _PROMPTS, "answer": _ANSWERS}, {"input": ("input",), **_WITH_PAIR}),
+    _Pattern("tokens", _read_tokens, {"input_ids": ("input_ids",)}, _WITH_TOKENS),
+    _Pattern("text", _read_text, {"text": _TEXTS}),
+)
+
+#: What the error lists when nothing fits.
+_WANTED: Final = (
+    "messages; conversations; prompt, completion; question, answer; instruction, output; context, question, answers; "
+    "input_ids; text"
+)
+
+
+@dataclass(frozen=True)
+class NamedColumns:
+    """The columns that the configuration names; what it does not name is found."""
+
+    prompt: str | None = None
+    answer: str | None = None
+    text: str | None = None
+    messages: str | None = None
+
+    def given(self) -> dict[str, str]:
+        """The names by part."""
+        return {part: name for part, name in vars(self).items() if name is not None}
+
+
+def find_form(columns: Sequence[str]) -> Form | None:
+    """The first form whose columns are all there: by today's very names first, then in any case, by other names.
+
+    Raises:
+        ValueError: the columns are preference pairs.
+    """
+    exact = (pattern.found_in(columns, any_case=False) for pattern in _EXACT)
+    if (form := next(filter(None, exact), None)) is not None:
+        return form
+    if {"chosen", "rejected"} <= {column.lower() for column in columns}:
+        raise ValueError("the columns chosen and rejected are preference pairs, and agents learn answers here")
+    return next(filter(None, (pattern.found_in(columns, any_case=True) for pattern in _ANY_CASE)), None)
+
+
+def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> Form:
+    """How a data set with these columns is read.
+
+    Raises:
+        DataError: a named column is not there, or no form fits.
+    """
+    if given := named.given():
+        return _named_form(columns, given, where)
+    try:
+        form = find_form(columns)
+    except ValueError as error:
+        raise DataError(
+            f"The data set cannot be trained on: {error}.",
+            where=where,
+            hint="train on the better answers: prompt_column=prompt answer_column=chosen, or messages_column=chosen",
+        ) from error
+    if form is None:
+        raise DataError(
+            f"The data set has no columns that can be used; it has: {', '.join(columns)}.",
+            where=where,
+            hint=f"say prompt_column= and answer_column=, text_column= or messages_column=, or have one of: {_WANTED}",
+        )
+    return form
+
+
+def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) -> Form:
+    there = {column.lower() for column in columns}
+    for part, name in given.items():
+        if name.lower() not in there:
+            raise DataError(
+                f"The data set has no column {name!r}; it has: {', '.join(columns)}.",
+                where=f"{where}, {part}_column: {name}",
+                hint=f"set {part}_column to one of them",
+            )
+    form = _pattern_of({part: name.lower() for part, name in given.items()}).found_in(
+        _preferring(columns, given), any_case=True
+    )
+    if form is None:
+        missing = "answer" if "prompt" in given else "prompt"
+        raise DataError(
+            f"No column goes with {', '.join(given.values())}; the data set has: {', '.join(columns)}.",
+            where=where,
+            hint=f"name it by {missing}_column=",
+        )
+    return form
+
+
+def _pattern_of(names: Mapping[str, str]) -> _Pattern:
+    """The form that named columns mean; of a question and its answer, one may be found by its name."""
+    if "messages" in names:
+        return _Pattern("messages", _read_messages, {"messages": (names["messages"],)}, _WITH_CHAT)
+    if "text" in names:
+        return _Pattern("text", _read_text, {"text": (names["text"],)})
+    known = {part: (name,) for part, name in names.items()}
+    return _Pattern("", _read_pair, {**known, **_others(known)}, _WITH_PAIR)
+
+
+def _others(known: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    return {part: names for part, names in (("prompt", _PROMPTS), ("answer", _ANSWERS)) if part not in known}
+
+
+def _preferring(columns: Sequence[str], given: Mapping[str, str]) -> list[str]:
+    """Columns that are named in their own case come first: of `Text` and `text` the named one is meant."""
+    return sorted(columns, key=lambda column: column not in given.values())

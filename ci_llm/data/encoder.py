@@ -1,0 +1,224 @@
+"""How one row becomes token ids, and which of them are learned: the chat template and its assistant spans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ci_llm.data.chat_template import BUILT_IN, BUILT_IN_TEMPLATE, chat_template
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Message, Row, Tokens
+from ci_llm.errors import ModelError
+
+#: Takes the place of an answer, to find where a template puts it. No text contains these private-use characters.
+_PROBE = "\ue000\ue001\ue000"
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+#: What a template may raise: it is a program that comes with the tokenizer.
+_TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+#: How many tokens behind an answer are shown when its end is not learned.
+_SHOWN_TOKENS = 8
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenised row.
+
+    Attributes:
+        input_ids: int32 [n].
+        supervised: bool [n], True where the token is a target; never at 0, where nothing comes before it.
+    """
+
+    input_ids: np.ndarray[Any, Any]
+    supervised: np.ndarray[Any, Any]
+
+
+class RefusedRowError(Exception):
+    """The row cannot be encoded: the chat template fails on it or hides its answers; the text says why."""
+
+
+class Encoder:
+    """Turns canonical rows into examples, with one tokenizer and the chat template in force.
+
+    Args:
+        train_on_prompt: learn every token of a row, and not only what the assistant says.
+
+    Raises:
+        ModelError: the tokenizer cannot tell which characters a token stands for.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False) -> None:
+        if not tokenizer.is_fast:
+            raise ModelError(
+                "The tokenizer does not say which characters a token stands for: answers cannot be found.",
+                where=tokenizer.name_or_path,
+                hint="use a fast tokenizer: one with a tokenizer.json",
+            )
+        self._tokenizer = tokenizer
+        self.train_on_prompt = train_on_prompt
+        self.template = chat_template(tokenizer)
+        self._marks_answers = _GENERATION_TAG.search(self.template) is not None
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token.content for _, token in added if token.special}
+        ends = "|".join(map(re.escape, sorted(special, reverse=True)))  # the longer of two that begin alike
+        self._end_of_turn = re.compile(rf"\s*(?:{ends})") if ends else None
+        self._special_ids = {number for number, token in added if token.special} | {tokenizer.eos_token_id}
+
+    def encode(self, row: Row) -> Example:
+        """The whole row, however long it is.
+
+        Raises:
+            RefusedRowError: the chat template fails on it, or does not show where the answers are; or its token
+                ids are none of the tokenizer's.
+        """
+        example = self._encode(row)
+        if self.train_on_prompt and example.supervised.any():
+            return _example(example.input_ids, np.ones(len(example.input_ids), bool))
+        return example
+
+    def describe(self, row: Row | None) -> str:
+        """Which template makes this row, in words."""
+        if isinstance(row, Tokens):
+            return "no chat template: the rows are tokens already"
+        if isinstance(row, Completion):
+            return "no chat template: the text as it is"
+        if not self._tokenizer.chat_template:
+            return "chat template: built in, as the tokenizer has none"
+        name = next((name for name, template in BUILT_IN.items() if template == self.template), None)
+        return f"chat template: {name}, built in" if name else "chat template: the tokenizer's own"
+
+    def decode(self, input_ids: Any) -> str:
+        """Token ids as text, special tokens included."""
+        return str(self._tokenizer.decode(input_ids))
+
+    def lacks_roles(self, row: Row) -> bool:
+        """Whether the row is a chat of several turns, and the template does not show who speaks."""
+        if not isinstance(row, Chat) or self.template != BUILT_IN_TEMPLATE:
+            return False
+        return sum(message.role == "user" for message in row.messages) > 1
+
+    def unlearned_end(self, row: Row, example: Example) -> str | None:
+        """What follows the last answer of a chat, if no token is learned that could end it; None if one is.
+
+        Generation stops at special tokens alone: an agent that learns none of them never ends its turn.
+        """
+        learned = np.flatnonzero(example.supervised)
+        last = int(learned[-1])
+        possible = example.input_ids[learned] if self.train_on_prompt else example.input_ids[[last]]
+        if not isinstance(row, Chat) or not self._special_ids.isdisjoint(possible.tolist()):
+            return None
+        return self.decode(example.input_ids[last + 1 : last + 1 + _SHOWN_TOKENS])
+
+    def _encode(self, row: Row) -> Example:
+        if isinstance(row, Tokens):
+            return self._given(row)
+        if isinstance(row, Completion):
+            return self._completion(row)
+        if row.uses_tools:
+            self._require_tools_shown(row)
+        if self._marks_answers and not row.trained_from:
+            return self._marked(row)
+        return self._located(row)
+
+    def _given(self, row: Tokens) -> Example:
+        """A row that was tokenised elsewhere."""
+        size = len(self._tokenizer)
+        if odd := [token for token in row.input_ids if not 0 <= token < size]:
+            raise RefusedRowError(f"token id {odd[0]} is none of the tokenizer's {size}")
+        labels = row.input_ids if row.labels is None else row.labels
+        return _example(row.input_ids, [label != NOT_LEARNED for label in labels])
+
+    def _completion(self, row: Completion) -> Example:
+        begin, end = self._tokenizer.bos_token or "", self._tokenizer.eos_token or ""
+        given, learned = row.prompt or "", row.completion
+        given = given if (given or learned).startswith(begin) else begin + given
+        learned = learned if learned.endswith(end) else learned + end
+        return self._tokenized(given + learned, [(len(given), len(given) + len(learned))])
+
+    def _marked(self, chat: Chat) -> Example:
+        """The row by a template that marks what the assistant generates."""
+        encoded = self._apply(chat, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
+        return _example(encoded["input_ids"], encoded["assistant_masks"])
+
+    def _located(self, chat: Chat) -> Example:
+        whole = self._render(chat)
+        spans = [
+            self._answer(chat, number, whole)
+            for number, message in enumerate(chat.messages)
+            if message.role == "assistant" and number >= chat.trained_from
+        ]
+        return self._tokenized(whole, spans)
+
+    def _answer(self, chat: Chat, number: int, whole: str) -> Span:
+        """Where answer `number` is in the rendered chat.
+
+        It begins where the prompt for it ends: the messages before it, rendered as for generation, must be
+        what the chat begins with. It ends where another answer in its place would have ended, its end-of-turn
+        token included; rendering up to it would not do, as some templates write a last answer in another way.
+        """
+        before, after = chat.messages[:number], chat.messages[number + 1 :]
+        prompt = self._render(replace(chat, messages=before), add_generation_prompt=True) if number else ""
+        if not whole.startswith(prompt):
+            raise RefusedRowError(
+                "the prompt it makes for an answer is not what precedes the answer in the whole chat "
+                f"(prompt ends {prompt[-40:]!r})"
+            )
+        other = self._render(replace(chat, messages=(*before, Message("assistant", _PROBE), *after)))
+        if other == whole:
+            raise RefusedRowError("it leaves out what the assistant says")
+        begin = _common(whole, other)
+        end = len(whole) - _common(whole[begin:][::-1], other[begin:][::-1])
+        closing = self._end_of_turn.match(whole, end) if self._end_of_turn else None
+        return len(prompt) or begin, closing.end() if closing else end
+
+    def _require_tools_shown(self, chat: Chat) -> None:
+        """Without this a template that knows no tools would teach empty answers."""
+        whole = self._render(chat)
+        for number, message in enumerate(chat.messages):
+            bare = replace(message, tool_calls=())
+            others = (*chat.messages[:number], bare, *chat.messages[number + 1 :])
+            if message.tool_calls and self._render(replace(chat, messages=others)) == whole:
+                raise RefusedRowError("it leaves out the calls of tools")
+
+    def _tokenized(self, text: str, learned: Sequence[Span]) -> Example:
+        encoded = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        offsets = encoded["offset_mapping"]
+        mask = [any(a < end and b > begin for begin, end in learned) for a, b in offsets]
+        return _example(encoded["input_ids"], mask)
+
+    def _render(self, chat: Chat, **options: Any) -> str:
+        return str(self._apply(chat, tokenize=False, **options))
+
+    def _apply(self, chat: Chat, **options: Any) -> Any:
+        turns = [message.as_turn() for message in chat.messages]
+        tools = list(chat.tools) or None
+        try:
+            return self._tokenizer.apply_chat_template(turns, tools=tools, chat_template=self.template, **options)
+        except _TEMPLATE_FAILURES as error:
+            raise RefusedRowError(f"it fails: {error}") from error
+
+
+def _example(input_ids: Any, mask: Any) -> Example:
+    supervised = np.array(mask, bool)
+    supervised[:1] = False
+    return Example(np.array(input_ids, np.int32), supervised)
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)

@@ -1,0 +1,233 @@
+"""Opens a data set by its name: embedded, on the hub, a file, a glob, a folder; returns all its splits."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import lzma
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec  # type: ignore[import-untyped]
+from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetsError
+
+from ci_llm import embedded
+from ci_llm.cluster.hub import may_be_on_hub
+from ci_llm.errors import DataError
+
+Splits = dict[str, Dataset]
+
+#: Names of splits to evaluate on, the first that exists is taken.
+EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
+
+#: Readers of `datasets`, by the ending of the file.
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+KINDS = "json, jsonl, csv, tsv, parquet, arrow or txt"
+
+#: What separates the columns of a csv file, where it is no comma.
+_SEPARATORS = (";", "\t", "|")
+#: Files of `save_to_disk` that hold no rows.
+_NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
+
+
+def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
+    """All splits of a data set.
+
+    Args:
+        name: `embedded`, a hub id, a file, a glob or a folder.
+        subset: the configuration of a hub data set.
+        unnamed: what the only split of a source without named splits is called.
+        key: the key of the configuration that holds the name, for error messages.
+
+    Raises:
+        DataError: there is no such data set, it cannot be read, or it is empty.
+    """
+    path = Path(os.path.expanduser(name))
+    if is_on_hub(name):
+        return _from_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
+    if name == "embedded":
+        names = ("train", "validation", "test")
+        return {split: Dataset.from_list(embedded.rows(split)) for split in names}
+    if os.path.isdir(path):
+        return _from_folder(path, unnamed)
+    return _unwrapped(_from_files(_matching(path, key), str(path)), unnamed)
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
+    return may_be_on_hub(name) and _builder(Path(os.path.expanduser(name))) is None
+
+
+def _unwrapped(data: Dataset, unnamed: str) -> Splits:
+    """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`."""
+    names = set(data.column_names)
+    if len(data) > 1 or not (names <= {unnamed, "train", *EVAL_SPLITS} or names == {"data"}):
+        return {unnamed: data}
+    lists: Mapping[str, Any] = data[0]
+    if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
+        return {unnamed: data}
+    return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
+
+
+def empty(where: str) -> DataError:
+    """The error for a data set without a row."""
+    return DataError("The data set is empty.", where=where, hint="give one with rows, or another split")
+
+
+def _from_hub(name: str, subset: str | None, where: str) -> Splits:
+    try:
+        with _progress_bars_on_terminals_only():
+            return dict(datasets.load_dataset(name, subset))
+    except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
+        raise DataError(
+            f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
+            where=where,
+            hint="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
+        ) from error
+
+
+def _from_folder(path: Path, unnamed: str) -> Splits:
+    """A folder of `save_to_disk`, or of data files of one kind, perhaps in folders of their own."""
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _saved(path, unnamed)
+    files = _data_files(path.iterdir()) or _data_files(path.rglob("*"))
+    if not files:
+        raise DataError(
+            f"The folder holds no data: neither one of save_to_disk nor {KINDS} files.",
+            where=str(path),
+            hint="give the folder that holds dataset_dict.json or state.json, or the file itself",
+        )
+    by_split: dict[str, list[Path]] = {}
+    for file, split in zip(files, _splits_of([file.relative_to(path) for file in files], unnamed), strict=True):
+        by_split.setdefault(split, []).append(file)
+    return {split: _from_files(group, str(path)) for split, group in by_split.items()}
+
+
+def _data_files(found: Iterator[Path]) -> list[Path]:
+    return sorted(file for file in found if file.is_file() and _builder(file) and file.name not in _NO_ROWS)
+
+
+def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
+    """The split of each file: what its name begins with, the folder that it lies in, else any word of its name.
+
+    A word inside a name counts only where it leaves rows to train on: `contest_test.jsonl` alone is no test split.
+    """
+    names = (unnamed, "train", *EVAL_SPLITS)
+    words = [[*re.split(r"[-_.]", file.name)[:1], *file.parent.parts] for file in files]
+    inside = [[*near, *re.split(r"[-_.]", file.name)] for near, file in zip(words, files, strict=True)]
+    found, wider = (
+        [next((word for word in each if word in names), unnamed) for each in way] for way in (words, inside)
+    )
+    named = all(any(word in names for word in each) for each in inside)
+    return wider if named and unnamed in wider else found
+
+
+def _saved(path: Path, unnamed: str) -> Splits:
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"The saved data set cannot be opened: {_reason(error)}.",
+            where=str(path),
+            hint="save it again with save_to_disk",
+        ) from error
+    return dict(saved) if isinstance(saved, DatasetDict) else {unnamed: saved}
+
+
+def _matching(path: Path, key: str) -> list[Path]:
+    # A file may have a name like a pattern, data[1].jsonl, and then means itself.
+    by_pattern = glob.has_magic(str(path)) and not path.is_file()
+    names = glob.glob(str(path), recursive=True) if by_pattern else [str(path)]
+    files = sorted(file for file in map(Path, names) if os.path.isfile(file))
+    if not files:
+        raise DataError(
+            "the data set does not exist",
+            where=f"{key}: {path.absolute()}",
+            hint="check the path; it is relative to the folder the run is started in",
+        )
+    return files
+
+
+def _from_files(files: list[Path], where: str) -> Dataset:
+    builders = {_builder(file) for file in files}
+    builder = builders.pop()
+    if builders or builder is None:
+        names = ", ".join(sorted({file.name for file in files})[:5])
+        raise DataError(
+            f"The files are not of one kind that can be read: {names}.",
+            where=where,
+            hint=f"give {KINDS} files, all of one kind",
+        )
+    if not any(file.stat().st_size for file in files):
+        raise empty(where)
+    paths = [glob.escape(str(file)) for file in files]
+    try:
+        options: dict[str, Any] = {"sep": _separator(files[0])} if builder == "csv" else {}
+        with _progress_bars_on_terminals_only():
+            return datasets.load_dataset(builder, data_files=paths, split="train", **options)
+    except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
+        if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
+            raise empty(where) from error
+        raise DataError(
+            f"The data set cannot be read as {builder}: {_reason(error)}.",
+            where=where,
+            hint="repair the file; each row must have the same columns with values of the same type",
+        ) from error
+
+
+def _separator(file: Path) -> str:
+    """What separates the columns: a comma, unless the ending or a header without commas says otherwise."""
+    if _ending(file) == ".tsv":
+        return "\t"
+    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline="") as lines:
+        header = next(iter(lines), "")
+    columns = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in (",", *_SEPARATORS)}
+    return "," if columns[","] > 1 else max(columns, key=lambda mark: columns[mark])
+
+
+def _builder(file: Path) -> str | None:
+    return BUILDERS.get(_ending(file))
+
+
+def _ending(file: Path) -> str:
+    """The last ending that says no compression, in lower case."""
+    return next((ending.lower() for ending in reversed(file.suffixes) if ending not in COMPRESSED), "")
+
+
+def _reason(error: BaseException) -> str:
+    """The message of the innermost cause, in one line: the outer errors only say that something failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()).rstrip(".!") or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+@contextmanager
+def _progress_bars_on_terminals_only() -> Iterator[None]:
+    shown = not datasets.are_progress_bars_disabled()
+    if sys.stderr.isatty() or not shown:
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,107 @@
+"""Rows of several data sets as one: all of them, or a choice that follows from weights and seed alone.
+
+With weights a data set has its share of the rows, whatever its size: a small one is repeated, of a large one some
+rows are left out. The number of rows stays that of all data sets together. Which rows are taken is computed by the
+permutation of the order, so that every process and every attempt of a run makes the same choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from ci_llm.data.order import permute
+from ci_llm.data.rows import Row, Rows
+from ci_llm.errors import DataError
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """Rows of several data sets, already in canonical form; `picks` are (data set, row) in order."""
+
+    parts: tuple[Rows, ...]
+    picks: Sequence[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def __iter__(self) -> Iterator[Row | None]:
+        return (self.parts[part][row] for part, row in self.picks)
+
+    def __getitem__(self, number: int) -> Row | None:
+        part, row = self.picks[number]
+        return self.parts[part][row]
+
+
+@dataclass(frozen=True)
+class _MixedRows(Rows):
+    """Rows whose source is one of several."""
+
+    origin: _Picked | None = None
+
+    def place(self, number: int) -> str:
+        assert self.origin is not None
+        part, row = self.origin.picks[self.numbers[number] if self.numbers else number]
+        return self.origin.parts[part].place(row)
+
+    def _read(self, number: int, row: Any) -> Row | None:
+        return row  # type: ignore[no-any-return]  # its own data set has read it
+
+
+def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Rows:
+    """Several data sets as one, in the order of `parts`.
+
+    Args:
+        weights: of each data set, above 0, in any unit; None: every row of each, once.
+        seed: of the choice of rows.
+
+    Raises:
+        DataError: a weight is so small that no row of its data set is taken.
+    """
+    counts = [len(part) for part in parts] if weights is None else _shares(parts, weights)
+    picks = [
+        (number, row)
+        for number, (part, count) in enumerate(zip(parts, counts, strict=True))
+        for row in _choose(len(part), count, seed, number)
+    ]
+    origin = _Picked(tuple(parts), picks)
+    lines = [line for part, count in zip(parts, counts, strict=True) for line in _described(part, count)]
+    kind = "one after the other" if weights is None else "weighted"
+    lines.insert(0, f"{len(picks)} rows of {len(parts)} data sets, {kind}")
+    where = ", ".join(part.where for part in parts)
+    rows = _MixedRows(origin, parts[0].form, where, tuple(lines), origin=origin)
+    return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))
+
+
+def _described(part: Rows, count: int) -> Iterator[str]:
+    yield from part.description
+    if count != len(part):
+        yield f"its weight makes {count} rows of its {len(part)}: {count / len(part):.2f} times each"
+
+
+def _shares(parts: Sequence[Rows], weights: Sequence[float]) -> list[int]:
+    """Rows of each data set: its share of all rows; what rounding leaves goes to the largest fractions."""
+    exact = [Fraction(weight) for weight in weights]
+    total = sum(len(part) for part in parts)
+    wanted = [total * weight / sum(exact) for weight in exact]
+    counts = [int(share) for share in wanted]
+    by_fraction = sorted(range(len(parts)), key=lambda number: (counts[number] - wanted[number], number))
+    for number in by_fraction[: total - sum(counts)]:
+        counts[number] += 1
+    for part, weight, count in zip(parts, weights, counts, strict=True):
+        if not count:
+            raise DataError(
+                f"The weight {weight:g} takes no row of this data set, of {total} rows in all.",
+                where=f"dataset_weights, {part.where}",
+                hint="raise its weight, or leave the data set out",
+            )
+    return counts
+
+
+def _choose(num_rows: int, count: int, seed: int, number: int) -> Iterator[int]:
+    """`count` rows out of `num_rows`: all of them as often as they fit, then a random part of them, in order."""
+    for _ in range(count // num_rows):
+        yield from range(num_rows)
+    yield from sorted(permute(at, num_rows, seed=seed, epoch=number) for at in range(count % num_rows))

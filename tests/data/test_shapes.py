@@ -1,0 +1,299 @@
+"""Shapes of data that people have: each is trained on with the right loss mask, or refused with the reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+
+from ci_llm.config import Config
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import tokenize
+from ci_llm.errors import DataError
+from tests.data.test_encoder import PROMPT, byte_tokenizer, learned
+
+#: A template with tools, in the manner of Qwen.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}" + PROMPT
+)
+TOKENIZER = byte_tokenizer(TEMPLATE)
+END, EOS = "<|im_end|>", "</s>"
+
+Json = dict[str, Any]
+Write = Callable[[Path], str]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A data set, the keys it needs, and what is learned of its first training row."""
+
+    write: Write
+    learned: list[str]
+    given: str
+    keys: Json = field(default_factory=dict)
+    num_rows: int = 2
+
+
+def turn(role: str, content: Any) -> Json:
+    return {"role": role, "content": content}
+
+
+def user(text: str) -> str:
+    return f"<|im_start|>user\n{text}{END}\n<|im_start|>assistant\n"
+
+
+def jsonl(*rows: Json) -> Write:
+    """The rows twice, so that one can be left out of training and one is left."""
+
+    def write(folder: Path) -> str:
+        text = "".join(json.dumps(row) + "\n" for row in [*rows, *rows, *rows])
+        (folder / "rows.jsonl").write_text(text)
+        return str(folder / "rows.jsonl")
+
+    return write
+
+
+def text(name: str, content: str) -> Write:
+    def write(folder: Path) -> str:
+        path = folder / name
+        path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+        return str(path)
+
+    return write
+
+
+def pairs(count: int, name: str = "q") -> Dataset:
+    return Dataset.from_list([{"question": f"{name}{n}", "answer": f"a{n}"} for n in range(count)])
+
+
+def parquet(folder: Path) -> str:
+    pairs(3).to_parquet(folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def saved(folder: Path) -> str:
+    DatasetDict({"train": pairs(2), "validation": pairs(1, "v")}).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def arrow(folder: Path) -> str:
+    pairs(3).save_to_disk(folder / "one")
+    return f"{folder}/one/data-00000-of-00001.arrow"
+
+
+def nested(folder: Path) -> str:
+    for split, rows in (("train", pairs(2)), ("validation", pairs(1, "v"))):
+        (folder / "deep" / "data" / split).mkdir(parents=True)
+        rows.to_json(folder / "deep" / "data" / split / "part-0.jsonl")
+    return str(folder / "deep")
+
+
+def split_names(folder: Path) -> str:
+    for split, rows in (("train", pairs(2)), ("test", pairs(1, "v"))):
+        rows.to_csv(folder / f"mine_{split}.csv")
+    return str(folder)
+
+
+def glob(folder: Path) -> str:
+    pairs(2).to_parquet(folder / "part-0.parquet")
+    pairs(1, "r").to_parquet(folder / "part-1.parquet")
+    return f"{folder}/part-*.parquet"
+
+
+def several(folder: Path) -> str:
+    pairs(3).to_parquet(folder / "one.parquet")
+    (folder / "two.csv").write_text("prompt;response\np0;r0\np1;r1\np2;r2\n")
+    return f"{folder}/one.parquet,{folder}/two.csv"
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+TOOL_TALK = [turn("user", "1+?"), {**turn("assistant", None), "tool_calls": [CALL]}, turn("tool", "2")]
+CALLED = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+ALPACA = {"instruction": "say", "output": "yes"}
+IDS = TOKENIZER("q a</s>")["input_ids"]
+
+SHAPES: dict[str, Shape] = {
+    "alpaca": Shape(jsonl(ALPACA), [f"yes{END}"], user("say")),
+    "alpaca with input": Shape(jsonl({**ALPACA, "input": "it"}), [f"yes{END}"], user("say\n\nit")),
+    "alpaca with an empty input": Shape(jsonl({**ALPACA, "input": ""}), [f"yes{END}"], user("say")),
+    "alpaca with history": Shape(
+        jsonl({**ALPACA, "history": [["one", "two"]]}), [f"two{END}", f"yes{END}"], user("one")
+    ),
+    "alpaca with system": Shape(
+        jsonl({**ALPACA, "system": "be brief"}), [f"yes{END}"], f"<|im_start|>system\nbe brief{END}\n{user('say')}"
+    ),
+    "dolly": Shape(
+        jsonl({"instruction": "who", "context": "Ann ran", "response": "Ann", "category": "qa"}),
+        [f"Ann{END}"],
+        user("who\n\nAnn ran"),
+    ),
+    "sharegpt": Shape(
+        jsonl({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}),
+        [f"yes{END}"],
+        user("hi"),
+    ),
+    "sharegpt with system and tools": Shape(
+        jsonl(
+            {
+                "conversations": [
+                    {"from": "human", "value": "1+?"},
+                    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+                    {"from": "observation", "value": "2"},
+                    {"from": "gpt", "value": "two"},
+                ],
+                "system": "count",
+                "tools": json.dumps(TOOLS),
+            }
+        ),
+        [CALLED + END, f"two{END}"],
+        f"<|im_start|>tools\n{json.dumps(TOOLS)}{END}\n<|im_start|>system\ncount{END}\n{user('1+?')}",
+    ),
+    "messages": Shape(jsonl({"messages": [turn("user", "hi"), turn("assistant", "yes")]}), [f"yes{END}"], user("hi")),
+    "messages with system": Shape(
+        jsonl({"messages": [turn("system", "s"), turn("user", "hi"), turn("assistant", "yes")]}),
+        [f"yes{END}"],
+        f"<|im_start|>system\ns{END}\n{user('hi')}",
+    ),
+    "messages with tools": Shape(
+        jsonl({"messages": [*TOOL_TALK, turn("assistant", "two")], "tools": TOOLS}),
+        [CALLED + END, f"two{END}"],
+        f"<|im_start|>tools\n{json.dumps(TOOLS)}{END}\n{user('1+?')}",
+    ),
+    "messages as JSON": Shape(
+        jsonl({"messages": json.dumps([turn("user", "hi"), turn("assistant", "yes")])}), [f"yes{END}"], user("hi")
+    ),
+    "messages in parts": Shape(
+        jsonl({"messages": [turn("user", [{"type": "text", "text": "hi"}]), turn("assistant", "yes")]}),
+        [f"yes{END}"],
+        user("hi"),
+    ),
+    "several turns": Shape(
+        jsonl({"conversation": [turn(r, c) for r, c in zip(["User", "Assistant"] * 2, "abcd", strict=True)]}),
+        [f"b{END}", f"d{END}"],
+        user("a"),
+    ),
+    "prompt, completion": Shape(jsonl({"prompt": "2+2=", "completion": "4"}), [f"4{EOS}"], "<s>2+2="),
+    "prompt, completion as messages": Shape(
+        jsonl({"prompt": [turn("user", "hi")], "completion": [turn("assistant", "yes")]}), [f"yes{END}"], user("hi")
+    ),
+    "prompt, response": Shape(jsonl({"prompt": "hi", "response": "yes"}), [f"yes{END}"], user("hi")),
+    "query, response": Shape(jsonl({"query": "hi", "response": "yes"}), [f"yes{END}"], user("hi")),
+    "input, output": Shape(jsonl({"input": "hi", "output": "yes"}), [f"yes{END}"], user("hi")),
+    "instruction, response": Shape(jsonl({"instruction": "hi", "response": "yes"}), [f"yes{END}"], user("hi")),
+    "problem, solution": Shape(jsonl({"problem": "hi", "solution": "yes"}), [f"yes{END}"], user("hi")),
+    "question, answer": Shape(jsonl({"question": "hi", "answer": "yes"}), [f"yes{END}"], user("hi")),
+    "Question, Answer": Shape(jsonl({"Question": "hi", "Answer": "yes"}), [f"yes{END}"], user("hi")),
+    "SQuAD": Shape(
+        jsonl({"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}),
+        [f"a{END}"],
+        user("c\n\nq"),
+    ),
+    "columns of any name": Shape(
+        jsonl({"id": 1, "frage": "hi", "Antwort": "yes"}),
+        [f"yes{END}"],
+        user("hi"),
+        {"prompt_column": "frage", "answer_column": "antwort"},
+    ),
+    "better answers of preference pairs": Shape(
+        jsonl({"prompt": "hi", "chosen": "yes", "rejected": "no"}),
+        [f"yes{END}"],
+        user("hi"),
+        {"prompt_column": "prompt", "answer_column": "chosen"},
+    ),
+    "completion only": Shape(jsonl({"completion": "once"}), [f"once{EOS}"], "<s>"),
+    "text": Shape(jsonl({"text": "once"}), [f"once{EOS}"], "<s>"),
+    "text of any name": Shape(jsonl({"body": "once", "id": "3"}), [f"once{EOS}"], "<s>", {"text_column": "body"}),
+    "lines of text": Shape(text("rows.txt", "once\nupon\na\n"), [f"upon{EOS}"], "<s>"),
+    "csv": Shape(text("rows.csv", "question,answer\nq,a\nq,a\nq,a\n"), [f"a{END}"], user("q")),
+    "csv with semicolons": Shape(
+        text("rows.csv", '\ufeffQuestion;Answer\n"q;1,2";a\nq;a\n"q;1,2";a\n'), [f"a{END}"], user("q")
+    ),
+    "tsv": Shape(text("rows.tsv", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), [f"a{END}"], user("q")),
+    "tsv.gz": Shape(text("rows.tsv.gz", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), [f"a{END}"], user("q")),
+    "csv.gz": Shape(text("rows.csv.gz", "question|answer\nq|a\nq|a\nq|a\n"), [f"a{END}"], user("q")),
+    "jsonl.gz": Shape(text("rows.jsonl.gz", '{"question": "q", "answer": "a"}\n' * 3), [f"a{END}"], user("q")),
+    "json": Shape(text("rows.json", json.dumps([{"question": "q", "answer": "a"}] * 3)), [f"a{END}"], user("q")),
+    "json below data": Shape(
+        text("rows.json", json.dumps({"data": [{"question": "q", "answer": "a"}] * 3})), [f"a{END}"], user("q")
+    ),
+    "json of splits": Shape(
+        text(
+            "rows.json",
+            json.dumps({"train": [{"question": "q", "answer": "a"}] * 2, "test": [{"question": "v", "answer": "b"}]}),
+        ),
+        [f"a{END}"],
+        user("q"),
+    ),
+    "parquet": Shape(parquet, [f"a1{END}"], user("q1")),
+    "arrow": Shape(arrow, [f"a1{END}"], user("q1")),
+    "save_to_disk with splits": Shape(saved, [f"a0{END}"], user("q0")),
+    "nested folders of splits": Shape(nested, [f"a0{END}"], user("q0")),
+    "files named after splits": Shape(split_names, [f"a0{END}"], user("q0")),
+    "glob": Shape(glob, [f"a1{END}"], user("q1")),
+    "list of files": Shape(several, [f"a1{END}"], user("q1"), num_rows=4),
+    "mixture": Shape(several, [f"a1{END}"], user("q1"), {"dataset_weights": [3, 1]}, num_rows=4),
+    "tokens": Shape(jsonl({"input_ids": IDS}), [" a</s>"], "q"),
+    "tokens with labels": Shape(
+        jsonl({"input_ids": [*IDS, 0], "labels": [-100, -100, *IDS[2:], -100], "attention_mask": [1] * 4 + [0]}),
+        ["a</s>"],
+        "q ",
+    ),
+}
+REFUSED: dict[str, tuple[Json, str, str]] = {
+    "preference pairs": (
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+        "chosen and rejected are preference pairs",
+        "prompt_column=prompt answer_column=chosen",
+    ),
+    "pictures": (
+        {"messages": [turn("user", [{"type": "image"}]), turn("assistant", "cat")]},
+        "expected text, found list",
+        "repair or remove the row",
+    ),
+    "numbers only": ({"x": 1, "y": 2}, "no columns that can be used; it has: x, y", "prompt_column="),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_is_trained_on_with_the_right_loss_mask(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    (tmp_path / "data").mkdir()
+    config = Config(dataset_name=shape.write(tmp_path / "data"), **shape.keys)
+    rows, evaluated = load_rows(config, "train"), load_rows(config, "eval")
+    found = tokenize(rows, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")
+    assert len(found) == shape.num_rows
+    assert learned(found[0], TOKENIZER) == shape.learned
+    whole = TOKENIZER.decode(found[0].input_ids)
+    assert whole.startswith(shape.given + shape.learned[0])
+    assert len(tokenize(evaluated, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")) >= 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_on_says_why(name: str, tmp_path: Path) -> None:
+    row, what, hint = REFUSED[name]
+    with pytest.raises(DataError) as caught:
+        list(load_rows(Config(dataset_name=jsonl(row)(tmp_path)), "train"))
+    assert what in caught.value.what
+    assert hint in str(caught.value.hint)
+    assert str(tmp_path) in str(caught.value.where)
+
+
+def test_the_table_covers_the_shapes_that_people_have() -> None:
+    assert len(SHAPES) >= 33
