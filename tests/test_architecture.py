@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("dry_run", "supervisor"),
     ("run", "integrations"),
-    ("crowd", "logs"),
+    ("crowd", "logs", "report"),
     ("checkpoints", "data"),
     ("distributed",),
     ("cluster", "config", "embedded"),
@@ -38,6 +38,8 @@ OWNERS = {
     "subprocess": {"cluster/slurm.py", "supervisor/shim.py"},
     "pickle": {"crowd/base.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
+    "matplotlib": {"report/curves.py"},
+    "jinja2": {"report/page.py"},
 }
 
 
@@ -139,6 +141,8 @@ LIGHT = (
     "ci_llm.interrupts",
     "ci_llm.supervisor",
     "ci_llm.core.run_status",
+    "ci_llm.report.page",
+    "ci_llm.report.compare",
     "ci_llm.cli.main",
 )
 

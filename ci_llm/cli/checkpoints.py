@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
-from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
+from ci_llm.cli.arguments import make_parser
+from ci_llm.errors import BadInput, DamagedCheckpoint
 
 LINES_SHOWN = 20
 
@@ -37,14 +37,8 @@ def run_verb(words: Sequence[str]) -> int:
     return done
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = _Parser("ci-llm checkpoints", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=layout)
+    parser = make_parser("ci-llm checkpoints", _DESCRIPTION, _EXAMPLES)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, does: str) -> argparse.ArgumentParser:

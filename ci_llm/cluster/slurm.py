@@ -18,6 +18,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import psutil
+
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.core.durable import make_folders, read_json, write_json
 
@@ -141,11 +143,14 @@ def _unix_seconds(text: str) -> float | None:
 
 
 def record_attempt(run_folder: Path, attempt: int, step: int, job: Job | None) -> None:
-    """Write down at which step an attempt begins: whether it has brought anything shows in the next ones."""
+    """Write down at which step an attempt begins, and when its process did (unix seconds).
+
+    Whether it has brought anything shows in the next ones.
+    """
     path = run_folder / "attempts" / str(attempt) / "began.json"
     make_folders(path.parent)
     place = {"slurm_job": job.id, "slurm_restarts": job.restarts} if job else {}
-    write_json(path, {"step": step, **place})
+    write_json(path, {"step": step, "launched": psutil.Process().create_time(), **place})
 
 
 def attempts_in_vain(run_folder: Path, step: int) -> int:

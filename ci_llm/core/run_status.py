@@ -21,7 +21,7 @@ from typing import Final, Literal, TypeVar
 
 import psutil
 
-from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.durable import make_folders, read_json, write_bytes, write_json
 from ci_llm.errors import BadInput
 
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
@@ -215,6 +215,31 @@ def last_attempt(output_dir: Path | str) -> int | None:
     """
     path = Path(output_dir, "status.json")
     return _read(Status, path).attempt if path.exists() else None
+
+
+def keep_status(output_dir: Path | str) -> None:
+    """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
+
+    Raises:
+        OSError: the disk refuses it. BadInput: the status is not of this program.
+    """
+    path = Path(output_dir, "status.json")
+    if path.exists():
+        kept = _kept_path(output_dir, _read(Status, path).attempt)
+        make_folders(kept.parent)
+        write_bytes(kept, path.read_bytes())
+
+
+def kept_status(output_dir: Path | str, attempt: int) -> Status | None:
+    """How an attempt that others followed stood last: `running` if it was killed. None if that was not kept."""
+    try:
+        return _read(Status, _kept_path(output_dir, attempt))
+    except (BadInput, FileNotFoundError):
+        return None
+
+
+def _kept_path(output_dir: Path | str, attempt: int) -> Path:
+    return Path(output_dir, "attempts", str(attempt), "status.json")
 
 
 def _preceded(cause: Failure, interruption: Status) -> bool:

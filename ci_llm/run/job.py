@@ -18,7 +18,7 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job, record_attempt
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
-from ci_llm.core.run_status import RunStatus
+from ci_llm.core.run_status import RunStatus, keep_status
 from ci_llm.crowd.answers import AnswerScores, merged
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
@@ -229,6 +229,7 @@ def _claim(run: Run) -> int:
     attempt = run.manager.store.claim()
     for path in run.manager.supersede(run.state.step):
         run.log.say(f"newer than the resumed step, moved to {path}")
+    keep_status(run.config.run_folder)
     record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
     return attempt
 
