@@ -40,6 +40,7 @@ ROWS_AT_A_TIME = 50
 #: Nothing is judged, saved or tracked on the way: only the trained agents are wanted.
 BARE = {
     "report_to": "none",
+    "write_report": "false",
     "save_steps": "null",
     "save_interval_seconds": "null",
     "eval_steps": "null",

@@ -44,20 +44,21 @@ def compare_runs(words: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the output_dir of a run; two or more")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     call = parser.parse_args(words)
+    from ci_llm.core.run_status import read_status
     from ci_llm.report.compare import LETTERS, as_json, as_text, head
-    from ci_llm.report.facts import read_run
+    from ci_llm.report.facts import read_run, run_folder
 
     if not 2 <= len(call.runs) <= len(LETTERS):
         raise ConfigError(
-            f"to compare takes 2 to {len(LETTERS)} runs, not {len(call.runs)}",
+            f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}",
             where="command line",
             hint="ci-llm compare RUN RUN ...",
         )
-    runs = []
-    for letter, folder in zip(LETTERS, call.runs, strict=False):
-        runs.append(read_run(folder))
-        if not call.json:
-            print(head(letter, runs[-1]), flush=True)
+    folders = [run_folder(path) for path in call.runs]
+    if not call.json:
+        for letter, folder in zip(LETTERS, folders, strict=False):
+            print(head(letter, folder, read_status(folder)), flush=True)
+    runs = [read_run(folder) for folder in folders]
     for line in [json.dumps(as_json(runs), indent=2)] if call.json else as_text(runs):
         print(line)
     return 0

@@ -21,7 +21,7 @@ from typing import Final, Literal, TypeVar
 
 import psutil
 
-from ci_llm.core.durable import make_folders, read_json, write_bytes, write_json
+from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.errors import BadInput
 
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
@@ -217,17 +217,22 @@ def last_attempt(output_dir: Path | str) -> int | None:
     return _read(Status, path).attempt if path.exists() else None
 
 
-def keep_status(output_dir: Path | str) -> None:
+def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> None:
     """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
+
+    Args:
+        step, time: of its last line of metrics, which is younger than the last heartbeat of a process that was killed.
 
     Raises:
         OSError: the disk refuses it. BadInput: the status is not of this program.
     """
     path = Path(output_dir, "status.json")
     if path.exists():
-        kept = _kept_path(output_dir, _read(Status, path).attempt)
+        status = _read(Status, path)
+        kept = _kept_path(output_dir, status.attempt)
         make_folders(kept.parent)
-        write_bytes(kept, path.read_bytes())
+        status = replace(status, step=max(status.step, step), heartbeat=max(status.heartbeat, time))
+        write_json(kept, asdict(status))
 
 
 def kept_status(output_dir: Path | str, attempt: int) -> Status | None:

@@ -134,6 +134,13 @@ class RunLog:
         found = (json.loads(line) for line in lines if _step_of(line) == step)
         return {name: value for record in found for name, value in record.items()}
 
+    def last_metrics(self) -> dict[str, Any]:
+        """`step` and `time` of the last line of metrics.jsonl that is whole; empty if there is none."""
+        path = self._folder / METRICS_NAME
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        whole = (json.loads(line) for line in reversed(lines) if _step_of(line) < math.inf)
+        return {key: value for key, value in next(whole, {}).items() if key in ("step", "time")}
+
     def start_trackers(
         self,
         accelerator: Any,

@@ -14,22 +14,22 @@ from ci_llm.core.durable import read_json
 from ci_llm.core.run_status import Failure, Status, earliest_failure, kept_status, read_failures
 
 Line: TypeAlias = Mapping[str, Any]
-Kind = Literal["training", "evaluation", "judging", "start-up", "ending", "done again", "away"]
+Kind = Literal["training", "evaluation", "final evaluation", "start-up", "shutdown", "lost steps", "no process"]
 
 #: What time can go into; the first one is what the run is for.
 KINDS: Final[Mapping[Kind, str]] = {
     "training": "optimizer steps that are part of the result",
     "evaluation": "evaluations on the way",
-    "judging": "the evaluation at the end, and the final checkpoint",
+    "final evaluation": "the evaluation after the last step, and the final checkpoint",
     "start-up": "from the launch of a process to its first optimizer step",
-    "ending": "the last save, and leaving",
-    "done again": "optimizer steps that were lost, and which a later attempt took again",
-    "away": "no attempt was running",
+    "shutdown": "the last save, and the end of the process",
+    "lost steps": "optimizer steps that a later attempt took again",
+    "no process": "between two attempts",
 }
 
 _LOG_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \[(\d+)\] (.*)")
 _PROGRESS: Final = re.compile(r"step \d+/\d+ ")
-_GONE: Final = "gave no sign of life any more: killed, or its machine was lost"
+_GONE: Final = "The process ended without writing a reason: it was killed, or its machine was lost."
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Attempt:
         outcome: "completed", "interrupted", "failed", "killed" or "running".
         reason: a word for scripts, as in status.json.
         message: what happened, for people.
-        said: its lines of training.log, without those of progress.
+        log: its lines of training.log, without those of progress.
         spans: what its time went into, in order; the pause before the next attempt is the last of them.
     """
 
@@ -74,7 +74,7 @@ class Attempt:
     reason: str | None
     message: str
     host: str
-    said: tuple[str, ...]
+    log: tuple[str, ...]
     spans: tuple[Span, ...] = ()
 
     def seconds(self, kind: Kind) -> float:
@@ -82,8 +82,8 @@ class Attempt:
 
     @property
     def cost_s(self) -> float:
-        """What its end has cost: steps done again, and the pause before the next attempt."""
-        return self.seconds("done again") + self.seconds("away")
+        """What its end has cost: the steps that were lost, and the pause before the next attempt."""
+        return self.seconds("lost steps") + self.seconds("no process")
 
 
 def read_attempts(folder: Path, status: Status, lines: Sequence[Line]) -> tuple[Attempt, ...]:
@@ -91,13 +91,13 @@ def read_attempts(folder: Path, status: Status, lines: Sequence[Line]) -> tuple[
 
     Args:
         status: that of the run, which is that of its last attempt.
-        lines: of metrics.jsonl. Those of steps that were done again are not there any more.
+        lines: of metrics.jsonl. It has no line of a step that was lost.
     """
-    said = _read_log(folder / "training.log")
-    numbers = {status.attempt, *(number for number in (*_numbers(folder), *said) if number < status.attempt)}
+    logged = _read_log(folder / "training.log")
+    numbers = {status.attempt, *(number for number in (*_numbers(folder), *logged) if number < status.attempt)}
     own_lines = {number: [line for line in lines if line.get("attempt") == number] for number in numbers}
     attempts = [
-        _read_attempt(folder, number, status, said.get(number, []), own_lines[number]) for number in sorted(numbers)
+        _read_attempt(folder, number, status, logged.get(number, []), own_lines[number]) for number in sorted(numbers)
     ]
     step_s = _step_seconds(lines)
     return tuple(
@@ -134,14 +134,14 @@ def _read_log(path: Path) -> dict[int, list[tuple[float, str]]]:
 
 
 def _read_attempt(
-    folder: Path, number: int, newest: Status, said: list[tuple[float, str]], lines: Sequence[Line]
+    folder: Path, number: int, newest: Status, logged: list[tuple[float, str]], lines: Sequence[Line]
 ) -> Attempt:
     """One attempt as it tells itself. Runs of older releases kept no status of it: then the log has to do."""
     status = newest if number == newest.attempt else kept_status(folder, number)
     began = _began(folder, number)
     cause = earliest_failure(read_failures(folder, number))
     # The log has the local time of the machine that wrote it, to the second: it is the last resort.
-    times = [line["time"] for line in lines if "time" in line] or [time for time, _ in said if status is None]
+    times = [line["time"] for line in lines if "time" in line] or [time for time, _ in logged if status is None]
     started = status.started if status else min(times, default=newest.started)
     ended = status.heartbeat if status else max(times, default=started)
     if status is None or status.status in ("running", "vanished"):
@@ -162,7 +162,7 @@ def _read_attempt(
         reason=reason,
         message=message,
         host=status.host if status else "",
-        said=tuple(line for _, line in said if not _PROGRESS.match(line)),
+        log=tuple(line for _, line in logged if not _PROGRESS.match(line)),
     )
 
 
@@ -227,7 +227,9 @@ def _spans(attempt: Attempt, after: Attempt | None, lines: Sequence[Line], step_
             continue
         if "epoch" in line:
             if is_first:
-                until(min(line["time"], max(attempt.started, line["time"] - (line["step"] - step) * step_s)), "start-up")
+                until(
+                    min(line["time"], max(attempt.started, line["time"] - (line["step"] - step) * step_s)), "start-up"
+                )
             until(line["time"], "training")
             step, is_first = line["step"], False
         else:
@@ -236,7 +238,7 @@ def _spans(attempt: Attempt, after: Attempt | None, lines: Sequence[Line], step_
         until(attempt.started, "start-up")
     _close(attempt, step, step_s, spans, until)
     if after is not None:
-        until(max(after.launched, attempt.ended), "away")
+        until(max(after.launched, attempt.ended), "no process")
     return tuple(span for span in spans if span.seconds > 0)
 
 
@@ -248,6 +250,6 @@ def _close(
     until(min(attempt.ended, spans[-1].end + unlogged_s), "training")
     if attempt.outcome == "interrupted":  # it may have been clean, and the run still went back before it later
         lost_s = (attempt.last_step - max(attempt.kept_step, attempt.first_step)) * step_s
-        until(min(attempt.ended, spans[-1].end + max(0.0, lost_s)), "done again")
-    rest: Mapping[str, Kind] = {"completed": "judging", "interrupted": "ending", "running": "training"}
-    until(attempt.ended, rest.get(attempt.outcome, "done again"))
+        until(min(attempt.ended, spans[-1].end + max(0.0, lost_s)), "lost steps")
+    rest: Mapping[str, Kind] = {"completed": "final evaluation", "interrupted": "shutdown", "running": "training"}
+    until(attempt.ended, rest.get(attempt.outcome, "lost steps"))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.core.run_status import Status
 from ci_llm.report.curves import thinned
 from ci_llm.report.facts import Points, RunFacts
 from ci_llm.report.scores import Gain, Score, comparable, difference, how_measured, scores
@@ -35,11 +37,19 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
         ],
         "configuration": {key: list(values) for key, values in differing_keys(runs)},
         "differences": [
-            {"run": number, "minus": 0, "score": "crowd exact_match", "not_compared": why, **(asdict(gain) if gain else {})}
+            {
+                "run": number,
+                "minus": 0,
+                "score": "crowd exact_match",
+                "not_compared": why,
+                **(asdict(gain) if gain else {}),
+            }
             for number, gain, why in _differences(runs)
         ],
         "curves": {
-            key: [[[step, None if math.isnan(value) else value] for step, value in run.metrics.curve(key)] for run in runs]
+            key: [
+                [[step, None if math.isnan(value) else value] for step, value in run.metrics.curve(key)] for run in runs
+            ]
             for key in _CURVES
         },
     }
@@ -71,12 +81,10 @@ def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
             yield from drawn(curves)
 
 
-def head(letter: str, run: RunFacts) -> str:
-    """One line about a run."""
-    status = run.status
+def head(letter: str, folder: Path, status: Status) -> str:
+    """One line about a run, before anything large is read."""
     reason = f" ({status.reason})" if status.reason else ""
-    attempts = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
-    return f"{letter}  {run.folder}: {status.status}{reason}, step {status.step}, {attempts}, {run.wall_s:.1f} s"
+    return f"{letter}  {folder}: {status.status}{reason}, step {status.step}, attempt {status.attempt}"
 
 
 def drawn(curves: Sequence[Points], width: int = _WIDTH, height: int = _HEIGHT) -> Iterator[str]:
@@ -114,7 +122,7 @@ def _configuration_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
 def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     tables = [scores(run.evaluation) if run.evaluation else [] for run in runs]
     if not any(tables):
-        yield "scores: none of these runs has been judged yet"
+        yield "scores: none of these runs has been evaluated yet"
         return
     names = list(dict.fromkeys(score.who for table in tables for score in table))
     names.sort(key=lambda name: not name.startswith("agent"))  # what is about all of them stands below
@@ -140,7 +148,7 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
     first = runs[0]
     for number, run in enumerate(runs[1:], 1):
         if first.evaluation is None or run.evaluation is None:
-            yield number, None, "not judged yet"
+            yield number, None, "not evaluated yet"
         elif why := comparable(first.evaluation, run.evaluation):
             yield number, None, why
         else:

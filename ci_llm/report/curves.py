@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.errors import BadInput
@@ -23,19 +24,30 @@ MOST_POINTS: Final = 400
 #: Attempts that a timeline can show one below the other.
 MOST_LANES: Final = 24
 
+_WIDE_LEFT: Final = (0.95, 0.1, 0.42, 0.04)
+
 #: Colours stand in the drawing as these, and in the page as the variables of its style sheet.
-_INK, _FAINT, _CROWD = "#010101", "#010102", "#010103"
+_INK, _FAINT, _CROWD, _PAPER = "#010101", "#010102", "#010103", "#010104"
 _AGENTS: Final = tuple(f"#0102{k:02x}" for k in range(8))
 _KINDS: Final = {kind: f"#0103{number:02x}" for number, kind in enumerate(KINDS)}
 _VARIABLES: Final = (
-    {_INK: "ink", _FAINT: "faint", _CROWD: "crowd"}
+    {_INK: "ink", _FAINT: "faint", _CROWD: "crowd", _PAPER: "paper"}
     | {colour: f"agent{k}" for k, colour in enumerate(_AGENTS)}
     | {colour: f"kind-{kind.replace(' ', '-')}" for kind, colour in _KINDS.items()}
 )
 
-_STYLE: Final[Mapping[str, Any]] = {
+#: Title, key of agent {}, keys of what is of all agents together, unit.
+_CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
+    ("Training loss", "train/agent{}/loss", {"mean": "train/task_loss"}, "nats per token"),
+    ("Held-out loss", "eval/agent{}/nll", {"crowd": "eval/crowd/nll"}, "nats per token"),
+    ("Held-out exact match", "eval/agent{}/exact_match", {"crowd": "eval/crowd/exact_match"}, "share of rows"),
+    ("Gradient norm before clipping", "train/agent{}/grad_norm", {}, "norm"),
+    ("Learning rate", "", {"learning rate": "train/learning_rate"}, ""),
+    ("Speed", "", {"tokens/s": "tokens_per_s"}, "tokens per second"),
+)
+
+_STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and takes the font of the page
-    "svg.hashsalt": "ci-llm",  # the same run gives the same bytes
     "font.size": 9,
     "text.color": _INK,
     "text.parse_math": False,
@@ -50,7 +62,9 @@ _STYLE: Final[Mapping[str, Any]] = {
     "xtick.color": _INK,
     "ytick.color": _INK,
     "lines.linewidth": 1.3,
-    "legend.frameon": False,
+    "legend.facecolor": _PAPER,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.85,
 }
 
 
@@ -69,40 +83,32 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def draw_curves(metrics: Metrics) -> list[tuple[str, str]]:
-    """(title, SVG) of every curve that the run has left, agents beside the crowd."""
-    agents = [f"agent{k}" for k in range(metrics.num_agents)]
+def draw_curves(metrics: Metrics, resumed: Sequence[int] = ()) -> list[tuple[str, str]]:
+    """(title, SVG) of every curve that the run has left, agents beside the crowd.
+
+    Args:
+        resumed: steps after which a later attempt went on; a dotted line stands at each.
+    """
     drawings = []
-    for title, key, crowd_key, unit in (
-        ("Training loss", "train/{}/loss", None, "nats per token"),
-        ("Held-out loss", "eval/{}/nll", "eval/crowd/nll", "nats per token"),
-        ("Held-out exact match", "eval/{}/exact_match", "eval/crowd/exact_match", "share of rows"),
-        ("Gradient norm before clipping", "train/{}/grad_norm", None, "norm"),
-    ):
-        lines = {name: metrics.curve(key.format(name)) for name in agents}
-        if crowd_key:
-            lines["crowd"] = metrics.curve(crowd_key)
-        elif key == "train/{}/loss":
-            lines["mean"] = metrics.curve("train/task_loss")
-        drawings.append((title, lines, unit))
-    drawings.append(("Learning rate", {"learning rate": metrics.curve("train/learning_rate")}, ""))
-    drawings.append(("Speed", {"tokens/s": metrics.curve("tokens_per_s")}, "tokens per second"))
-    return [
-        (title, _drawn(lambda axes, lines=lines, unit=unit: _lines(axes, lines, unit), (4.4, 2.7), title))
-        for title, lines, unit in drawings
-        if any(lines.values())
-    ]
+    for title, agent_key, together, unit in _CURVES:
+        keys = {f"agent{k}": agent_key.format(k) for k in range(metrics.num_agents)} if agent_key else {}
+        lines = {name: metrics.curve(key) for name, key in {**keys, **together}.items()}
+        if any(lines.values()):
+            drawings.append(
+                (title, _drawn(partial(_lines, lines=lines, unit=unit, resumed=resumed), (4.4, 2.7), title))
+            )
+    return drawings
 
 
 def draw_scores(scores: Sequence[Score]) -> str:
     """Exact match of everyone, with intervals."""
-    return _drawn(lambda axes: _dots(axes, scores), (4.4, 0.5 + 0.26 * len(scores)), "scores")
+    return _drawn(partial(_dots, scores=scores), (4.4, 0.5 + 0.26 * len(scores)), "scores", _WIDE_LEFT)
 
 
 def draw_timeline(attempts: Sequence[Attempt]) -> str:
     """One lane for each of the last attempts, coloured by what its time went into."""
     lanes = attempts[-MOST_LANES:]
-    return _drawn(lambda axes: _timeline(axes, lanes), (9.0, 0.6 + 0.28 * len(lanes)), "timeline")
+    return _drawn(partial(_timeline, attempts=lanes), (9.0, 0.5 + 0.28 * len(lanes)), "timeline", _WIDE_LEFT)
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
@@ -119,14 +125,23 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     return kept
 
 
-def _drawn(draw: Callable[[Axes], None], inches: tuple[float, float], name: str) -> str:
+def _drawn(
+    draw: Callable[[Axes], None],
+    inches: tuple[float, float],
+    name: str,
+    margins: tuple[float, float, float, float] = (0.66, 0.08, 0.42, 0.08),
+) -> str:
+    """An SVG of `inches`, with margins in inches: left, right, bottom, top."""
     require_matplotlib()
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=inches, layout="constrained")
-        draw(figure.add_subplot())
+    with rc_context({**_STYLE, "svg.hashsalt": name}):  # the same run gives the same bytes
+        figure = Figure(figsize=inches)
+        # Fixed margins: to measure every label takes as long as to draw it.
+        left, right, bottom, top = margins
+        width, height = inches
+        draw(figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)))
         return _svg(figure)
 
 
@@ -146,19 +161,25 @@ def _svg(figure: Figure) -> str:
     return text.strip()
 
 
-def _lines(axes: Axes, lines: Mapping[str, Points], unit: str) -> None:
-    many = sum(name.startswith("agent") for name in lines) > len(_AGENTS)
-    for number, (name, points) in enumerate(lines.items()):
-        points = thinned(points)
-        joint = not name.startswith("agent")
-        look = {"color": _CROWD if joint else _AGENTS[number % len(_AGENTS)], "linewidth": 2 if joint else 1.1}
-        if len(points) == 1:
-            look["marker"] = "o"
-        label = name if joint or not many else (f"{len(lines) - 1} agents" if number == 0 else "_")
-        axes.plot(*zip(*points, strict=True), label=label, **look) if points else None
+def _lines(axes: Axes, lines: Mapping[str, Points], unit: str, resumed: Sequence[int]) -> None:
+    agents = [name for name in lines if name.startswith("agent")]
+    for number, (name, points) in enumerate((name, thinned(points)) for name, points in lines.items() if points):
+        is_agent = name in agents
+        label = name
+        if is_agent and len(agents) > len(_AGENTS):  # more than colours: one line of the legend for all
+            label = "_" if number else f"{len(agents)} agents"
+        axes.plot(
+            *zip(*points, strict=True),
+            label=label,
+            color=_AGENTS[number % len(_AGENTS)] if is_agent or not agents else _CROWD,
+            linewidth=1.1 if is_agent else 1.8,
+            marker="o" if len(points) == 1 else None,
+        )
+    for step in resumed[-MOST_LANES:]:
+        axes.axvline(step + 0.5, color=_INK, linewidth=0.8, linestyle=":", alpha=0.6, zorder=1)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(unit)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     if len(lines) > 1:
         axes.legend(fontsize=8, ncols=2)
 
@@ -171,7 +192,7 @@ def _dots(axes: Axes, scores: Sequence[Score]) -> None:
         axes.plot([score.exact_match], [place], "o", color=colour, markersize=5)
     axes.set_yticks(range(len(scores)), [score.who for score in reversed(scores)])
     axes.set_ylim(-0.6, len(scores) - 0.4)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0, right=min(1.0, 1.05 * max(score.high or score.exact_match for score in scores)) or 1.0)
     axes.set_xlabel("exact match")
 
 
@@ -180,7 +201,9 @@ def _timeline(axes: Axes, attempts: Sequence[Attempt]) -> None:
     scale, unit = _scale(attempts[-1].ended - begin)
     for place, attempt in enumerate(reversed(attempts)):
         for kind, start, length in _merged(attempt):
-            axes.barh(place, length / scale, left=(start - begin) / scale, height=0.62, color=_KINDS[kind])
+            axes.barh(
+                place, length / scale, left=(start - begin) / scale, height=0.62, color=_KINDS[kind], linewidth=0.6
+            )
     axes.set_yticks(range(len(attempts)), [f"attempt {attempt.number}" for attempt in reversed(attempts)])
     axes.set_xlabel(f"{unit} since {datetime.fromtimestamp(begin):%Y-%m-%d %H:%M:%S}")
     axes.grid(axis="y", visible=False)
@@ -191,7 +214,7 @@ def _merged(attempt: Attempt) -> Iterable[tuple[Any, float, float]]:
     """(kind, start, seconds), neighbours of one kind in one piece."""
     merged: list[tuple[Any, float, float]] = []
     for span in attempt.spans:
-        if span.kind == "away":
+        if span.kind == "no process":
             continue
         if merged and merged[-1][0] == span.kind:
             merged[-1] = (span.kind, merged[-1][1], span.end - merged[-1][1])

@@ -47,6 +47,18 @@ class Metrics:
         """The latest value of a key."""
         return next((value for _, value in reversed(self.curve(key))), None)
 
+    def with_last(self, evaluation: Mapping[str, Any]) -> Metrics:
+        """With the evaluation at the end as one more line: that one is only in evaluation.json."""
+        step, nll = evaluation.get("last_step"), evaluation.get("nll", {})
+        exact = evaluation.get("teacher_forced", evaluation).get("exact_match", {})
+        if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
+            return self
+        line: dict[str, Any] = {"step": step}
+        for name, scores in (("nll", nll), ("exact_match", exact)):
+            line |= {f"eval/agent{k}/{name}": score for k, score in enumerate(scores.get("agents", ()))}
+            line |= {f"eval/crowd/{name}": scores["crowd"]} if "crowd" in scores else {}
+        return Metrics((*self.lines, line), self.unreadable)
+
     @cached_property
     def num_agents(self) -> int:
         """As many as have a curve."""
@@ -97,14 +109,14 @@ def read_run(path: Path | str) -> RunFacts:
     """
     folder = run_folder(path)
     status = read_status(folder)
-    metrics = read_metrics(folder)
+    metrics, evaluation = read_metrics(folder), _read_object(folder / "evaluation.json")
     return RunFacts(
         folder=folder,
         status=status,
         attempts=read_attempts(folder, status, metrics.lines),
-        metrics=metrics,
+        metrics=metrics.with_last(evaluation) if evaluation else metrics,
         config=read_config(folder),
-        evaluation=_read_object(folder / "evaluation.json"),
+        evaluation=evaluation,
         predictions=tuple(_read_predictions(folder / PREDICTIONS)),
         hardware=(_read_object(folder / _HARDWARE) or {}).get("peaks", {}),
         because=_because(folder),

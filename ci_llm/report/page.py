@@ -26,8 +26,8 @@ MOST_CHARACTERS: Final = 1200
 
 #: Lines of training.log that tell about trouble, or about what was done about it.
 _NOTABLE: Final = re.compile(
-    r"WARNING|not finite|finite for no agent|set back|does not fit|failed|interrupted|taken over|damaged|quarantine"
-    r"|moved to|recovery:|exactness|changed since|cannot be|walltime|no progress|early stopping|resume  "
+    r"WARNING|not finite|finite for no agent|set back|does not fit|taken over|damaged|quarantine|moved to|recovery:"
+    r"|exactness|changed since|cannot be|walltime|no progress|early stopping"
 )
 
 
@@ -73,7 +73,15 @@ def render(facts: RunFacts) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "clock": clock, "share": share, "cut": cut, "number": number}
+    environment.filters |= {
+        "duration": duration,
+        "clock": clock,
+        "share": share,
+        "cut": cut,
+        "number": number,
+        "count": count,
+        "losses": losses,
+    }
     page: str = environment.get_template("page.html.j2").render(**_contents(facts))
     return page
 
@@ -94,12 +102,12 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "scores_drawing": curves.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
         "how_measured": how_measured(evaluation) if evaluation else "",
-        "drawings": curves.draw_curves(facts.metrics),
+        "drawings": curves.draw_curves(facts.metrics, [attempt.first_step for attempt in attempts[1:]]),
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": curves.draw_timeline(attempts),
         "notable": {attempt.number: _notable(attempt) for attempt in attempts},
         "most_lines": MOST_LINES,
-        "healed": list(_healed(facts)),
+        "recovery": list(_recovery(facts)),
         "seconds": by_kind,
         "kinds": KINDS,
         "total_s": sum(by_kind.values()),
@@ -118,15 +126,15 @@ def goodput(facts: RunFacts) -> float:
 
 
 def _verdict(facts: RunFacts) -> str:
-    status, count = facts.status, len(facts.attempts)
-    attempts = f"{count} attempts" if count > 1 else "one attempt"
+    status, number_of_attempts = facts.status, len(facts.attempts)
+    attempts = count(number_of_attempts, "attempt")
     reason = f" ({status.reason})" if status.reason else ""
     words = {
         "completed": f"Completed at step {status.step}, in {attempts} and {duration(facts.wall_s)}.",
         "interrupted": f"Interrupted{reason}: step {status.step} is saved, after {attempts}. The same command goes on.",
-        "running": f"Still running, in {'its first attempt' if count == 1 else f'attempt {count}'}:"
+        "running": f"Still running, in attempt {number_of_attempts}:"
         f" step {status.step} at {clock(status.heartbeat)}. This page shows how it stood then.",
-        "vanished": f"Gone without a word after step {status.step}: no sign of life since {clock(status.heartbeat)}.",
+        "vanished": f"No sign of life since {clock(status.heartbeat)}, after step {status.step}.",
     }
     return words.get(status.status, f"Failed{reason} after step {status.step}, in {attempts}.")
 
@@ -141,26 +149,30 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
         yield Tile("training loss", number(loss), "nats per token, mean over agents")
     yield Tile("optimizer steps", str(facts.status.step))
     redone = sum(attempt.redone_steps for attempt in facts.attempts)
-    yield Tile("attempts", str(len(facts.attempts)), f"{redone} steps done again" if redone else "no step done twice")
+    yield Tile(
+        "attempts",
+        str(len(facts.attempts)),
+        f"{count(redone, 'step')} lost and taken again" if redone else "no step was lost",
+    )
     yield Tile("time", duration(facts.wall_s), "from first launch to last sign of life")
     yield Tile("goodput", share(goodput(facts)), "of that time went into steps that count")
     if (memory := _peak_bytes(facts)) is not None:
         yield Tile("memory, peak", f"{memory / 2**30:.2f} GiB")
 
 
-def _healed(facts: RunFacts) -> Iterator[str]:
+def _recovery(facts: RunFacts) -> Iterator[str]:
     """What the run and its supervisor did about faults, from the metrics and recovery.json."""
     last = facts.metrics.last
     for k in range(facts.metrics.num_agents):
         if skipped := last(f"train/agent{k}/skipped_steps"):
-            line = f"agent{k} was left out of {skipped:.0f} steps that were not finite for it"
+            line = f"agent{k} was left out of {count(skipped, 'step')} that were not finite for it"
             if (rate := last(f"train/agent{k}/learning_rate_share")) is not None:
                 line += f"; its learning rate is {rate:.3g} of the schedule's"
             if set_backs := last(f"train/agent{k}/set_backs"):
-                line += f"; it was set back to its last good weights {set_backs:.0f} times"
+                line += f"; it was set back to its last good weights {count(set_backs, 'time')}"
             yield line + "."
     if batches := last("train/skipped_batches"):
-        yield f"{batches:.0f} batches were finite for no agent, and were skipped for good."
+        yield f"Skipped for good, because no agent had finite numbers: {batches:.0f} of the run's batches."
     if (rows := last("train/micro_batch_size")) is not None:
         configured = f" instead of {facts.config.batch_size}" if facts.config else ""
         yield f"Memory ran out: a micro-batch has {rows:.0f} rows{configured}; the effective batch is the same."
@@ -192,7 +204,7 @@ def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _notable(attempt: Attempt) -> list[str]:
-    return [" ".join(line.split()) for line in attempt.said if _NOTABLE.search(line)][:12]
+    return [" ".join(line.split()) for line in attempt.log if _NOTABLE.search(line)][:12]
 
 
 def _commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
@@ -220,6 +232,19 @@ def duration(seconds: float) -> str:
     if rounded.days:
         return f"{rounded.days} d {hours} h"
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def count(number_of: float, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number_of:.0f} {what}" + ("" if round(number_of) == 1 else "s")
+
+
+def losses(attempt: Attempt) -> str:
+    """How many optimizer steps the end of an attempt cost. Of a killed one only its last sign of life is known."""
+    at_least = "at least " if attempt.outcome == "killed" else ""
+    if attempt.redone_steps:
+        return f"{at_least}{count(attempt.redone_steps, 'step')} lost"
+    return "no step is known to be lost" if at_least else "no step lost"
 
 
 def clock(seconds: float) -> str:

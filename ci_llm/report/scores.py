@@ -64,7 +64,11 @@ def scores(evaluation: Mapping[str, Any]) -> list[Score]:
 
 def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:
     """What the crowd is better by, as evaluation.json says it: paired over rows."""
-    names = {"crowd_minus_mean": "the agents' mean", "crowd_minus_best": "the best agent", "crowd_minus_vote": "a vote"}
+    names = {
+        "crowd_minus_mean": "the agents' mean",
+        "crowd_minus_best": "the best agent",
+        "crowd_minus_vote": "a majority vote",
+    }
     for key, name in names.items():
         if gain := evaluation["exact_match"].get(key):
             interval = gain["interval95"]

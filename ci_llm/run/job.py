@@ -44,7 +44,7 @@ from ci_llm.run.evaluation import (
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.recovery import obey, remember
-from ci_llm.run.report import model_card, next_steps, score_table
+from ci_llm.run.report import leave_page, model_card, next_steps, score_table
 from ci_llm.run.resume import contents, describe, find_source, restore, restore_surroundings
 from ci_llm.run.setup import build, plan_ahead, schedule
 from ci_llm.run.shutdown import command_line, leave, record_failure, walltime_watched
@@ -152,8 +152,10 @@ def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> 
         run.status.finish("completed")
         run.log.say(f"completed at step {run.state.step}")
         _say_next(run)
+        leave_page(run)
         return 0
     leave(run, stop)
+    leave_page(run)
     return run.config.interrupted_exit_code
 
 
@@ -229,7 +231,7 @@ def _claim(run: Run) -> int:
     attempt = run.manager.store.claim()
     for path in run.manager.supersede(run.state.step):
         run.log.say(f"newer than the resumed step, moved to {path}")
-    keep_status(run.config.run_folder)
+    keep_status(run.config.run_folder, **run.log.last_metrics())
     record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
     return attempt
 

@@ -1,12 +1,21 @@
-"""The words around the results: the table at the end of a run, the model card, what to do next."""
+"""What a run leaves for people: the table at its end, the model card, what to do next, report.html."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ci_llm.config import Config, default_file
+from ci_llm.report.page import write_report
+
+if TYPE_CHECKING:
+    from ci_llm.run.context import Run
+
+logger = logging.getLogger(__name__)
 
 
 def score_table(record: Mapping[str, Any]) -> str:
@@ -91,3 +100,25 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
         value, default = getattr(config, key), getattr(defaults, key)
         changes[key] = None if value == default or changes.get("config") else str(default or "null")
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
+
+
+def leave_page(run: Run) -> None:
+    """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
+
+    A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is
+    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later.
+    """
+    config, told_at = run.config, run.interrupts.stop_requested_at
+    grace_s = min(config.grace_s, run.processes.launch.patience_s)
+    if told_at is not None and time.monotonic() - told_at > grace_s / 3:
+        return
+    if not (
+        config.write_report and run.processes.is_main and find_spec("matplotlib") and run.manager.store.still_held()
+    ):
+        return
+    try:
+        page = write_report(config.run_folder)
+    except Exception as error:  # noqa: BLE001 - whatever a drawing library raises, the work of the run is done
+        logger.warning(f"report.html was not written: {type(error).__name__}: {error}")
+    else:
+        logger.info(f"report     {page}")

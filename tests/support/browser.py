@@ -41,7 +41,7 @@ class Browser:
         self._in, theirs_out = os.pipe()
         # The browser reads from its file 3 and writes to its file 4.
         command = [CHROMIUM, *_QUIET, *_ALONE, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
-        wired = f"exec 3<&{theirs_in} 4>&{theirs_out}; exec \"$@\""
+        wired = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
         self._process = subprocess.Popen(
             ["/bin/bash", "-c", wired, "browser", *command],
             pass_fds=(theirs_in, theirs_out),

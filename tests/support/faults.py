@@ -242,10 +242,21 @@ def kill(fault: Fault) -> None:
     wrap(loop, "compute_gradients", strike)
 
 
+def terminate(fault: Fault) -> None:
+    """The process gets a SIGTERM before the step is computed; it finishes that step, saves it and leaves."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    wrap(loop, "compute_gradients", strike)
+
+
 KINDS: dict[str, Callable[[Fault], None]] = {
     "nan gradient": nan_gradient,
     "nan output": nan_output,
     "kill": kill,
+    "terminate": terminate,
     "short memory": short_memory,
     "out of memory": out_of_memory,
     "out of memory in an evaluation": out_of_memory_in_evaluation,
@@ -320,6 +331,7 @@ KEYS = {
     "save_interval_seconds": "null",
     "num_workers": 0,
     "report_to": "none",
+    "write_report": "false",
     "output_dir": "run",
 }
 
