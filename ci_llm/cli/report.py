@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from ci_llm.cli.arguments import make_parser
 from ci_llm.errors import ConfigError
@@ -23,7 +22,7 @@ def report_run(words: Sequence[str]) -> int:
     """
     does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts and what each fault cost, time."
     parser = make_parser("ci-llm report", does, _REPORT_EXAMPLE)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run; it may still be running")
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run; it may still be running")
     call = parser.parse_args(words)
     from ci_llm.report.page import write_report
 
@@ -41,7 +40,7 @@ def compare_runs(words: Sequence[str]) -> int:
     """
     does = "Show what differs between runs: configurations, scores with intervals against the first run, curves."
     parser = make_parser("ci-llm compare", does, _COMPARE_EXAMPLE)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the output_dir of a run; two or more")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     call = parser.parse_args(words)
     from ci_llm.core.run_status import read_status

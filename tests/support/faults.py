@@ -28,7 +28,7 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
 from ci_llm.run import hang as hang_watch
-from ci_llm.run import job, loop, shutdown
+from ci_llm.run import job, loop, report, shutdown
 from ci_llm.run.heartbeat import SilenceTimer
 from tests.support.events import DEADLINE_S, wait_until, wait_until_committed
 from tests.support.forkserver import ForkServer
@@ -242,6 +242,15 @@ def kill(fault: Fault) -> None:
     wrap(loop, "compute_gradients", strike)
 
 
+def no_report(fault: Fault) -> None:
+    """Nothing can be drawn when the run has ended."""
+
+    def strike(*_: object) -> None:
+        raise RuntimeError("nothing can be drawn")
+
+    wrap(report, "write_report", strike)
+
+
 def terminate(fault: Fault) -> None:
     """The process gets a SIGTERM before the step is computed; it finishes that step, saves it and leaves."""
 
@@ -257,6 +266,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "nan output": nan_output,
     "kill": kill,
     "terminate": terminate,
+    "no report": no_report,
     "short memory": short_memory,
     "out of memory": out_of_memory,
     "out of memory in an evaluation": out_of_memory_in_evaluation,
