@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
 from ci_llm.report.curves import thinned
 from ci_llm.report.facts import Points, RunFacts
@@ -112,7 +113,7 @@ def _configuration_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     if any(run.config is None for run in runs):
         without = ", ".join(letter for letter, run in zip(LETTERS, runs, strict=False) if run.config is None)
         yield f"no checkpoint, and so no configuration to compare: {without}"
-    rows = [(key, *map(_plain, values)) for key, values in differing_keys(runs)]
+    rows = [(key, *map(dump_value, values)) for key, values in differing_keys(runs)]
     if rows:
         yield from _table([("configuration", *LETTERS[: len(runs)]), *rows])
     else:
@@ -167,10 +168,6 @@ def _shown(score: Score | None) -> str:
     if score is None:
         return ""
     return f"{score.exact_match:.3f}" + (f" ({score.nll:.4f})" if score.nll is not None else "")
-
-
-def _plain(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from ci_llm.checkpoints.folders import committed
 from ci_llm.config import Config, groups, parse_config
+from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.durable import read_json
 from ci_llm.core.recovery import read_recovery
 from ci_llm.core.run_status import Status, read_status
@@ -164,11 +165,12 @@ def read_config(folder: Path) -> Config | None:
     return None
 
 
-def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, object, bool]]]]:
-    """Group by group: title, and for each key its value and whether it differs from the default."""
+def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
+    """Group by group: title, and for each key its value as YAML, and whether it differs from the default."""
     defaults = Config()
     for title, keys in groups().items():
-        yield title, [(key, getattr(config, key), getattr(config, key) != getattr(defaults, key)) for key in keys]
+        values = ((key, getattr(config, key), getattr(defaults, key)) for key in keys)
+        yield title, [(key, dump_value(value), value != default) for key, value, default in values]
 
 
 def _record(line: bytes) -> Mapping[str, Any] | None:
