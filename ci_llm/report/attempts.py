@@ -147,7 +147,7 @@ def _read_attempt(
     if status is None or status.status in ("running", "vanished"):
         ended = max([ended, *times, *([cause.time] if cause else [])])
     outcome, reason, message = _ending(status, cause, is_newest=number == newest.attempt)
-    first = int(began.get("step") or 0)
+    first = int(began.get("step", 0))
     last = max([first, *(line["step"] for line in lines), status.step if status else 0, (cause and cause.step) or 0])
     return Attempt(
         number=number,
@@ -155,7 +155,7 @@ def _read_attempt(
         last_step=last,
         kept_step=last,
         redone_steps=0,
-        launched=min(float(began.get("launched") or started), started),
+        launched=min(began.get("launched", started), started),
         started=started,
         ended=ended,
         outcome=outcome,
@@ -166,12 +166,14 @@ def _read_attempt(
     )
 
 
-def _began(folder: Path, number: int) -> Mapping[str, Any]:
+def _began(folder: Path, number: int) -> Mapping[str, float]:
+    """The numbers in began.json; of older releases, or damaged, there may be none."""
     try:
         value = read_json(folder / "attempts" / str(number) / "began.json")
-    except (OSError, ValueError):  # of an older release, or damaged: the step is then that of its first metrics
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    known = value.items() if isinstance(value, dict) else ()
+    return {str(name): number for name, number in known if isinstance(number, int | float)}
 
 
 def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) -> tuple[str, str | None, str]:

@@ -18,6 +18,7 @@ from ci_llm.core.recovery import read_recovery
 from ci_llm.core.run_status import Status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.attempts import Attempt, read_attempts
+from ci_llm.report.scores import gains, scores
 
 Points: TypeAlias = "list[tuple[int, float]]"
 
@@ -50,14 +51,14 @@ class Metrics:
 
     def with_last(self, evaluation: Mapping[str, Any]) -> Metrics:
         """With the evaluation at the end as one more line: that one is only in evaluation.json."""
-        step, nll = evaluation.get("last_step"), evaluation.get("nll", {})
-        exact = evaluation.get("teacher_forced", evaluation).get("exact_match", {})
+        step, nll = evaluation.get("last_step"), evaluation["nll"]
+        exact = evaluation.get("teacher_forced", evaluation)["exact_match"]
         if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
             return self
         line: dict[str, Any] = {"step": step}
-        for name, scores in (("nll", nll), ("exact_match", exact)):
-            line |= {f"eval/agent{k}/{name}": score for k, score in enumerate(scores.get("agents", ()))}
-            line |= {f"eval/crowd/{name}": scores["crowd"]} if "crowd" in scores else {}
+        for name, values in (("nll", nll), ("exact_match", exact)):
+            line |= {f"eval/agent{k}/{name}": value for k, value in enumerate(values["agents"])}
+            line[f"eval/crowd/{name}"] = values["crowd"]
         return Metrics((*self.lines, line), self.unreadable)
 
     @cached_property
@@ -96,7 +97,7 @@ class RunFacts:
     @property
     def wall_s(self) -> float:
         """From the launch of the first attempt to the last sign of life."""
-        return self.attempts[-1].ended - self.attempts[0].launched
+        return max(0.0, self.attempts[-1].ended - self.attempts[0].launched)
 
 
 def read_run(path: Path | str) -> RunFacts:
@@ -110,7 +111,7 @@ def read_run(path: Path | str) -> RunFacts:
     """
     folder = run_folder(path)
     status = read_status(folder)
-    metrics, evaluation = read_metrics(folder), _read_object(folder / "evaluation.json")
+    metrics, evaluation = read_metrics(folder), _read_evaluation(folder / "evaluation.json")
     return RunFacts(
         folder=folder,
         status=status,
@@ -119,7 +120,7 @@ def read_run(path: Path | str) -> RunFacts:
         config=read_config(folder),
         evaluation=evaluation,
         predictions=tuple(_read_predictions(folder / PREDICTIONS)),
-        hardware=(_read_object(folder / _HARDWARE) or {}).get("peaks", {}),
+        hardware=_read_peaks(folder / _HARDWARE),
         because=_because(folder),
     )
 
@@ -178,7 +179,9 @@ def _record(line: bytes) -> Mapping[str, Any] | None:
         value = json.loads(line)
     except ValueError:
         return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+    if not (isinstance(value, dict) and isinstance(value.get("step"), int)):
+        return None
+    return value if isinstance(value.get("time", 0), int | float) else None
 
 
 def _number(value: object) -> float:
@@ -201,12 +204,28 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     return value
 
 
+def _read_evaluation(path: Path) -> dict[str, Any] | None:
+    evaluation = _read_object(path)
+    try:
+        if evaluation is not None:
+            _ = scores(evaluation), list(gains(evaluation))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{path.name} lacks a score: {error!r}", where=str(path), hint="move it away") from error
+    return evaluation
+
+
+def _read_peaks(path: Path) -> dict[str, float]:
+    peaks = (_read_object(path) or {}).get("peaks")
+    named = peaks.items() if isinstance(peaks, dict) else ()
+    return {str(name): peak for name, peak in named if isinstance(peak, int | float)}
+
+
 def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not {"prompt", "answer", "correct"} <= set(row):
+            if not isinstance(row, dict) or not {"prompt", "answer", "correct"} <= set(row):
                 raise ValueError("prompt, answer or correct is missing")
         except (TypeError, ValueError) as error:
             raise BadInput(f"no prediction: {error}", where=f"{path}:{number}", hint="move the file away") from error

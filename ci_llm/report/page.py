@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -199,7 +200,7 @@ def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
     """Rows answered right, and rows answered wrong: of those the ones the crowd was most sure of."""
     solved = [row for row in facts.predictions if row["correct"]]
     failed = [row for row in facts.predictions if not row["correct"]]
-    failed.sort(key=lambda row: -float(row.get("confidence") or 0))
+    failed.sort(key=lambda row: -row["confidence"] if isinstance(row.get("confidence"), int | float) else 0)
     return solved[:MOST_EXAMPLES], failed[:MOST_EXAMPLES]
 
 
@@ -212,15 +213,16 @@ def _commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
     folder = facts.folder
     if facts.status.next_command and facts.status.status != "running":
         yield "go on from here", facts.status.next_command
-    yield "how the run stands", f"ci-llm status {folder}"
-    yield "its checkpoints", f"ci-llm checkpoints list {folder}"
-    yield "beside another run", f"ci-llm compare {folder} OTHER_RUN"
+    yield "how the run stands", shlex.join(["ci-llm", "status", str(folder)])
+    yield "its checkpoints", shlex.join(["ci-llm", "checkpoints", "list", str(folder)])
+    yield "beside another run", shlex.join(["ci-llm", "compare", str(folder), "OTHER_RUN"])
     if (folder / "tensorboard").is_dir():
-        yield "all curves", f"tensorboard --logdir {folder / 'tensorboard'}"
+        yield "all curves", shlex.join(["tensorboard", "--logdir", str(folder / "tensorboard")])
     if (folder / "final_checkpoint").is_dir():
-        crowd = f'Crowd.from_pretrained("{folder / "final_checkpoint"}")'
-        yield "ask the crowd", f"""python -c 'from ci_llm import Crowd; print({crowd}.generate("..."))'"""
-    yield "this page again", f"ci-llm report {folder}"
+        crowd = f"Crowd.from_pretrained({str(folder / 'final_checkpoint')!r})"
+        lines = f'from ci_llm import Crowd; print({crowd}.generate("your question"))'
+        yield "ask the crowd", shlex.join(["python", "-c", lines])
+    yield "this page again", shlex.join(["ci-llm", "report", str(folder)])
 
 
 def duration(seconds: float) -> str:

@@ -126,9 +126,12 @@ def _score(who: str, share: float, rows: int, nll: float | None) -> Score:
 
 def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:
     """Right or not, of one and of the other, for every row that both have answered."""
-    known = {(row["prompt"], row.get("reference")): bool(row["correct"]) for row in other}
-    keys = ((row["prompt"], row.get("reference")) for row in own)
-    return [(bool(row["correct"]), known[key]) for row, key in zip(own, keys, strict=True) if key in known]
+    known = {_question(row): bool(row["correct"]) for row in other}
+    return [(bool(row["correct"]), known[_question(row)]) for row in own if _question(row) in known]
+
+
+def _question(row: Row) -> tuple[str, str]:
+    return str(row["prompt"]), str(row.get("reference"))
 
 
 def _paired_interval(differences: Sequence[float]) -> float | None:

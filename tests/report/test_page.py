@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from html import unescape
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.report.curves import thinned
-from ci_llm.report.page import duration, write_report
+from ci_llm.report.facts import read_run
+from ci_llm.report.page import _commands, duration, write_report
 from tests.report.folders import NOW, leave_run, leave_status, prediction
 
 MEGABYTE = 1_000_000
@@ -131,26 +133,53 @@ def test_torn_lines_are_counted_and_numbers_that_are_not_finite_leave_a_gap(tmp_
     assert "1 line of metrics.jsonl cannot be read" in text_of(write_report(run))
 
 
-DAMAGE = {
-    "status.json": ("{", "no status of a run"),
-    "evaluation.json": ("[1, 2]", "evaluation.json cannot be read: not an object"),
-    "metrics.jsonl": ("\x00\x00\n\x00", "no line of this file is a record of a run"),
-    "predictions.jsonl": ('{"prompt": "?"}\n', "no prediction: prompt, answer or correct is missing"),
-    "recovery.json": ("{", "the recovery state cannot be read"),
-    "gpu_stats.json": ("{", "gpu_stats.json cannot be read"),
-}
+DAMAGE = [
+    ("status.json", "{", "no status of a run"),
+    ("evaluation.json", "[1, 2]", "evaluation.json cannot be read: not an object"),
+    ("evaluation.json", '{"n": 3, "exact_match": {"agents": [0.1]}}', "evaluation.json lacks a score: KeyError('nll')"),
+    ("metrics.jsonl", "\x00\x00\n\x00", "no line of this file is a record of a run"),
+    ("predictions.jsonl", '{"prompt": "?"}\n', "no prediction: prompt, answer or correct is missing"),
+    ("predictions.jsonl", '["prompt", "answer", "correct"]\n', "no prediction"),
+    ("recovery.json", "{", "the recovery state cannot be read"),
+    ("gpu_stats.json", "{", "gpu_stats.json cannot be read"),
+]
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_file_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGE)
+def test_a_damaged_file_is_named(
+    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = leave_run(tmp_path / "run")
-    (run / name).write_text(DAMAGE[name][0])
+    (run / name).write_text(content)
     assert main(["report", str(run)]) == 2
     told = capsys.readouterr().err
-    assert DAMAGE[name][1] in told
+    assert message in told
     assert f"where: {run / name}" in told
     assert "Traceback" not in told
     assert not (run / "report.html").exists()
+
+
+def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run", predictions=[{"prompt": ["a"], "answer": 1, "correct": 0, "confidence": "?"}])
+    (run / "gpu_stats.json").write_text('{"peaks": {"host/memory_used_bytes": null, "gpu0/memory_used_bytes": 1e9}}')
+    (run / "attempts/1").mkdir(parents=True)
+    (run / "attempts/1/began.json").write_text('{"step": "x", "launched": null}')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "epoch": 1, "time": "late"}\n')
+    told = text_of(write_report(run))
+    assert "gpu0: memory used 0.93 GiB" in told
+    assert "1 line of metrics.jsonl cannot be read" in told
+
+
+def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "it's a run")
+    (run / "final_checkpoint").mkdir()
+    facts = read_run(run)
+    words = [shlex.split(command) for _, command in _commands(facts)]
+    assert ["ci-llm", "report", str(run)] in words
+    (code,) = (each[-1] for each in words if each[0] == "python")
+    compile(code, "command", "exec")
+    assert str(run / "final_checkpoint") in code.replace("\\", "")
 
 
 def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
