@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,7 @@ class Attempt:
         message: what happened, for people.
         log: its lines of training.log, without those of progress.
         spans: what its time went into, in order; the pause before the next attempt is the last of them.
+        restart_s: seconds that the next attempt took to start up.
     """
 
     number: int
@@ -76,14 +78,15 @@ class Attempt:
     host: str
     log: tuple[str, ...]
     spans: tuple[Span, ...] = ()
+    restart_s: float = 0.0
 
     def seconds(self, kind: Kind) -> float:
         return sum(span.seconds for span in self.spans if span.kind == kind)
 
     @property
     def cost_s(self) -> float:
-        """What its end has cost: the steps that were lost, and the pause before the next attempt."""
-        return self.seconds("lost steps") + self.seconds("no process")
+        """What its end has cost: the steps that were lost, the pause before the next attempt, and its start-up."""
+        return self.seconds("lost steps") + self.seconds("no process") + self.restart_s
 
 
 def read_attempts(folder: Path, status: Status, lines: Sequence[Line]) -> tuple[Attempt, ...]:
@@ -100,10 +103,11 @@ def read_attempts(folder: Path, status: Status, lines: Sequence[Line]) -> tuple[
         _read_attempt(folder, number, status, logged.get(number, []), own_lines[number]) for number in sorted(numbers)
     ]
     step_s = _step_seconds(lines)
-    return tuple(
+    timed = [
         replace(one, spans=_spans(one, after, own_lines[one.number], step_s))
         for one, after in with_next(_linked(attempts))
-    )
+    ]
+    return tuple(replace(one, restart_s=after.seconds("start-up") if after else 0.0) for one, after in with_next(timed))
 
 
 def with_next(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, Attempt | None]]:
@@ -147,7 +151,7 @@ def _read_attempt(
     if status is None or status.status in ("running", "vanished"):
         ended = max([ended, *times, *([cause.time] if cause else [])])
     outcome, reason, message = _ending(status, cause, is_newest=number == newest.attempt)
-    first = int(began.get("step", 0))
+    first = int(began["step"]) if "step" in began else _first_step(number, newest, lines)
     last = max([first, *(line["step"] for line in lines), status.step if status else 0, (cause and cause.step) or 0])
     return Attempt(
         number=number,
@@ -164,6 +168,13 @@ def _read_attempt(
         host=status.host if status else "",
         log=tuple(line for _, line in logged if not _PROGRESS.match(line)),
     )
+
+
+def _first_step(number: int, newest: Status, lines: Sequence[Line]) -> int:
+    """Where an attempt of an older release began, which did not write it down: at most as much is lost as is known."""
+    if lines:
+        return max(0, int(lines[0]["step"]) - 1)
+    return 0 if number == 1 else newest.step
 
 
 def _began(folder: Path, number: int) -> Mapping[str, float]:
@@ -227,15 +238,12 @@ def _spans(attempt: Attempt, after: Attempt | None, lines: Sequence[Line], step_
     for line in lines:
         if "time" not in line:
             continue
-        if "epoch" in line:
-            if is_first:
-                until(
-                    min(line["time"], max(attempt.started, line["time"] - (line["step"] - step) * step_s)), "start-up"
-                )
-            until(line["time"], "training")
-            step, is_first = line["step"], False
-        else:
-            until(line["time"], "evaluation")
+        is_training = "epoch" in line
+        if is_first:
+            taken_s = (line["step"] - step) * step_s if is_training else math.inf  # the evaluation that is still due
+            until(min(line["time"], max(attempt.started, line["time"] - taken_s)), "start-up")
+        until(line["time"], "training" if is_training else "evaluation")
+        step, is_first = line["step"], False
     if is_first:
         until(attempt.started, "start-up")
     _close(attempt, step, step_s, spans, until)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,8 +50,8 @@ def test_a_killed_attempt_costs_the_steps_that_were_lost_and_the_pause(tmp_path:
     assert (first.outcome, first.last_step, first.redone_steps, second.first_step) == ("killed", 11, 3, 8)
     assert first.seconds("lost steps") == pytest.approx(3)
     assert first.seconds("no process") == pytest.approx(20)
-    assert first.cost_s == pytest.approx(23)
-    assert second.seconds("start-up") == pytest.approx(2)
+    assert second.seconds("start-up") == first.restart_s == pytest.approx(2)
+    assert first.cost_s == pytest.approx(25)
 
 
 def test_steps_without_a_line_of_their_own_are_training_all_the_same(tmp_path: Path) -> None:
@@ -92,6 +93,23 @@ def test_runs_of_older_releases_are_told_by_their_log(tmp_path: Path) -> None:
     assert first.ended - first.started == 30
     assert first.log == ("attempt 1 on here, process 7", "agent1    not finite in step 3, 1 in a row")
     assert (first.outcome, second.outcome) == ("killed", "completed")
+    assert (first.redone_steps, second.first_step) == (0, 5), "nothing is called lost of which nothing is known"
+
+
+def test_an_evaluation_that_the_attempt_before_owed_is_no_start_up(tmp_path: Path) -> None:
+    """Ended between a step and its evaluation, a run evaluates first."""
+    folder = leave_run(tmp_path / "run", steps=10)
+    begin(folder, 2, 10, NOW + 20)
+    line = {"step": 10, "eval/crowd/nll": 0.5, "attempt": 2, "time": NOW + 26}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    leave_status(folder, "completed", 10, attempt=2, started=NOW + 23, heartbeat=NOW + 30)
+    last = read_run(folder).attempts[-1]
+    assert [(span.kind, span.seconds) for span in last.spans] == [
+        ("start-up", pytest.approx(3)),
+        ("evaluation", pytest.approx(3)),
+        ("final evaluation", pytest.approx(4)),
+    ]
 
 
 def test_the_status_of_an_attempt_is_kept_with_its_last_line_of_metrics(tmp_path: Path) -> None:
@@ -113,7 +131,7 @@ def test_metrics_of_other_attempts_do_not_count_for_this_one(tmp_path: Path) -> 
     begin(folder, 2, 6, NOW + 100)
     later = [line | {"step": line["step"] + 6, "time": line["time"] + 101} for line in metrics(4, 2, attempt=2)]
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(f"{line}\n".replace("'", '"') for line in later)
+        file.writelines(json.dumps(line) + "\n" for line in later)
     leave_status(folder, "completed", 10, attempt=2, started=NOW + 101, heartbeat=NOW + 106)
     facts = read_run(folder)
     assert [attempt.seconds("training") for attempt in facts.attempts] == pytest.approx([6, 4])

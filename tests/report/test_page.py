@@ -67,7 +67,7 @@ def test_names_inside_the_drawings_do_not_clash(tmp_path: Path) -> None:
     assert sum(map(len, owners)) == len(set().union(*owners))
 
 
-def test_what_the_run_read_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
     """Prompts and answers come from data, paths and messages from anywhere."""
     evil = "<script>alert('prompt')</script>"
     rows = [prediction(1, correct=False, prompt=evil, confidence=0.9), prediction(2, correct=True)]

@@ -111,7 +111,8 @@ def test_the_page_stays_below_a_megabyte(page: Path) -> None:
 
 def test_a_report_that_fails_is_a_warning_and_the_run_completed(server: ForkServer, tmp_path: Path) -> None:
     keys = {**KEYS, "max_train_steps": 2, "eval_steps": "null", "generation_eval_samples": 0}
-    assert train(server, tmp_path, Fault("no report"), **keys) == [0]
+    assert train(server, tmp_path, Fault("no report", steps=(1,)), **keys) == [0]
+    assert len(fired(tmp_path)) == 1
     assert "report.html was not written: RuntimeError: nothing can be drawn" in said(tmp_path)
     assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "completed"
     assert not (tmp_path / "run/report.html").exists()

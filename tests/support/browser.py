@@ -1,6 +1,6 @@
-"""A headless Chromium for tests: opens a page, tells what it asked for and complained about, takes pictures.
+"""A headless Chromium for tests: it opens a page, lists its requests and console messages, and takes pictures.
 
-It is spoken to in the DevTools protocol over a pair of pipes, so that no package and no port is needed.
+The tests speak the DevTools protocol with it over a pair of pipes, which needs no package and no port.
 """
 
 from __future__ import annotations

@@ -243,10 +243,11 @@ def kill(fault: Fault) -> None:
 
 
 def no_report(fault: Fault) -> None:
-    """Nothing can be drawn when the run has ended."""
+    """Nothing can be drawn when the run has ended, after the last of these steps."""
 
     def strike(*_: object) -> None:
-        raise RuntimeError("nothing can be drawn")
+        if Now.strikes(fault):
+            raise RuntimeError("nothing can be drawn")
 
     wrap(report, "write_report", strike)
 
