@@ -1,8 +1,8 @@
-"""Train until it is done, whatever happens: `python safe_train.py [key=value ...]`, for our trainer or any other."""
+"""Runs a training until it is done, this project's or any other script: `python safe_train.py [key=value ...]`."""
 
 import sys
 
-from ci_llm.cli.entry import enter
+from ci_llm.cli.entry import run_command
 
 if __name__ == "__main__":
-    sys.exit(enter("safe_train", sys.argv[1:]))
+    sys.exit(run_command("safe_train", sys.argv[1:]))

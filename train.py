@@ -1,8 +1,8 @@
-"""Train a crowd: `python train.py [--config configs.yaml] [key=value ...]`, or under any launcher."""
+"""Train a crowd: `python train.py [--config FILE] [key=value ...]`, alone or under any launcher."""
 
 import sys
 
-from ci_llm.cli.entry import enter
+from ci_llm.cli.entry import run_command
 
 if __name__ == "__main__":
-    sys.exit(enter("main", ["train", *sys.argv[1:]]))
+    sys.exit(run_command("main", ["train", *sys.argv[1:]]))

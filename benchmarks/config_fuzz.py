@@ -13,11 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.aliases import ALIASES
+from ci_llm.config.aliases import ALIASES, TRANSLATIONS
+from ci_llm.config.unsupported import UNSUPPORTED
 from ci_llm.errors import ConfigError
 
 PRESETS = Path(__file__).parent.parent / "configs"
-NAMES = [*Config.model_fields, *ALIASES, "config", "<<", "", "no_compile", "training.lr", "Seed", "ключ"]
+NAMES = [
+    *Config.model_fields,
+    *ALIASES,
+    *TRANSLATIONS,
+    *UNSUPPORTED,
+    "config",
+    "<<",
+    "",
+    "no_compile",
+    "training.lr",
+    "Seed",
+    "ключ",
+]
 VALUES = [
     *("", "null", "~", "none", "true", "no", "on", "0", "-1", "0123", "1", "2", "4.0", "1e-4", "1e999"),
     *(".nan", ".inf", "9" * 5000, "1_000", "0x10", "٣", "11:55:00", "1h30m", "90:61", "2000-01-01", "fp16"),

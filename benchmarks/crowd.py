@@ -1,14 +1,16 @@
 """Is a crowd better than one agent of the same size or the same compute? On the embedded task, with controls.
 
-Trains by `ci-llm train` at the operating point of configs.yaml, once per seed, and judges by teacher forcing on the
-1000 rows of the embedded test split: exact match is the share of rows whose whole solution greedy decoding would
-write, NLL is in nats per answer token. The best agent of a crowd is chosen on the validation split.
+Each system is trained by `ci-llm train` at the operating point of configs.yaml, once per seed, and evaluated by teacher
+forcing on the 1,000 rows of the embedded test split. Exact match is the share of rows whose whole solution greedy
+decoding reproduces; NLL is in nats per answer token. The best agent of a crowd is chosen on the validation split.
 
 the crowd              K = 4 agents of rank 8, 260 steps; its answer is the mean of their probabilities
 one agent of rank 32   4 x the rank and alpha, so the crowd's number of trainable parameters
 one agent, 1040 steps  rank 8, 4 x the steps, so the crowd's compute
 
-Learning rates were chosen on the validation split with a seed that is none of the test's (`--learning-rates`).
+Learning rates were chosen on the validation split with a seed that no test uses (`--learning-rates`).
+
+Legend: K agents, n rows.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from ci_llm.data.tokens import tokenize
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs.yaml"
 ROWS_AT_A_TIME = 50
-#: Nothing is judged, saved or tracked on the way: only the trained agents are wanted.
+#: No evaluation, checkpoint or tracker during the training: only the trained agents are needed.
 BARE = {
     "report_to": "none",
     "write_report": "false",
@@ -51,7 +53,7 @@ BARE = {
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """What is trained: its name in the table, and what it changes in configs.yaml."""
+    """One row of the table: its name, and the keys of configs.yaml that it changes."""
 
     name: str
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -72,8 +74,14 @@ SEED_OF_CHOICES = 7
 
 
 @dataclass(frozen=True)
-class SideChannel:
-    """One answerer, seed by seed and row by row: `right` and `nll` are [seeds, n]; `tokens` [n]."""
+class Results:
+    """The results of one system or agent, by seed and row.
+
+    Attributes:
+        right: [seeds, n], 1 for an exact match.
+        nll: [seeds, n], nats summed over the answer tokens of a row.
+        tokens: [n] answer tokens.
+    """
 
     name: str
     right: Tensor
@@ -82,7 +90,7 @@ class SideChannel:
 
     @property
     def exact_match(self) -> Tensor:
-        """[seeds]"""
+        """[seeds], share of rows."""
         return self.right.mean(1)
 
     @property
@@ -90,19 +98,19 @@ class SideChannel:
         """[seeds], nats per answer token."""
         return self.nll.sum(1) / self.tokens.sum()
 
-    def minus(self, other: SideChannel) -> SideChannel:
-        """Paired by seed and row."""
-        return SideChannel(f"{self.name} - {other.name}", self.right - other.right, self.nll - other.nll, self.tokens)
+    def minus(self, other: Results) -> Results:
+        """The difference, paired by seed and row."""
+        return Results(f"{self.name} - {other.name}", self.right - other.right, self.nll - other.nll, self.tokens)
 
 
 def train(keys: Mapping[str, str], folder: Path) -> Path:
-    """Train in a process of its own, on one thread; a folder that holds the finished run is left as it is.
+    """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is.
 
     Returns:
-        The final checkpoint.
+        the final checkpoint.
 
     Raises:
-        RuntimeError: the training failed; with its last words.
+        RuntimeError: the training failed; with the end of its output.
     """
     settings = [f"{key}={value}" for key, value in {**BARE, **keys, "output_dir": str(folder)}.items()]
     done = subprocess.run(
@@ -118,7 +126,7 @@ def train(keys: Mapping[str, str], folder: Path) -> Path:
     return folder / "final_checkpoint"
 
 
-class Judge:
+class Evaluator:
     """Scores checkpoints on one split of the embedded task."""
 
     def __init__(self, split: str, scratch: Path) -> None:
@@ -129,7 +137,7 @@ class Judge:
     def __call__(self, checkpoint: Path) -> Scores:
         crowd = Crowd.from_pretrained(checkpoint, device="cpu")
         scores = score(crowd, self.batches(crowd), self.config.aggregator)
-        assert scores is not None  # nobody asks it to stop
+        assert scores is not None  # it has no `stop`
         return scores
 
     def batches(self, crowd: Crowd) -> list[Batch]:
@@ -148,27 +156,27 @@ class Judge:
 
 
 def compare(seeds: Sequence[int], extra: Mapping[str, str], folder: Path, jobs: int) -> str:
-    """Train all systems on all seeds and tabulate how they answer the test split."""
+    """Train all systems with all seeds, and tabulate their results on the test split."""
     wanted = [(system, seed) for system in SYSTEMS for seed in seeds]
     paths = [folder / system.name.replace(" ", "_") / str(seed) for system, seed in wanted]
     with ThreadPoolExecutor(jobs) as pool:
         keys = [{**system.keys, **extra, "seed": str(seed)} for system, seed in wanted]
         checkpoints = dict(zip(wanted, pool.map(train, keys, paths), strict=True))
-    test, validation = Judge("test", folder), Judge("validation", folder)
+    test, validation = Evaluator("test", folder), Evaluator("validation", folder)
     chosen = [best_agent(validation(checkpoints[CROWD, seed])) for seed in seeds]
     scores = {system: [test(checkpoints[system, seed]) for seed in seeds] for system in SYSTEMS}
     return table(lines_of(scores, chosen))
 
 
 def best_agent(scores: Scores) -> int:
-    """The agent of the highest exact match; of the lower NLL among equals."""
+    """The agent with the highest exact match, and among equals the one with the lowest NLL."""
     agents = zip(scores.exact_match[:-1], scores.mean_nll[:-1], strict=True)
     ranked = [(match, -nll, k) for k, (match, nll) in enumerate(agents)]
     return max(ranked)[2]
 
 
-def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -> list[SideChannel]:
-    """The answerers of the table, the crowd last; `chosen` is the best agent of every seed's crowd."""
+def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -> list[Results]:
+    """The rows of the table, the crowd last; `chosen` holds the best agent of every seed's crowd."""
     crowds = scores[CROWD]
     lines = [
         _line("agents, mean of 4", crowds, lambda values, _: values[:-1].mean(0)),
@@ -178,15 +186,15 @@ def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -
     return [*lines, _line("crowd", crowds, lambda values, _: values[-1])]
 
 
-def _line(name: str, scores: Sequence[Scores], pick: Callable[[Tensor, int], Tensor]) -> SideChannel:
-    """`pick` makes [n] of a score's [K+1, n] and the number of its seed."""
+def _line(name: str, scores: Sequence[Scores], pick: Callable[[Tensor, int], Tensor]) -> Results:
+    """One row of the table; `pick` reduces [K+1, n] of the seed with the given index to [n]."""
     right = torch.stack([pick(one.right.double(), number) for number, one in enumerate(scores)])
     nll = torch.stack([pick(one.nll.double(), number) for number, one in enumerate(scores)])
-    return SideChannel(name, right, nll, scores[0].tokens.double())
+    return Results(name, right, nll, scores[0].tokens.double())
 
 
-def table(lines: Sequence[SideChannel]) -> str:
-    """Markdown; the crowd is the last line, and what it gains over each of the others stands beside that."""
+def table(lines: Sequence[Results]) -> str:
+    """The table in markdown. The crowd is the last line; every other line shows the crowd's gain over it."""
     crowd = lines[-1]
     out = [
         "| | exact match | NLL | crowd's gain in exact match | over rows | crowd's change of NLL | over rows |",
@@ -218,29 +226,29 @@ def _over_rows(values: Tensor) -> float:
 
 
 def choose_learning_rates(extra: Mapping[str, str], folder: Path, jobs: int) -> str:
-    """What each system reaches on the validation split with each learning rate; no test row is looked at."""
+    """The results of each system on the validation split with each learning rate; no test row is used."""
     wanted = [(system, rate) for system in SYSTEMS for rate in LEARNING_RATES]
     paths = [folder / "rates" / system.name.replace(" ", "_") / rate for system, rate in wanted]
     with ThreadPoolExecutor(jobs) as pool:
         own = {"seed": str(SEED_OF_CHOICES)}
         keys = [{**system.keys, **extra, **own, "learning_rate": rate} for system, rate in wanted]
         checkpoints = list(pool.map(train, keys, paths))
-    judge = Judge("validation", folder)
+    evaluator = Evaluator("validation", folder)
     out = ["| validation | learning rate | exact match | NLL |", "|---|---|---|---|"]
     for (system, rate), checkpoint in zip(wanted, checkpoints, strict=True):
-        scores = judge(checkpoint)
+        scores = evaluator(checkpoint)
         out.append(f"| {system.name} | {rate} | {scores.exact_match[-1]:.3f} | {scores.mean_nll[-1]:.4f} |")
     return "\n".join(out)
 
 
 def main() -> None:
-    """Prints a markdown table."""
+    """Print a markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(42, 49)], help="default: 42 to 48")
     parser.add_argument("--max-train-samples", type=int, help="training rows (default: as in configs.yaml)")
     parser.add_argument("--learning-rates", action="store_true", help="compare learning rates on the validation split")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time, one core each (default: 1)")
-    parser.add_argument("--folder", type=Path, help="keep the runs here, and go on from those that are finished")
+    parser.add_argument("--folder", type=Path, help="keep the runs here, and reuse those that are finished")
     options = parser.parse_args()
     extra = {} if options.max_train_samples is None else {"max_train_samples": str(options.max_train_samples)}
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,17 +1,20 @@
-"""Every causal family of Transformers: do two agents on a toy of it learn and write as each alone would?
+"""Every causal family of Transformers: do two agents on a small base learn and generate as each alone does?
 
     python -m benchmarks.families               all of them, about ten minutes on one core
     python -m benchmarks.families mamba bloom   these two
 
-Each family's own configuration, with its sizes shrunk and random weights, is saved to a folder and opened from there
-as `model_name` is. Loss and gradients of each agent are held against the family's own forward with the agent merged
-into its weights, row by row, without packing or padding; then both agents continue two prompts of different length,
-held against one full pass per token; then plain PEFT opens the agents' files. One process per family.
+A base with the family's own configuration, small sizes and random weights is saved to a folder and opened from there,
+as `model_name` is. Loss and gradients of each agent are compared with the family's own forward pass, with the agent
+merged into its weights, row by row, without packing or padding. Then both agents continue two prompts of different
+length, compared with one full pass per token. Then plain PEFT opens the agents' files. Each family runs in a process of
+its own.
 
-equal      all of that agrees, and PEFT gives the same loss ("; PEFT ..." says where it does not)
-refused    one message with a hint
-not built  the family's configuration cannot be shrunk by this script, or needs a package that is not here
-wrong      anything else, which would be a defect
+equal      all of that agrees, and PEFT gives the same loss (or else "; PEFT ..." says what it does)
+refused    the base is refused by one message with a hint
+not built  this script cannot shrink the family's configuration, or a package is missing
+wrong      anything else, which is a defect
+
+Legend: K agents, S targets.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ PROMPTS = [[5, 9, 11], [7, 3, 8, 12, 30, 41, 6]]
 NEW_TOKENS = 4
 TOLERANCE = 1e-3  # fp32, with routers and soft caps; a wrong mask or a wrong agent is off by far more
 
-#: What a family's sizes become, under the names that families have for them.
+#: The new value of each size, under all names that families use for it.
 SIZES = {
     64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim attention_hidden_size lru_width emb_dim "
     "embedding_dim input_embedding_size output_embedding_size mamba_d_ssm ple_embed_dim",
@@ -86,22 +89,23 @@ SIZE = {name: size for size, names in SIZES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What came of one family.
+class FamilyResult:
+    """The result of one family.
 
     Attributes:
         kind: "equal", "refused", "not built" or "wrong".
+        detail: the route of the rows, or the error.
     """
 
     kind: str
-    words: str
+    detail: str
 
 
 def toy(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The family's own configuration with small sizes, in its parts as well."""
+    """The family's own configuration with small sizes, also in its sub-configurations."""
     usual = kind()
     chosen: dict[str, Any] = {name: SIZE[name] for name, value in vars(usual).items() if name in SIZE and value}
-    if "kv_lora_rank" in chosen:  # latent attention knows no groups
+    if "kv_lora_rank" in chosen:  # latent attention has no groups of heads
         chosen["num_key_value_heads"] = SIZE["num_attention_heads"]
     if hasattr(usual, "attn_layer_indices"):
         chosen["attn_layer_indices"] = [1]
@@ -112,12 +116,16 @@ def toy(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def save(family: str, folder: str) -> None:
-    """A random base of the family, and the embedded base's tokenizer."""
+    """Save a random base of the family, with the embedded base's tokenizer.
+
+    Raises:
+        ValueError: the configuration has more than MOST_PARAMETERS parameters in spite of its small sizes.
+    """
     config = toy(CONFIG_MAPPING[family])
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(config).num_parameters()
     if size > MOST_PARAMETERS:
-        raise ValueError(f"its toy has {size:,} parameters")
+        raise ValueError(f"with small sizes it still has {size:,} parameters")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
@@ -128,10 +136,13 @@ def save(family: str, folder: str) -> None:
 
 
 def compare(folder: str) -> str:
-    """Opens the base in `folder` and compares; says which way rows went, and what PEFT makes of the files.
+    """Open the base in `folder` and compare.
+
+    Returns:
+        the route of the rows, with the reason for the padded one, and how PEFT differs.
 
     Raises:
-        ModelError: ours, of a base that cannot be used.
+        ModelError: this package refuses the base.
         AssertionError: something is not equal.
     """
     base = load_base(folder)
@@ -140,7 +151,7 @@ def compare(folder: str) -> str:
     reason = crowd.choose_route()
     generator = torch.Generator().manual_seed(7)
     crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * 0.1)
-    crowd.eval()  # dropout off; gradients do not mind
+    crowd.eval()  # dropout is off; gradients are still computed
     batch = pack([example(n, 4, seed) for seed, n in enumerate((9, 17, 23))], [0, 1, 2])
     crowd.agents.begin_step(0)
     output = crowd(batch)
@@ -158,15 +169,15 @@ def compare(folder: str) -> str:
             slope = (slope.T if isinstance(module.base_layer, Conv1D) else slope) * module.settings.scaling
             for own, wanted in ((a, b.T @ slope), (b, slope @ a.T)):
                 assert _near(own.grad, wanted.detach()), f"the gradient of {name} differs"
-    alone = crowd.write(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), alone=True).alone
+    generated = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), include_agents=True).agents
     wanted_texts = [[_continued(twin, prompt) for prompt in PROMPTS] for twin in twins]
-    assert alone == wanted_texts, f"agents write {alone}, alone {wanted_texts}"
+    assert generated == wanted_texts, f"agents generate {generated}, full passes {wanted_texts}"
     return ("packed" if reason is None else f"padded: {reason}") + _in_peft(untouched, crowd, folder, batch, losses[0])
 
 
 @torch.no_grad()
 def _merged(untouched: Any, crowd: Crowd, agent: int) -> Any:
-    """The base alone, with W + s B A in place of W."""
+    """A copy of the base with W + s B A in place of W."""
     twin = copy.deepcopy(untouched).eval()
     for name, module in crowd.agents.layers.items():
         product = module.settings.scaling * (module.lora_B[f"agent{agent}"] @ module.lora_A[f"agent{agent}"])
@@ -177,7 +188,7 @@ def _merged(untouched: Any, crowd: Crowd, agent: int) -> Any:
 
 
 def _in_peft(untouched: Any, crowd: Crowd, folder: str, batch: Batch, wanted: Tensor) -> str:
-    """What plain PEFT makes of the first agent's files: nothing to say, or in which way it differs."""
+    """How the first agent in plain PEFT differs from the agent here; "" if it does not."""
     place = Path(folder, "agent0")
     place.mkdir()
     files = crowd.adapter_files()
@@ -187,7 +198,7 @@ def _in_peft(untouched: Any, crowd: Crowd, folder: str, batch: Batch, wanted: Te
     try:
         with torch.no_grad():
             loss = _loss(peft.PeftModel.from_pretrained(copy.deepcopy(untouched), str(place)).eval(), batch)
-    except Exception as error:  # noqa: BLE001 - this is what is asked
+    except Exception as error:  # noqa: BLE001 - any error is a result of this comparison
         return f"; PEFT does not open it: {_first_line(error)}"
     return "" if abs(float(loss - wanted.detach())) <= TOLERANCE else "; PEFT gives another loss"
 
@@ -213,19 +224,19 @@ def _near(found: Tensor, wanted: Tensor) -> bool:
     return float((found - wanted).norm()) <= TOLERANCE * max(float(wanted.norm()), 1e-6)
 
 
-def judge(family: str) -> Verdict:
-    """Everything about one family, in this process."""
+def compare_family(family: str) -> FamilyResult:
+    """Save, open and compare one family, in this process."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             save(family, folder)
-        except Exception as error:  # noqa: BLE001 - what a family has against being small, or a missing package
-            return Verdict("not built", _first_line(error))
+        except Exception as error:  # noqa: BLE001 - a family may refuse small sizes by any error, or need a package
+            return FamilyResult("not built", _first_line(error))
         try:
-            return Verdict("equal", compare(folder))
+            return FamilyResult("equal", compare(folder))
         except ModelError as error:
-            return Verdict("refused", error.what)
-        except Exception as error:  # noqa: BLE001 - which is the finding
-            return Verdict("wrong", _first_line(error) + _place(error))
+            return FamilyResult("refused", error.what)
+        except Exception as error:  # noqa: BLE001 - any other error is a defect to report
+            return FamilyResult("wrong", _first_line(error) + _place(error))
 
 
 def _first_line(error: Exception) -> str:
@@ -237,16 +248,20 @@ def _place(error: Exception) -> str:
     return f" ({os.path.basename(last.filename)}:{last.lineno})"
 
 
-def judge_apart(family: str) -> Verdict:
+def compare_family_in_process(family: str) -> FamilyResult:
     """The same in a process of its own, for at most `TIME_LIMIT_S`."""
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_send, args=(family, theirs))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_send, args=(family, sender))
     child.start()
-    theirs.close()
+    sender.close()
     try:
-        return ours.recv() if ours.poll(TIME_LIMIT_S) else Verdict("wrong", f"not done in {TIME_LIMIT_S} s")
+        return (
+            receiver.recv()
+            if receiver.poll(TIME_LIMIT_S)
+            else FamilyResult("wrong", f"not finished within {TIME_LIMIT_S} s")
+        )
     except EOFError:
-        return Verdict("wrong", "the process died")
+        return FamilyResult("wrong", "the process died")
     finally:
         child.kill()
         child.join()
@@ -255,19 +270,19 @@ def judge_apart(family: str) -> Verdict:
 def _send(family: str, pipe: Connection) -> None:
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
-    pipe.send(judge(family))
+    pipe.send(compare_family(family))
 
 
 def main() -> None:
-    """Prints one line per family, and the counts."""
+    """Print one line per family, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("families", nargs="*", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    torch.set_num_threads(1)  # also for the sake of fork
+    torch.set_num_threads(1)  # thread pools do not survive fork
     counts: Counter[str] = Counter()
     for family in parser.parse_args().families:
-        verdict = judge_apart(family)
-        counts[verdict.kind] += 1
-        print(f"{family:<24} {verdict.kind:<10} {verdict.words}", flush=True)
+        result = compare_family_in_process(family)
+        counts[result.kind] += 1
+        print(f"{family:<24} {result.kind:<10} {result.detail}", flush=True)
     print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
 
 

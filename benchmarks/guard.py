@@ -12,8 +12,8 @@ import argparse
 import torch
 
 from benchmarks.timing import median_cost, take_turns
-from ci_llm.run.nonfinite import sick_here
-from ci_llm.run.nonfinite_policy import Bounds, Health, RecoveryState
+from ci_llm.run.nonfinite import nonfinite_here
+from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.rollback import EVERY_STEPS, LastGood
 
 
@@ -32,14 +32,14 @@ def main() -> None:
         row.grad = gradient
     optimizer = torch.optim.AdamW([{"params": [row]} for row in rows], fused=True)
     optimizer.step()
-    last_good, healing = LastGood(rows, optimizer), RecoveryState(agents=(Health(),) * options.agents)
+    last_good, recovery = LastGood(rows, optimizer), RecoveryState(agents=(AgentRecovery(),) * options.agents)
     last_good.begin(0)
     costs = take_turns(
         {
             "the optimizer's step": lambda _: optimizer.step(),
-            "the look at gradients and losses": lambda _: sick_here(gradients, losses),
-            "the account": lambda step: healing.after(step, (), Bounds()),
-            "the good copy": lambda _: last_good.keep_where_due(0, range(options.agents)),
+            "the look at gradients and losses": lambda _: nonfinite_here(gradients, losses),
+            "the account": lambda step: recovery.after(step, (), Bounds()),
+            "the good copy": lambda _: last_good.keep_if_due(0, range(options.agents)),
         },
         range(options.rounds),
     )

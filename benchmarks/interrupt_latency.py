@@ -97,7 +97,7 @@ def train_with_trainer(folder: str) -> int:
 def time_ballots(folder: str) -> int:
     """Nothing but ballots, on every process of a world."""
     processes = Processes(Config())
-    ballot = Ballot(labelled_tokens=1, nonfinite=torch.zeros(4, dtype=torch.bool), sums=torch.zeros(6))
+    ballot = Ballot(num_targets=1, nonfinite=torch.zeros(4, dtype=torch.bool), sums=torch.zeros(6))
     seconds = []
     for _ in range(BALLOTS):
         began = time.perf_counter()

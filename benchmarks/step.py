@@ -36,7 +36,7 @@ from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients
-from ci_llm.run.nonfinite_policy import Health, RecoveryState
+from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.state import TrainState
 
 K, RANK, ALPHA = 4, 16, 32
@@ -58,8 +58,8 @@ class Ours:
     def __init__(self, base: PreTrainedModel) -> None:
         self.config = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM)
         self.processes = Processes(self.config)
-        healing = RecoveryState(agents=(Health(),) * K)
-        self.state = TrainState(skipped=(0,) * K, healing=healing)
+        recovery = RecoveryState(agents=(AgentRecovery(),) * K)
+        self.state = TrainState(skipped=(0,) * K, recovery=recovery)
         self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "random")
         self.crowd.choose_route()
         self.heartbeat = Heartbeat()
@@ -72,9 +72,9 @@ class Ours:
     def step(self, batch: Batch) -> float:
         run: Any = self
         sums = compute_gradients(run, self.state.step, [batch])
-        ballot = Ballot(labelled_tokens=sums.targets, nonfinite=sums.sick, sums=sums.sums)
+        ballot = Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums)
         verdict = self.processes.agree(ballot)
-        left_out = [k for k, sick in enumerate(verdict.nonfinite) if sick]
+        left_out = [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite]
         apply_gradients(run, self.state.step, verdict, left_out)
         self.state = self.state.advance(batch.num_rows, batch.num_tokens, left_out)
         return float(sums.sums[:K].sum()) / K / batch.num_targets

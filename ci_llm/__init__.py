@@ -1,6 +1,7 @@
-"""CI-LLM: a crowd within one model. K LoRA agents, one frozen base, one fused pass, unkillable.
+"""CI-LLM: K LoRA agents on one frozen base model, trained in one fused pass, resumable at any moment.
 
-The public names load their rooms at first use, so that `import ci_llm` costs nothing.
+What `__all__` lists is public; docs/api.md describes each name in a line. A name loads its module at first use, so
+that `import ci_llm` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -11,39 +12,56 @@ from typing import TYPE_CHECKING, Any
 from ci_llm._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ci_llm.checkpoints import orbax as orbax
     from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
-    from ci_llm.core.run_status import read_status as read_status
+    from ci_llm.core.determinism import seed_everything as seed_everything
+    from ci_llm.crowd.base import load_base as load_base
     from ci_llm.crowd.lora import LoraSettings as LoraSettings
     from ci_llm.crowd.model import Crowd as Crowd
-    from ci_llm.crowd.objective import Objective as Objective
-    from ci_llm.data.batches import Batch as Batch
+    from ci_llm.crowd.prompts import Prompter as Prompter
+    from ci_llm.data.batches import pack as pack
     from ci_llm.data.sampler import StatefulSampler as StatefulSampler
+    from ci_llm.data.sources import load_rows as load_rows
+    from ci_llm.data.tokens import tokenize as tokenize
     from ci_llm.errors import CiLlmError as CiLlmError
+    from ci_llm.integrations.accelerate import latest_state as latest_state
+    from ci_llm.integrations.accelerate import register_hooks as register_hooks
+    from ci_llm.integrations.lightning import LightningCheckpoints as LightningCheckpoints
+    from ci_llm.integrations.trainer import TrainerCheckpoints as TrainerCheckpoints
     from ci_llm.interrupts import Interrupts as Interrupts
 
-_HOMES = {
-    "Batch": "ci_llm.data.batches",
+_MODULES = {
     "CheckpointManager": "ci_llm.checkpoints.manager",
     "CiLlmError": "ci_llm.errors",
     "Config": "ci_llm.config",
     "Crowd": "ci_llm.crowd.model",
     "Interrupts": "ci_llm.interrupts",
+    "LightningCheckpoints": "ci_llm.integrations.lightning",
     "LoraSettings": "ci_llm.crowd.lora",
-    "Objective": "ci_llm.crowd.objective",
+    "Prompter": "ci_llm.crowd.prompts",
     "StatefulSampler": "ci_llm.data.sampler",
+    "TrainerCheckpoints": "ci_llm.integrations.trainer",
+    "latest_state": "ci_llm.integrations.accelerate",
+    "load_base": "ci_llm.crowd.base",
     "load_config": "ci_llm.config",
-    "read_status": "ci_llm.core.run_status",
+    "load_rows": "ci_llm.data.sources",
+    "orbax": "ci_llm.checkpoints.orbax",
+    "pack": "ci_llm.data.batches",
+    "register_hooks": "ci_llm.integrations.accelerate",
+    "seed_everything": "ci_llm.core.determinism",
+    "tokenize": "ci_llm.data.tokens",
 }
 
-__all__ = sorted([*_HOMES, "__version__"])
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ci_llm' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    module = import_module(_MODULES[name])
+    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
 
 def __dir__() -> list[str]:

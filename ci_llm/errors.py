@@ -1,4 +1,4 @@
-"""Everything that can go wrong, in words for people: what happened, where, and what to do about it.
+"""The errors of this package: what happened, where, and what the reader can do now.
 
 CiLlmError                  exit 1
 ├── BadInput                exit 2: the call, the configuration or the data must change; nothing was created
@@ -10,7 +10,8 @@ CiLlmError                  exit 1
 │   ├── DamagedCheckpoint   verification failed: a digest, a size, a missing file
 │   ├── ForeignCheckpoint   exit 2: whole, but of another run: other K, rank, base, data
 │   └── WriterBusy          exit 2: another live process owns this output folder
-└── GivenUp                 a run did what it could by itself; the rest is for a supervisor or a person
+├── PeerLost                another process of the run is gone or silent
+└── GivenUp                 the run cannot recover by itself: a supervisor or a person must act
     ├── NonFinite           numbers that are not finite, again and again
     ├── OutOfMemory         one row at a time does not fit
     └── Hang                no progress for too long
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 
 class CiLlmError(Exception):
-    """An error with an address and a hint.
+    """An error that says what happened, where, and what to do.
 
     Args:
         what: one sentence that says what is wrong.
@@ -62,7 +63,7 @@ class ModelError(BadInput):
 
 
 class LaunchError(BadInput):
-    """The processes were started in a way that cannot work."""
+    """The way in which the processes were started cannot work."""
 
 
 class CheckpointError(CiLlmError):
@@ -85,14 +86,18 @@ class WriterBusy(CheckpointError):
     exit_code = 2
 
 
+class PeerLost(CiLlmError):
+    """Another process of this run is gone or silent: no collective is possible any more."""
+
+
 class GivenUp(CiLlmError):
-    """A run did what it could by itself, and this attempt ends.
+    """The run cannot recover by itself, and this attempt ends.
 
     Args:
-        step: the last step that is known to be good; None: wherever the run stands.
+        step: the last step that is known to be good; None for the present step.
 
     Attributes:
-        reason: a word for scripts, of status.json and of `attempts/<n>/process_<i>.json`.
+        reason: a word for scripts, in status.json and in `attempts/<n>/process_<i>.json`.
     """
 
     reason = "given_up"
@@ -105,13 +110,13 @@ class GivenUp(CiLlmError):
 
 
 class NonFinite(GivenUp):
-    """Numbers that are not finite came again and again."""
+    """A loss or a gradient is not finite, again and again."""
 
     reason = "nonfinite"
 
 
 class OutOfMemory(GivenUp):
-    """Not even one row at a time fits into memory."""
+    """A single row at a time does not fit into memory."""
 
     reason = "out_of_memory"
 

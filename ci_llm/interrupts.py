@@ -1,11 +1,12 @@
-"""Signals become notes: a handler writes down that the run shall stop or save; the loop reads it in peace.
+"""Signals become requests: a handler records that the run shall stop or save, and the loop reads it between two steps.
 
-A handler does nothing else, because work in a handler tears or hangs. It also comes late: Python runs
-handlers between two bytecodes of the main thread, 18 s after the signal during one long backward. So a thread
-reads `signal.set_wakeup_fd`, to which the interpreter writes in the very moment of the signal; it takes the
-note at once, tells people, and ends the process when they insist.
+A handler does nothing else: it interrupts arbitrary code, which may hold a lock or be in the middle of a write.
+It also runs late: Python runs handlers between two bytecodes of the main thread, 18 s after the signal during one
+long backward. Therefore a thread reads the pipe of `signal.set_wakeup_fd`, to which the interpreter writes at the
+moment of the signal. This thread records the request at once, announces what the run will do, and ends the process
+at the second Ctrl-C.
 
-This is the only file that imports `signal`. It loads nothing heavy, to be installed before torch is imported.
+This is the only file that imports `signal`. It imports nothing heavy, because it is installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,32 +27,35 @@ from ci_llm.errors import ConfigError
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR2")
 SAVE_SIGNALS: Final = ("SIGUSR1",)
-#: Asks a process for the stacks of its threads (stacks.py). It means nothing to a process that knows no answer.
+#: Asks a process for the stacks of its threads (run/hang.py). A process without a handler for it ignores it.
 STACKS_SIGNAL: Final = signal.SIGURG
 
 ABORTED_EXIT_CODE: Final = 128 + signal.SIGINT
 _QUIT: Final = b"\0"  # no signal has the number 0
 _PR_SET_PDEATHSIG: Final = 1
-_POKE_S: Final = 0.05
-_HANG_UP: Final = getattr(signal, "SIGHUP", None)  # Windows knows none
+_RETRY_S: Final = 0.05
+_SIGHUP: Final = getattr(signal, "SIGHUP", None)  # does not exist on Windows
 
 
 class Interrupts:
-    """Notes of the signals that ask the run to stop or to save; a context manager around the whole run.
+    """The requests to stop or to save that arrive as signals; a context manager around the whole run.
 
     Args:
         stop: names of the signals that end the run after a checkpoint.
         save: names of the signals after which the run saves and goes on.
         announce: called with one line for people, from the listening thread; stderr by default.
-        abort_grace_s: how long a second Ctrl-C waits for the main thread to raise KeyboardInterrupt, before
-            the process ends with exit code 130 out of whatever long C call the main thread is in.
+        describe_stop: called at a request to stop, from the listening thread: what the run will do now, in a few
+            words for the announcement. It can be replaced later.
+        abort_grace_s: seconds that a second Ctrl-C waits for the main thread to raise KeyboardInterrupt. After
+            them the process ends with exit code 130, even if the main thread is in a long C call.
 
-    The loop keeps `plan` current ("saving step 37"): it is what the announcement says. Only the main thread
-    may install handlers; elsewhere `install` says so and changes nothing. A process forked from this one gets
-    the handlers of before, because it is not the run. A SIGHUP that `nohup` has made ignored stays ignored.
+    Only the main thread may install handlers; in any other thread `install` announces this and changes nothing. A
+    process forked from this one gets the previous handlers back, because it is not the run. A SIGHUP that `nohup` has
+    set to be ignored stays ignored. At the end the previous handlers come back, except in a program that
+    `ends_with_process`.
 
     Raises:
-        ConfigError: a name is no signal, or a signal that nobody can catch.
+        ConfigError: a name is no signal, or a signal that cannot be caught.
     """
 
     def __init__(
@@ -60,17 +64,18 @@ class Interrupts:
         save: Iterable[str] = SAVE_SIGNALS,
         *,
         announce: Callable[[str], None] | None = None,
+        describe_stop: Callable[[], str] = lambda: "saving",
         abort_grace_s: float = 2.0,
     ) -> None:
-        self._stop_signals, self._save_signals = _meanings(stop, save)
+        self._stop_signals, self._save_signals = _signal_numbers(stop, save)
         self.announce = announce or _to_stderr
-        self.plan = "saving"
+        self.describe_stop = describe_stop
         self._abort_grace_s = abort_grace_s
-        self._note: tuple[str, float] | None = None
+        self._stop_request: tuple[str, float] | None = None  # the reason, and time.monotonic()
         self._save_requested = False
-        self._stopping = threading.Event()
-        self._ctrl_c_heard = self._abort = False
-        self._own_pokes = 0
+        self._stopping = threading.Event()  # set by the listener only: an Event takes a lock
+        self._ctrl_c_seen = self._aborting = False
+        self._own_sigints = 0  # sent by `_abort`, and not yet read from the pipe
         self._raised = threading.Event()
         self._old_handlers: dict[int, _Handler] = {}
         self._old_wakeup_fd = -1
@@ -81,23 +86,23 @@ class Interrupts:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run shall stop, "signal:SIGTERM" for instance; None as long as it shall not."""
-        return self._note[0] if self._note else None
+        """Why the run shall stop, for example "signal:SIGTERM"; None if it shall not."""
+        return self._stop_request[0] if self._stop_request else None
 
     @property
     def stop_requested_at(self) -> float | None:
         """`time.monotonic()` of the first request to stop."""
-        return self._note[1] if self._note else None
+        return self._stop_request[1] if self._stop_request else None
 
     @property
     def save_requested(self) -> bool:
-        """Whether a checkpoint was asked for since `take_save_request`."""
+        """Whether a checkpoint has been requested since the last `take_save_request`."""
         return self._save_requested
 
     def take_save_request(self) -> bool:
-        """Return whether a checkpoint was asked for, and cross the request off."""
+        """Return whether a checkpoint has been requested, and clear the request."""
         if not self._save_requested:
-            return False  # not written here: a signal may arrive between the look and the write
+            return False  # without a write: it would erase a request that arrives after the test
         self._save_requested = False
         return True
 
@@ -106,51 +111,57 @@ class Interrupts:
         return self._stopping.wait(timeout)
 
     def request_stop(self, reason: str) -> None:
-        """Ask the run to stop for a reason that is no signal ("walltime"). The first request counts."""
-        self._write_down(reason)
+        """Ask the run to stop for a reason other than a signal ("walltime"). The first request counts."""
+        self._record_stop(reason)
         self._stopping.set()
+
+    def announce_stop(self, cause: str, remark: str = "") -> None:
+        """Announce why the run stops and what it does now."""
+        self.announce(f"{cause}: {self.describe_stop()}{remark}")
 
     # Installing
 
     @property
     def installed(self) -> bool:
-        """Whether signals are heard."""
+        """Whether the handlers are in place."""
         return self in _installed
 
     def install(self) -> Interrupts:
-        """Start to hear signals. From any thread but the main one: say so and change nothing."""
+        """Install the handlers. In any thread but the main one: announce that it is not possible, change nothing."""
         if self.installed:
             return self
         if threading.current_thread() is not threading.main_thread():
             self.announce("signals are not watched here: only the main thread can do that")
             return self
         self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
+        os.set_blocking(self._write_fd, False)  # as set_wakeup_fd requires: the interpreter must never wait in a signal
         self._listener = threading.Thread(target=self._listen, name="ci_llm signals", daemon=True)
         self._listener.start()
-        _installed.append(self)
+        _installed.append(self)  # before the first handler, so that a fork from here on removes all of them
         self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._take(self._stop_signals | self._save_signals)
+        self._install_handlers(self._stop_signals | self._save_signals)
         return self
 
-    def listen_to(self, stop: Iterable[str], save: Iterable[str]) -> None:
-        """Change what is listened to, once it is known. Notes stay; a signal that is in neither gets its old handler.
+    def set_signals(self, stop: Iterable[str], save: Iterable[str]) -> None:
+        """Change the signals that stop and that save. Requests stay; a signal in neither gets its old handler back.
 
         Raises:
-            ConfigError: as above; nothing is changed then.
+            ConfigError: as above; then nothing has changed.
         """
-        self._stop_signals, self._save_signals = _meanings(stop, save)
+        self._stop_signals, self._save_signals = _signal_numbers(stop, save)
         if self.installed:
-            wanted, heard = self._stop_signals | self._save_signals, self._old_handlers.keys()
-            unwanted = heard - wanted
-            self._take(wanted - heard)
-            self._give(unwanted)
+            wanted, handled = self._stop_signals | self._save_signals, self._old_handlers.keys()
+            unwanted = handled - wanted
+            self._install_handlers(wanted - handled)
+            self._restore_handlers(unwanted)
 
     def restore(self) -> None:
-        """Give the handlers of before back and end the thread. The notes stay readable."""
+        """Restore the previous handlers and end the thread. The requests stay readable."""
         if not self.installed:
             return
-        self._give_back()
+        if _process_ends and _installed == [self]:
+            self._ignore()
+        self._uninstall()
         os.write(self._write_fd, _QUIT)
         if self._listener is not None:
             self._listener.join()
@@ -164,20 +175,26 @@ class Interrupts:
     ) -> None:
         self.restore()
 
-    def _take(self, numbers: Iterable[int]) -> None:
+    def _install_handlers(self, numbers: Iterable[int]) -> None:
         for number in sorted(numbers):
-            if number != _HANG_UP or signal.getsignal(number) != signal.SIG_IGN:
-                self._old_handlers[number] = signal.signal(number, self._take_note)
+            if number != _SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._old_handlers[number] = signal.signal(number, self._handle_signal)
 
-    def _give(self, numbers: Iterable[int]) -> None:
+    def _restore_handlers(self, numbers: Iterable[int]) -> None:
         for number in sorted(numbers):
             old = self._old_handlers.pop(number)
-            if signal.getsignal(number) == self._take_note:
+            if signal.getsignal(number) == self._handle_signal:
                 signal.signal(number, signal.SIG_DFL if old is None else old)
 
-    def _give_back(self) -> None:
-        """Undo `install`, except where somebody else has installed something over it."""
-        self._give(self._old_handlers)
+    def _ignore(self) -> None:
+        # Not by handlers of Python: the interpreter restores those at its exit, which takes a second with torch.
+        for number in self._old_handlers:
+            if signal.getsignal(number) == self._handle_signal:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _uninstall(self) -> None:
+        """Undo `install`, except for a handler or a descriptor that other code has installed since."""
+        self._restore_handlers(self._old_handlers)
         current = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(self._old_wakeup_fd if current == self._write_fd else current)
         _installed.remove(self)
@@ -190,58 +207,59 @@ class Interrupts:
 
     # In the main thread, between two bytecodes
 
-    def _take_note(self, number: int, _frame: FrameType | None) -> None:
-        # No lock may be taken here, the interrupted code may hold it: the event is for the listener to set.
+    def _handle_signal(self, number: int, _frame: FrameType | None) -> None:
+        # The interrupted code may hold any lock, so this takes none: the listener sets the event.
         if number in self._save_signals:
             self._save_requested = True
         else:
-            self._write_down(f"signal:{_name(number)}")
-        if self._abort and not self._raised.is_set():
+            self._record_stop(f"signal:{_name(number)}")
+        if self._aborting and not self._raised.is_set():
             self._raised.set()
             raise KeyboardInterrupt
 
-    def _write_down(self, reason: str) -> None:
-        if self._note is None:
-            self._note = (reason, time.monotonic())
+    def _record_stop(self, reason: str) -> None:
+        # Both threads may come here at the same moment, for the same signal: either order leaves the same reason.
+        if self._stop_request is None:
+            self._stop_request = (reason, time.monotonic())
 
-    # In the listening thread, at once
+    # In the listening thread, at the moment of the signal
 
     def _listen(self) -> None:
-        while _QUIT not in (heard := os.read(self._read_fd, 64)):
-            for number in heard:
-                self._hear(number)
+        while _QUIT not in (numbers := os.read(self._read_fd, 64)):
+            for number in numbers:
+                self._on_signal(number)
 
-    def _hear(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if number in self._save_signals:
             self.announce(f"{_name(number)}: saving after this step, then going on")
         elif number == signal.SIGINT and number in self._stop_signals:
-            self._hear_ctrl_c()
+            self._on_ctrl_c()
         elif number in self._stop_signals and not self._stopping.is_set():
             self.request_stop(f"signal:{_name(number)}")
-            self.announce(f"{_name(number)}: {self.plan}")
+            self.announce_stop(_name(number))
 
-    def _hear_ctrl_c(self) -> None:
-        if self._own_pokes:
-            self._own_pokes -= 1
-        elif not self._ctrl_c_heard:
-            self._ctrl_c_heard = True
+    def _on_ctrl_c(self) -> None:
+        if self._own_sigints:
+            self._own_sigints -= 1
+        elif not self._ctrl_c_seen:
+            self._ctrl_c_seen = True
             self.request_stop("signal:SIGINT")
-            self.announce(f"SIGINT: {self.plan} (again to abort now)")
-        elif self._abort:
+            self.announce_stop("SIGINT", " (again to abort now)")
+        elif self._aborting:
             os._exit(ABORTED_EXIT_CODE)
         else:
-            self._abort_now()
+            self._abort()
 
-    def _abort_now(self) -> None:
-        """Raise KeyboardInterrupt in the main thread; end the process if that thread does not come back."""
+    def _abort(self) -> None:
+        """Raise KeyboardInterrupt in the main thread; end the process if that thread runs no bytecode in time."""
         self.announce("SIGINT again: aborting now; committed checkpoints stay")
-        self._abort = True
+        self._aborting = True
         deadline = time.monotonic() + self._abort_grace_s
         while time.monotonic() < deadline:
-            # Again and again: a signal that comes just before a system call blocks does not wake it.
-            self._own_pokes += 1
+            # One signal may be too few: if it comes just before a system call blocks, the call goes on blocking.
+            self._own_sigints += 1
             signal.pthread_kill(_main_thread_id(), signal.SIGINT)
-            if self._raised.wait(_POKE_S):
+            if self._raised.wait(_RETRY_S):
                 return
         os._exit(ABORTED_EXIT_CODE)
 
@@ -249,11 +267,23 @@ class Interrupts:
 _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _installed: list[Interrupts] = []
+_process_ends = False
+
+
+def ends_with_process() -> None:
+    """For a program: after its last `Interrupts` their signals are ignored until the process has ended.
+
+    The exit code is decided by then, and a signal during the exit of the interpreter must not change it.
+    """
+    global _process_ends
+    _process_ends = True
+
+
 _before_fork = threading.local()
 
 
 def _block_before_fork() -> None:
-    # A signal to the child before it is on its own would be written into the pipe of the parent.
+    # Until `_forget_in_child` has run, the child would write its signals into the pipe of its parent.
     numbers = {number for one in _installed for number in one._old_handlers}
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -264,7 +294,7 @@ def _unblock_after_fork() -> None:
 
 def _forget_in_child() -> None:
     for one in reversed(_installed.copy()):
-        one._give_back()
+        one._uninstall()
         one._close()
     _unblock_after_fork()
 
@@ -273,51 +303,54 @@ os.register_at_fork(before=_block_before_fork, after_in_parent=_unblock_after_fo
 
 
 def ignore_signals(_worker_id: int = 0) -> None:
-    """Make a worker process of a DataLoader deaf to what is meant for the run; fits `worker_init_fn`.
+    """Let a worker process of a DataLoader ignore the signals that are meant for the run; fits `worker_init_fn`.
 
-    SLURM, a supervisor and a terminal signal whole process groups. A worker that dies of it takes the run
-    down, which still needs it for its last step. So it ignores these signals and ends when its parent process
-    says so with a SIGTERM of its own, or is gone. (A worker that ignored SIGTERM altogether would hang the
-    exit of the parent: multiprocessing terminates its children and joins them.)
+    SLURM, a supervisor and a terminal signal whole process groups. A worker that a signal ends would take the run
+    down, which still needs the worker for its last step. Therefore a worker ignores these signals. It ends when its
+    parent process sends it a SIGTERM or is gone. (It must not ignore every SIGTERM: at its exit the parent
+    terminates its children through multiprocessing and joins them.)
     """
     parent = os.getppid()
-    signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(-1)  # a forked worker has that of the run
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # macOS cannot tell who sent a signal
+    if not hasattr(signal, "sigwaitinfo"):  # as on macOS: the sender of a signal is unknown there
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
-    notify_of_parent_death("SIGHUP")
-    owner = multiprocessing.parent_process()  # not `parent` where a fork server stands between
-    masters = {parent, owner.pid} if owner else {parent}
-    threading.Thread(target=_obey, args=(parent, masters), name="ci_llm parent", daemon=True).start()
+    notify_of_parent_death("SIGHUP")  # blocked above, so it wakes `sigwaitinfo` only
+    creator = multiprocessing.parent_process()  # with a fork server, another process than the parent
+    senders = {parent, creator.pid} if creator else {parent}
+    threading.Thread(target=_end_with_parent, args=(parent, senders), name="ci_llm parent", daemon=True).start()
+    # The parent may have died before it was asked for: then no notification comes.
     if os.getppid() != parent:
         os._exit(0)
 
 
-def _obey(parent: int, masters: set[int | None]) -> None:
-    """End this process when one of its masters terminates it or its parent dies; wait for both for ever.
-
-    The death notice of Linux comes when the *thread* that forked us ends, hence the look at the parent.
-    """
+def _end_with_parent(parent: int, senders: set[int | None]) -> None:
+    """End this process when one of `senders` sends a SIGTERM, or when the parent is gone. Never returns."""
     while True:
-        heard = signal.sigwaitinfo({signal.SIGTERM, signal.SIGHUP})
-        ordered = heard.si_signo == signal.SIGTERM and heard.si_pid in masters
-        if ordered or os.getppid() != parent:
+        received = signal.sigwaitinfo({signal.SIGTERM, signal.SIGHUP})
+        terminated = received.si_signo == signal.SIGTERM and received.si_pid in senders
+        # A SIGHUP proves nothing: Linux sends it at the end of the *thread* that forked this process.
+        if terminated or os.getppid() != parent:
             os._exit(0)
 
 
 def die_with_parent(signal_name: str = "SIGTERM") -> bool:
-    """Receive `signal_name` when the process that started this one ends; for a trainer under a lone launcher.
+    """Receive `signal_name` when the process that started this one ends; for a trainer under `accelerate launch`.
 
-    `accelerate launch` with one process dies of a SIGTERM without handing it on, and the trainer would run on
-    as an orphan that nobody tells. (It starts the trainer from its main thread, so that thread's end is its
-    own.) Returns False where the system knows no such notice.
+    With one process, `accelerate launch` ends at a SIGTERM and does not forward it. The trainer would run on without
+    a parent, and would not know that it shall stop. (The launcher starts the trainer from its main thread, so the end
+    of that thread is the end of the launcher.)
+
+    Returns:
+        False if the system has no such notification.
     """
     parent = os.getppid()
     if not notify_of_parent_death(signal_name):
         return False
+    # As above: a parent that died before the call sends no notification.
     if os.getppid() != parent:
         os.kill(os.getpid(), getattr(signal, signal_name))
     return True
@@ -333,7 +366,7 @@ def send(pid: int, signal_name: str) -> bool:
 
 
 def signal_number(name: str) -> int:
-    """The number of "SIGTERM", say; of any signal that a process can be sent, SIGKILL included.
+    """The number of a signal by its name, for example "SIGTERM"; SIGKILL included.
 
     Raises:
         ConfigError: this system has no such signal.
@@ -354,7 +387,7 @@ def notify_of_parent_death(signal_name: str) -> bool:
     return True
 
 
-def _meanings(stop: Iterable[str], save: Iterable[str]) -> tuple[frozenset[int], frozenset[int]]:
+def _signal_numbers(stop: Iterable[str], save: Iterable[str]) -> tuple[frozenset[int], frozenset[int]]:
     stops, saves = (frozenset(_number(name) for name in names) for names in (stop, save))
     if both := stops & saves:
         raise ConfigError(f"{_name(min(both))} cannot mean both stop and save")
@@ -364,7 +397,7 @@ def _meanings(stop: Iterable[str], save: Iterable[str]) -> tuple[frozenset[int],
 def _number(name: str) -> int:
     number = signal.Signals.__members__.get(name)
     if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-        raise ConfigError(f"{name!r} is not a signal that a program can hear", hint=f"for instance {STOP_SIGNALS[0]}")
+        raise ConfigError(f"{name!r} is not a signal that a program can catch", hint=f"for instance {STOP_SIGNALS[0]}")
     return number
 
 
@@ -379,5 +412,5 @@ def _main_thread_id() -> int:
 
 
 def _to_stderr(line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone, and then nobody is left to read it
+    with contextlib.suppress(OSError):  # the terminal may be gone, and with it every reader
         os.write(2, f"{line}\n".encode())

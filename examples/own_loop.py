@@ -15,8 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ci_llm import CheckpointManager, StatefulSampler
-from ci_llm.core.determinism import seed_everything
+from ci_llm import CheckpointManager, StatefulSampler, seed_everything
 
 STEPS, BATCH = 60, 8
 
@@ -34,18 +33,15 @@ def torch_loop(folder: Path, steps: int = STEPS) -> None:
     model, optimizer, rows = ingredients()
     sampler = StatefulSampler(rows, seed=1)
     loader = DataLoader(rows, BATCH, sampler=sampler)
-    objects = {"model": model, "optimizer": optimizer}
+    objects = {"model": model, "optimizer": optimizer, "sampler": sampler}
     manager = CheckpointManager(folder, save_interval_steps=10)  # <- 1
     start = 0
     if (latest := manager.latest_step()) is not None:  # <- 2
         manager.restore(latest, into=objects)
         start = latest + 1
         print(f"goes on after step {latest} of {steps}", flush=True)
+    batches = sampler.batches(loader)  # <- 3  epoch after epoch, from behind the last one that was used
     for step in range(start, steps):
-        epoch, batches_done = divmod(step, len(loader))
-        if step == start or batches_done == 0:
-            sampler.set_epoch(epoch, start=batches_done * BATCH)  # <- 3
-            batches = iter(loader)
         x, y = next(batches)
         seed_everything(1, step)  # <- 4  dropout as a function of the step: there is no generator to save
         loss = nn.functional.mse_loss(model(x), y)

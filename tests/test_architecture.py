@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,13 +127,52 @@ def test_functions_fit_a_screen() -> None:
     assert not [name for name, length in lengths.items() if length > 60]
 
 
+def test_a_run_as_a_whole_is_taken_by_few() -> None:
+    """`Run` knows every part of a run. Only the files that work on the whole take it; others take what they use."""
+    takers = [
+        (path.name, node.name)
+        for path in sorted((PACKAGE / "run").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for argument in ast.walk(node.args)
+        if isinstance(argument, ast.arg) and argument.annotation and ast.unparse(argument.annotation) == "Run"
+    ]
+    assert {file for file, _ in takers} <= {"job.py", "loop.py", "setup.py"}
+    assert len(takers) <= 25
+
+
 def test_the_public_surface_is_what_it_says() -> None:
     assert sorted(ci_llm.__all__) == list(ci_llm.__all__)
-    assert len(ci_llm.__all__) <= 12
+    assert len(ci_llm.__all__) <= 20
     for name in ci_llm.__all__:
         assert getattr(ci_llm, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         ci_llm.nonsense  # noqa: B018
+
+
+def test_docs_list_the_public_names_one_line_each() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(ci_llm.__all__)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/**/*.py"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_readme_docs_and_examples_import_public_names_only(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        text = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    lines = re.findall(r"^ *((?:from|import) ci_llm\b.*)$", text, re.MULTILINE)
+    assert len(lines) == len(re.findall(r"(?:from|import)\s+ci_llm\b", text)), "an import that this test cannot read"
+    for line in lines:
+        if line == "import ci_llm":
+            continue
+        found = re.fullmatch(r"from ci_llm import (\w+(?:(?: as \w+)?, \w+)*(?: as \w+)?)(?:\s+#.*)?", line)
+        assert found, f"{line}: not of the form `from ci_llm import NAME`"
+        names = {part.split(" as ")[0] for part in found[1].split(", ")}
+        assert names <= set(ci_llm.__all__), f"{line}: not public"
 
 
 LIGHT = (

@@ -1,4 +1,4 @@
-"""The embedded task is right in its arithmetic and stays as it is; the base can do what it was made for."""
+"""The embedded task is arithmetically right and never changes; the embedded base solves what it was trained on."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_unknown_split_is_named_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("split", SIZES)
-def test_answers_are_worked_out_right(split: str) -> None:
+def test_every_step_of_an_answer_is_right(split: str) -> None:
     for row in rows(split):
         *lines, final = row["answer"].split("\n")
         found = [EQUATION.fullmatch(line) for line in lines]
@@ -114,7 +114,7 @@ def test_numbers_are_single_tokens_apart_from_the_space(tokenizer: Any) -> None:
         assert tokenizer(f"={number}\n")["input_ids"][1] == alone
 
 
-def test_tokenizer_gives_back_what_it_got_and_adds_nothing(tokenizer: Any) -> None:
+def test_tokenizer_decodes_to_its_input_and_adds_nothing(tokenizer: Any) -> None:
     for row in [*rows("validation")[:50], {"question": "naïve 東京 007 1234", "answer": " two  spaces\n"}]:
         text = "\n".join(row.values())
         ids = tokenizer(text)["input_ids"]
@@ -132,7 +132,7 @@ def test_tokenizer_and_model_agree_on_special_tokens(tokenizer: Any, base: Any) 
 
 
 def solve(base: Any, tokenizer: Any, questions: list[str]) -> list[str]:
-    """What greedy decoding answers, one string per question."""
+    """Answers by greedy decoding, one string per question."""
     prompts = [f"{tokenizer.bos_token}{question}\n" for question in questions]
     batch = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
     written = base.generate(**batch, do_sample=False, max_new_tokens=24)

@@ -1,1 +1,1 @@
-"""What makes parts of this project, outside the package: the embedded base, tables of the docs."""
+"""Programs that make parts of this project: the embedded base, and tables of the docs."""

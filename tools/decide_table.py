@@ -1,4 +1,4 @@
-"""The table of `decide`, row by row: what the documentation shows and the tests enumerate."""
+"""Prints the table of `decide` that docs/supervision.md shows: every case, computed by the code itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 
 _RAN: Final = Outcome("crashed", learning_rate=2e-4, batch_size=32)
-_VAIN: Final = (_RAN, _RAN)
+_NO_PROGRESS: Final = (_RAN, _RAN)
 _EARLY: Final = replace(
-    _RAN, detail="exit code 1: ImportError: no torch", fault="ImportError: no torch", duration_s=2.0
+    _RAN, detail="exit code 1: ImportError: no torch", signature="ImportError: no torch", duration_s=2.0
 )
 _CUT: Final = replace(_RAN, kind="nonfinite")
 
-#: (how the attempt ended, the situation, attempts before it, its outcome), row by row.
+#: Row by row: how the attempt ended, the situation, the outcomes before it, its own outcome.
 CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("completed", "", (), replace(_RAN, kind="completed")),
     ("interrupted", "it stopped by itself, or was asked to", (), replace(_RAN, kind="interrupted")),
@@ -25,11 +25,11 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("nonfinite", "", (), replace(_RAN, kind="nonfinite")),
     (
         "nonfinite",
-        "ours, good until step 250",
+        "own run, good until step 250",
         (),
         replace(_RAN, kind="nonfinite", good_step=250),
     ),
-    ("nonfinite", "after three cuts in vain", (_CUT,) * 3, _CUT),
+    ("nonfinite", "three cuts without progress", (_CUT,) * 3, _CUT),
     ("nonfinite", "near the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1.2e-6)),
     ("nonfinite", "at the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1e-6)),
     ("nonfinite", "the learning rate is unknown", (), replace(_RAN, kind="nonfinite", learning_rate=None)),
@@ -44,13 +44,13 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("crashed", "", (), _RAN),
     ("crashed", "second time without progress", (_RAN,), _RAN),
     ("crashed", "the same exception twice, within a minute", (_EARLY,), _EARLY),
-    ("crashed", "third time, but with progress", _VAIN, replace(_RAN, progress=True)),
-    ("killed, hang, disk_full, crashed", "third time without progress", _VAIN, replace(_RAN, kind="killed")),
+    ("crashed", "third time, but with progress", _NO_PROGRESS, replace(_RAN, progress=True)),
+    ("killed, hang, disk_full, crashed", "third time without progress", _NO_PROGRESS, replace(_RAN, kind="killed")),
 )
 
 
 def render_table(policy: Policy | None = None) -> str:
-    """The table as markdown, computed by `decide` itself: learning rate 2e-4 and batch 32 unless a row says else."""
+    """Return the table in Markdown: learning rate 2e-4 and batch 32 unless a row says otherwise."""
     rows = list(_rows(policy or Policy()))
     head = ("the attempt", "situation", "action", "what changes, or why", "exit code")
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
@@ -78,3 +78,7 @@ def _effect(outcome: Outcome, decision: Decision) -> str:
     if decision.wait_s:
         changes.append(f"after {decision.wait_s:g} s")
     return ", ".join(changes) or (decision.why if decision.exit_code else "")
+
+
+if __name__ == "__main__":
+    print(render_table())

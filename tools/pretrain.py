@@ -1,7 +1,9 @@
-"""Makes the embedded base anew: `python -m tools.pretrain [--out DIR]`, two minutes on two cores.
+"""Make the embedded base: `python -m tools.pretrain [--out DIR]`, two minutes on two cores.
 
-Tokenizer, text, initial weights and order follow from fixed seeds, and the budget is a number of steps: a
-rerun on the same machine gives the same files byte for byte, one elsewhere a base that differs by rounding.
+Tokenizer, text, initial weights and order follow from fixed seeds, and the budget is a number of steps. A second run on
+the same machine gives the same files byte for byte; on another machine the base differs by rounding.
+
+Legend: B rows, T tokens per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from tools.tokenizer import MAX_LENGTH, VOCABULARY, train_tokenizer
 STEPS, WARMUP_STEPS = 1500, 100
 ROWS, LENGTH = 24, 88
 LEARNING_RATE = 3e-3
-# Names, objects and verbs cannot be predicted; what can be is a result, and the answer to a question.
+# Results and answers can be predicted; names, objects and verbs cannot, so they weigh less.
 WEIGHT_ELSEWHERE = 0.25
 
 
 def main() -> None:
-    """Trains tokenizer and base, saves both, prints what the base can do."""
+    """Train tokenizer and base, save both, and print what the base can solve."""
     parser = argparse.ArgumentParser(prog="python -m tools.pretrain", description=__doc__)
     parser.add_argument("--out", type=Path, default=BASE_FOLDER, help="folder to write (default: the package's own)")
     out: Path = parser.parse_args().out
@@ -71,13 +73,13 @@ def new_base(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        attn_implementation="eager",  # at this length twice as fast on a CPU as sdpa, whose backward is slow
+        attn_implementation="eager",  # on a CPU twice as fast as sdpa at this length
     )
     return LlamaForCausalLM(config)
 
 
 def pretrain(tokenizer: PreTrainedTokenizerFast, steps: int = STEPS) -> LlamaForCausalLM:
-    """Trains a new base under bf16 autocast for `steps` optimizer steps of ROWS rows of LENGTH tokens."""
+    """Train a new base under bf16 autocast for `steps` optimizer steps of ROWS rows of LENGTH tokens."""
     model = new_base(tokenizer).train()
     optimizer = torch.optim.AdamW(_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP_STEPS, steps)
@@ -113,7 +115,10 @@ def text(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> tuple[Tensor, T
 
 
 def token_weights(tokenizer: PreTrainedTokenizerFast, document: list[int]) -> list[float]:
-    """Weight of each token as a target: 1 behind the question, on a result and on the token that ends it."""
+    """The loss weight of each token as a target.
+
+    It is 1 for a token after the question, for the result of an equation and for the token that ends the result.
+    """
     newline, equals = tokenizer.convert_tokens_to_ids(["Ċ", "="])
     weights = []
     answering = False
@@ -125,16 +130,21 @@ def token_weights(tokenizer: PreTrainedTokenizerFast, document: list[int]) -> li
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: Tensor, weight: Tensor) -> Tensor:
-    """Weighted mean of the next-token cross-entropy of rows [B, T + 1]."""
+    """Weighted mean of the next-token cross-entropy, [] in nats.
+
+    Args:
+        batch: [B, T + 1] token ids.
+        weight: [B, T + 1] loss weight of each token as a target.
+    """
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits  # [B, T, V]
     losses = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
     kept = weight[:, 1:].flatten()
     return (losses * kept).sum() / kept.sum()
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Writes fp32 safetensors, configs and tokenizer; whoever opens them gets the default attention."""
+    """Write fp32 safetensors, configs and tokenizer."""
     model.generation_config = GenerationConfig(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -145,9 +155,9 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def probe(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, tuple[int, int]]:
-    """What the base can do on text of other seeds: (right, count) per kind of problem.
+    """What the base solves of problems from other seeds: (right, count) per kind of problem.
 
-    An answer is right if greedy decoding gives the whole of it.
+    An answer is right if greedy decoding gives all of it.
     """
     rng = Random("probe")
     equations = [equation(rng).partition("=") for _ in range(400)]
@@ -162,12 +172,12 @@ def probe(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[s
 
 @torch.inference_mode()
 def solved(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> Iterator[bool]:
-    """For each (prompt, answer): is every answer token the likeliest one? Then greedy decoding writes it."""
+    """For each (prompt, answer), whether every answer token is the most probable one, as in greedy decoding."""
     for prompt, answer in pairs:
-        asked = [tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]
+        prompt_ids = [tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]
         wanted = tokenizer(answer)["input_ids"]
-        logits = model(input_ids=torch.tensor([asked + wanted])).logits[0]
-        yield logits[len(asked) - 1 : -1].argmax(-1).tolist() == wanted
+        logits = model(input_ids=torch.tensor([prompt_ids + wanted])).logits[0]
+        yield logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist() == wanted
 
 
 def _joined(question: str, answer: str) -> tuple[str, str]:
@@ -175,7 +185,7 @@ def _joined(question: str, answer: str) -> tuple[str, str]:
 
 
 def _groups(model: LlamaForCausalLM) -> list[dict[str, object]]:
-    """Matrices decay, norms do not."""
+    """Parameter groups of the optimizer: weight decay acts on matrices and not on norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     norms = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     return [{"params": matrices, "weight_decay": 0.05}, {"params": norms, "weight_decay": 0.0}]

@@ -1,6 +1,6 @@
-"""Trains the tokenizer of the embedded base: byte-level BPE of 576 entries in which 0..99 are one token each.
+"""Train the tokenizer of the embedded base: byte-level BPE of 576 entries in which 0..99 are one token each.
 
-Whole numbers as tokens are what lets so small a model calculate: with single digits it still failed a quarter
+A number is one token because so small a model calculates better with it: with single digits it still failed a quarter
 of the one-step stories after twice the pretraining.
 """
 
@@ -20,9 +20,9 @@ PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
 
 def train_tokenizer(num_texts: int = 20_000) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from the base's own text. Adds no special token by itself; pads on the left."""
+    """Byte-level BPE learned from the base's own text. It adds no special token and pads on the left."""
     tokenizer = Tokenizer(models.BPE())
-    # Cutting digits out first keeps a number apart from the space before it.
+    # Digits are split off first, so that a number never shares a token with the space before it.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex("[0-9]{1,2}"), behavior="isolated"),
@@ -49,7 +49,7 @@ def train_tokenizer(num_texts: int = 20_000) -> PreTrainedTokenizerFast:
 
 
 def _texts(num_texts: int) -> Iterator[str]:
-    """The text, and every number often enough to be merged into one token."""
+    """The base's text, and every number often enough to be merged into one token."""
     numbers = " ".join(str(number) for number in range(100))
     yield from islice(pretraining_texts(PRETRAINING_SEED), num_texts)
     yield from (numbers for _ in range(num_texts // 20))

@@ -6,6 +6,7 @@ for the end of the save, and by nobody else: an optimizer step is no place to le
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ import torch
 from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
 from ci_llm.checkpoints.state_files import Snapshot, StateEntry
 from ci_llm.checkpoints.store import SaveResult
+from ci_llm.errors import CiLlmError
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,16 @@ class AsyncSaver:
         self._pool.shutdown()
         for hook in self._hooks:
             hook.remove()
+
+
+def finish_at_exit(behind: AsyncSaver, say: Callable[[str], None], pid: int) -> None:
+    """Python waits for the thread by itself, but nobody would ask what became of the save."""
+    if os.getpid() != pid:
+        return  # a forked child, in which there is no such thread
+    try:
+        behind.wait()
+    except CiLlmError as error:
+        say(f"the last checkpoint was not saved: {error}")
 
 
 def _one_thread() -> ThreadPoolExecutor:

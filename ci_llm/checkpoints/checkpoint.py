@@ -1,4 +1,4 @@
-"""One committed folder by itself, at a path of the caller's choice: no run around it, no line, no claim."""
+"""One committed folder by itself, at a path of the caller's choice: found, read, written; no claim."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.commit import commit, require_space
-from ci_llm.checkpoints.manifest import Manifest, read_folder
+from ci_llm.checkpoints.folders import FINAL, committed, is_named_checkpoint
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_folder
 from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
 from ci_llm.core.durable import DISK, Filesystem, make_folders, remove_tree
 from ci_llm.errors import CheckpointError
@@ -22,6 +23,20 @@ class Checkpoint:
 
     state: dict[str, Any]
     manifest: Manifest
+
+
+def find_checkpoint(place: Path, *, final_first: bool = False) -> Path | None:
+    """The committed folder that `place` means, unread: itself, or the newest of a run's folder; None: it is neither.
+
+    Args:
+        final_first: of a run's folder its `final_checkpoint`, if it has one: the result, where `place` is to be used.
+    """
+    if (place / MANIFEST).is_file() or (is_named_checkpoint(place) and place.is_dir()):
+        return place
+    line = [folder for _, folder in committed(place)]
+    if final_first and place / FINAL in line:
+        return place / FINAL
+    return line[0] if line else None
 
 
 def load_checkpoint(folder: Path | str) -> Checkpoint:

@@ -26,8 +26,8 @@ from ci_llm.checkpoints.shards import Part, contents, deal, outline
 from ci_llm.checkpoints.state_files import Snapshot, State, StateEntry, hand_off
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
 from ci_llm.core.typed_json import dump_json, load_json
-from ci_llm.distributed.side_channel import PeerGone, Peers, SideChannel, run_collectively
-from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, run_collectively
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, PeerLost
 
 Said: TypeAlias = "dict[str, Any]"
 Commit: TypeAlias = Callable[[Snapshot, Others], SaveResult]
@@ -42,7 +42,7 @@ class PartWriter:
         processes: for what is said in the thread of the training.
     """
 
-    def __init__(self, processes: Peers) -> None:
+    def __init__(self, processes: ProcessGroup) -> None:
         self._processes, self._line = processes, SideChannel()
         self._compared = self._line.count == 1
         self._parts: Sequence[Part] = ()
@@ -103,7 +103,7 @@ class PartWriter:
         Raises:
             CheckpointError: what went wrong here; on process 0 also what went wrong elsewhere. A disk that fails is
                 no error but a result.
-            PeerGone: a process has ended.
+            PeerLost: a process has ended.
         """
         said = GAVE_UP
         try:
@@ -131,7 +131,7 @@ class PartWriter:
     def _lead(self, step: int, followers: _Followers, commit: Callable[[Others], SaveResult]) -> SaveResult:
         try:
             result = commit(followers)
-        except PeerGone:
+        except PeerLost:
             raise
         except BaseException as error:
             followers.dismiss(SaveResult(step, False, f"process 0 could not commit it: {error}"))

@@ -110,13 +110,21 @@ class Lease:
         return self.work.is_dir()
 
     def require(self) -> None:
-        """Raises WriterBusy if another attempt has taken over."""
-        if not self.still_held():
-            raise WriterBusy(
-                f"attempt {self.attempt} was taken over by another attempt and must not write any more",
-                where=str(self.folder.parent),
-                hint="end this process; the other one goes on",
+        """Raises WriterBusy if another attempt has taken over, CheckpointError if the folder was removed."""
+        if self.still_held():
+            return
+        place = self.folder.parent
+        if not place.is_dir() or not any(_NUMBERED.match(path.name) for path in place.iterdir()):
+            raise CheckpointError(
+                "the folder of this run was removed or moved while it was running",
+                where=str(place),
+                hint="put it back where it was, and start again: the run goes on from the newest checkpoint in it",
             )
+        raise WriterBusy(
+            f"attempt {self.attempt} was taken over by another attempt and must not write any more",
+            where=str(place),
+            hint="end this process; the other one goes on",
+        )
 
 
 def _beat(work: Path, interval_s: float, ended: threading.Event, disk: Filesystem) -> None:

@@ -12,7 +12,7 @@
             manager.wait_until_finished()
             sys.exit()
 
-It speaks Orbax's CheckpointManager (https://orbax.readthedocs.io), whose documented loop runs as it stands.
+It speaks Orbax's CheckpointManager (https://orbax.readthedocs.io), and docs/coming_from/orbax.md says where it differs.
 It knows names and tensors, nothing of agents, and serves any loop.
 """
 
@@ -22,23 +22,27 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from ci_llm.checkpoints.async_saver import AsyncSaver
+from ci_llm.checkpoints.args import state_of
+from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
 from ci_llm.checkpoints.backends import Wanted, open_backend
-from ci_llm.checkpoints.manifest import Manifest
+from ci_llm.checkpoints.gradients import Gradients
+from ci_llm.checkpoints.keeping import METRICS, Keeping, Metrics
+from ci_llm.checkpoints.manifest import copy_info
+from ci_llm.checkpoints.options import Rules
 from ci_llm.checkpoints.policy import BestInterval, SavePolicy
-from ci_llm.checkpoints.restore import load_into
-from ci_llm.checkpoints.state_files import State, read_snapshot, snapshot_of, take_snapshot
+from ci_llm.checkpoints.reading import Reading
+from ci_llm.checkpoints.state_files import State, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.core.typed_json import decode, encode
-from ci_llm.distributed.side_channel import Peers, TorchPeers, has_peers, run_collectively
-from ci_llm.errors import CheckpointError, CiLlmError
+from ci_llm.checkpoints.votes import Ballot, Votes
+from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, has_other_processes, run_collectively
+from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
 
 _LOGGER = logging.getLogger(__name__)
@@ -47,33 +51,7 @@ _LOGGER = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 240.0
 
 
-def _copy_of(info: Mapping[str, object]) -> dict[str, Any]:
-    try:
-        return {key: decode(encode(value)) for key, value in info.items()}
-    except TypeError as error:
-        raise CheckpointError(f"the info cannot be saved: {error}") from error
-
-
-def _finish_at_exit(behind: AsyncSaver, say: Callable[[str], None], pid: int) -> None:
-    """Python waits for the thread by itself, but nobody would ask what became of the save."""
-    if os.getpid() != pid:
-        return  # a forked child, in which there is no such thread
-    try:
-        behind.wait()
-    except CiLlmError as error:
-        say(f"the last checkpoint was not saved: {error}")
-
-
-class _Votes(NamedTuple):
-    """What the processes say about one step; a count of processes each."""
-
-    stop: int
-    save_requested: int
-    due: int
-    newer: int
-
-
-class CheckpointManager:
+class CheckpointManager(Reading):
     """The checkpoints of one training loop.
 
     Reading needs nothing; the first `save` claims the folder for this process. On several processes `save`,
@@ -86,7 +64,12 @@ class CheckpointManager:
         save_interval_steps: `save` saves at each multiple of it; None never by steps.
         save_interval_seconds: and when so much time has passed since the last; None never by time; "auto" as often
             as loses least by what saves cost here and how often the run has failed (see interval.py).
+        save_on_steps: and at these steps.
         max_to_keep: numbered checkpoints to keep; None keeps all.
+        keep_period: multiples of it are not pruned.
+        best_fn: given the `metrics` of a save, how good it is: `max_to_keep` keeps the best, and the newest as well.
+        best_mode: whether more is better ("max"), or less ("min").
+        read_only: nothing is written, moved or claimed, and `save` is always False.
         async_save: copy the state, return, write it behind. One save is in flight: the next one waits for it, and
             says so. A save in flight at the end of the process is finished. False: `save` returns when it is durable.
         optimizers: those of the loop. With `async_save` what they own is copied behind the training, too, and each
@@ -103,35 +86,48 @@ class CheckpointManager:
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         say: called with one line for people; with `async_save` also from the thread that writes.
         clock: seconds, monotonic.
+        options: Orbax's way to say it: `CheckpointManagerOptions`, ours or Orbax's own, replaces the arguments of the
+            same meaning; the first save of an empty folder is then due at any step, as it is there.
+        positional: Orbax's older call, `CheckpointManager(directory, checkpointers, options)`.
     """
 
     def __init__(
         self,
         directory: Path | str,
-        *,
+        *positional: Any,
         save_interval_steps: int | None = 1,
         save_interval_seconds: float | Literal["auto"] | None = None,
+        save_on_steps: Collection[int] = (),
         max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        best_fn: Callable[[Any], float] | None = None,
+        best_mode: Literal["max", "min"] = "max",
+        read_only: bool = False,
         async_save: bool = True,
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
         checkpoint_backend: Literal["vanilla", "distributed"] = "vanilla",
-        processes: Peers | None = None,
+        processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
         say: Callable[[str], None] = _LOGGER.warning,
         clock: Callable[[], float] = time.monotonic,
+        options: Any = None,
     ) -> None:
+        best = (best_fn, best_mode)
+        own = Rules(save_interval_steps, save_on_steps, max_to_keep, keep_period, *best, read_only, async_save)
+        rules = own.under(positional, options)
         self._interval = BestInterval(say, clock) if save_interval_seconds == "auto" else None
-        self._policy = SavePolicy(
-            save_interval_steps, None if save_interval_seconds == "auto" else save_interval_seconds
-        )
+        seconds = None if save_interval_seconds == "auto" else save_interval_seconds
+        self._policy = SavePolicy(rules.save_interval_steps, seconds, frozenset(rules.save_on_steps), rules.initially)
+        self._keeping = Keeping(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
+        self._read_only, self._closed = rules.read_only, False
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self.store = CheckpointStore(
             directory,
-            save_total_limit=max_to_keep,
+            save_total_limit=self._keeping.newest,
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
             say=say,
@@ -139,16 +135,18 @@ class CheckpointManager:
             sleep=self._interrupts.wait,
         )
         device = accelerator.device if accelerator is not None else None
-        self._processes: Peers = processes or TorchPeers(device)
+        self._processes: ProcessGroup = processes or TorchProcessGroup(device)
         self._backend = open_backend(checkpoint_backend, self._processes)
         self._say, self._clock = say, clock
-        self._behind = AsyncSaver(optimizers) if async_save else None
+        optimizers = list(optimizers)
+        self._gradients = Gradients(self._processes, optimizers, accelerator)
+        self._behind = AsyncSaver(optimizers) if rules.async_save else None
         if self._behind is not None:
-            weakref.finalize(self, _finish_at_exit, self._behind, say, os.getpid())
+            weakref.finalize(self, finish_at_exit, self._behind, say, os.getpid())
         self._tried_at = clock()
         self._known_newest: list[int | None] = []
         self._begun: int | None = None
-        self._votes: tuple[int, _Votes] | None = None
+        self._ballot = Ballot(self._processes)
 
     # Saving
 
@@ -161,14 +159,16 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether this process, asked alone, would save `step`: by the policy, a stop or a request."""
-        votes = self._own_votes(step)
-        return bool(votes.newer and (votes.due or votes.stop or votes.save_requested))
+        votes = self._own_opinion(step)
+        return bool(votes.newer) and votes.wanted
 
     def save(
         self,
         step: int,
-        state: State,
+        state: State | None = None,
         *,
+        args: Any = None,
+        metrics: Metrics | None = None,
         force: bool = False,
         info: Mapping[str, object] | None = None,
         keep: Collection[int] = (),
@@ -180,30 +180,39 @@ class CheckpointManager:
 
         Args:
             state: dict; its keys name files (see snapshot.py). Tensors, plain values, nested containers,
-                objects with `state_dict`, and bytes for files to be kept verbatim.
+                objects with `state_dict`, and bytes for files to be kept verbatim. Between two steps of an
+                optimizer in it (or of the `optimizers`) the gradients that wait are saved as well (gradients.py).
+            args: Orbax's way to give it (args.py): `StandardSave(state)`, or a `Composite` of items.
+            metrics: plain values by name, for `best_fn`; they are in the manifest.
             force: due whatever the policy says; the same on every process.
             info: plain values for the manifest: epoch, position, fingerprints.
             keep: steps that are not pruned, beside the `max_to_keep` newest: the best one, for instance.
 
         Raises:
-            CheckpointError: the state holds a value that cannot be saved; the save before failed behind.
+            CheckpointError: the state holds a value that cannot be saved; the save before failed behind; the manager
+                is closed, or the folder of the run is gone.
             WriterBusy: another process writes to this folder, or has taken it over.
         """
-        if force:
-            self._votes = None  # what was begun at this step may have been dropped behind
+        self._require_open()
+        state = state_of(state, args)
+        if self._read_only:
+            return False
+        self._ballot.anew(step, force=force)  # what was begun at this step may have been dropped, or set aside
         votes = self._agree(step)
         if not votes.newer:
             self._say_if_saved(step)
             return False
-        if not (force or votes.due or votes.stop or votes.save_requested):
+        if not (force or votes.wanted):
             return False
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
-        [saved] = run_collectively(
-            self._processes, lambda: [self._write(step, state, info or {}, frozenset(keep), left=votes.stop > 0)]
-        )
+        whole = self._gradients.beside(state)
+        told = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
+        write = partial(self._write, step, whole, told, frozenset(keep), left=votes.stop > 0)
+        [saved] = run_collectively(self._processes, lambda: [write()])
         if saved:
-            self._votes = step, votes._replace(newer=0)
+            self._ballot.saved(step)
+            self._follow(step)
         return saved > 0
 
     def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
@@ -211,6 +220,7 @@ class CheckpointManager:
 
         Raises: as `save` does.
         """
+        self._require_open()
         self.wait_until_finished()
         whole, own = take_snapshot(state), self._own(info, left=True)
         return self._judge(self.store.save(step, whole.files, forms=whole.forms, info=own, keep=keep))
@@ -220,17 +230,19 @@ class CheckpointManager:
 
         Says at one step what `save` acted on at the same step, so that a loop never stops unsaved.
         """
-        if self._own_interrupts and not self._interrupts.installed:
+        if self._own_interrupts and not self._interrupts.installed and not self._closed:
             self._interrupts.install()
         return self._agree(step).stop > 0
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
+        self._require_open(writing=True)
         [made] = run_collectively(self._processes, lambda: [self._finish(extra or {}, step)])
         return made > 0
 
     def watch(self, optimizer: Any) -> None:
         """Add to the `optimizers` one that was made later than the manager."""
+        self._gradients.watch(optimizer)
         if self._behind is not None:
             self._behind.watch(optimizer)
 
@@ -240,60 +252,24 @@ class CheckpointManager:
             self._behind.wait_until_copied()
 
     def wait_until_finished(self) -> None:
-        """Return when nothing is in flight. Raises what a save behind has raised."""
+        """Return when nothing is in flight, on any process. Raises what a save behind has raised."""
         if self._behind is not None:
             self._behind.wait()
 
-    # Coming back
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save is in flight."""
+        return self._behind is not None and self._behind.busy
 
-    def latest_step(self, *, at_most: int | None = None) -> int | None:
-        """The newest step that verifies, read byte by byte; a damaged one is named and quarantined.
+    def check_for_errors(self) -> None:
+        """Raise what a save behind has raised, if it is at its end; waits for nothing."""
+        if not self.is_saving_in_progress():
+            self.wait_until_finished()
 
-        Args:
-            at_most: for going back before this step: `supersede` what is newer then. None: any will do.
-        """
-        self.wait_until_finished()
-        newest = self.store.latest(heal=self._is_main, at_most=at_most)
-        self._known_newest = [newest]
-        return newest
-
-    def restore(self, step: int, *, into: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-        """Read one step and verify what is read.
-
-        Args:
-            into: objects as they were given to `save`; tensors are filled in place, objects get
-                `load_state_dict`, plain values are replaced. Unless all keys, tensors and containers fit, nothing is
-                touched; whether an object fits it finds out itself, when its turn comes.
-
-        Returns:
-            `into`, or the state as nested dicts with tensors on the CPU.
-
-        Raises:
-            DamagedCheckpoint: it is not as it was written.
-            ForeignCheckpoint: it does not fit `into`.
-            CheckpointError: there is no such step.
-        """
-        self.wait_until_finished()
-        manifest, files = self.store.read(step)
-        state = read_snapshot(manifest.forms, files)
-        self._tried_at = self._clock()
-        if into is None:
-            return state
-        load_into(into, state)
-        return into
-
-    def all_steps(self) -> list[int]:
-        """Every committed step, ascending; not verified."""
-        self.wait_until_finished()
-        return self.store.all_steps()
-
-    def verify(self, step: int) -> Manifest:
-        """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
-        self.wait_until_finished()
-        return self.store.verify(step)
+    # Going back
 
     def supersede(self, after_step: int) -> list[Path]:
         """Going back: move every newer checkpoint to `superseded/`. On every process; process 0 does it."""
+        self._require_open(writing=True)
         self._forget_newest()
         return self.store.supersede(after_step) if self._is_main else []
 
@@ -303,6 +279,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is no such step.
         """
+        self._require_open(writing=True)
         self._forget_newest()
         if self._is_main:
             self.store.delete(step)
@@ -310,12 +287,14 @@ class CheckpointManager:
     # AttemptResult
 
     def close(self) -> None:
-        """Finish what is in flight, give the folder free and the signal handlers back."""
+        """Finish what is in flight, give the folder free and the signal handlers back. Then it only reads."""
+        self._closed = True
         try:
             self.wait_until_finished()
         finally:
             if self._behind is not None:
                 self._behind.close()
+            self._gradients.close()
             self.store.close()
             if self._own_interrupts:
                 self._interrupts.restore()
@@ -330,45 +309,57 @@ class CheckpointManager:
 
     # Between processes
 
-    @property
-    def _is_main(self) -> bool:
-        return self._processes.index == 0
+    def _agree(self, step: int) -> Votes:
+        return self._ballot.on(step, lambda: self._own_votes(step))
 
-    def _agree(self, step: int) -> _Votes:
-        """The votes of all processes on `step`, the same for whoever asks about that step again."""
-        if self._votes is None or self._votes[0] != step:
-            self._votes = step, _Votes(*run_collectively(self._processes, lambda: self._own_votes(step)))
-        return self._votes[1]
+    def _own_votes(self, step: int) -> Votes:
+        own = self._own_opinion(step)
+        return own if self._is_main else own._replace(due=0, newer=0)
 
-    def _own_votes(self, step: int) -> _Votes:
+    def _own_opinion(self, step: int) -> Votes:
         stop = self._interrupts.stop_reason is not None
         requested = self._interrupts.save_requested
-        if not self._is_busy():
-            self.wait_until_finished()
-        if not self._is_main:
-            return _Votes(stop, requested, 0, 0)
+        self.check_for_errors()
+        if self._read_only:
+            return Votes(stop, requested, 0, 0)
         newest = self._newest()
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
-        return _Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
+        return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
+
+    def _follow(self, step: int) -> None:
+        """Wait behind for a save that process 0 has begun, so that `wait_until_finished` means it, too."""
+        if self._behind is not None and (task := self._backend.follow(step)) is not None:
+
+            def prepare(be_ready: Callable[[], None]) -> SaveTask:
+                be_ready()
+                return task
+
+            self._behind.begin(prepare, self._judge)
+
+    def _require_open(self, *, writing: bool = False) -> None:
+        if self._closed:
+            raise CheckpointError("this manager is closed", where=str(self.directory), hint="make another one")
+        if writing and self._read_only:
+            raise CheckpointError("this manager is read_only", where=str(self.directory))
+
+    def _has_restored(self) -> None:
+        self._tried_at = self._clock()
 
     # On process 0
 
-    def _forget_newest(self) -> None:
-        self.wait_until_finished()
-        self._known_newest, self._votes = [], None
-
     def _stop_waiting(self, paused_s: float) -> bool:
-        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and has_peers())
+        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and has_other_processes())
 
     def _newest(self) -> int | None:
-        if self._begun is not None and not self._is_busy():
+        if self._begun is not None and not self.is_saving_in_progress():
             last, begun, self._begun = self.last_result, self._begun, None
             if last is None or (last.step, last.saved) != (begun, True):
                 self._known_newest = []
-        if not self._known_newest:
+        if not self._known_newest and self._is_main:
             self.store.claim()
             self._known_newest = [self.store.latest()]
-        return self._known_newest[0]
+        # Process 0 decides, and has looked into them; the others name it for `should_save` only.
+        return self._known_newest[0] if self._known_newest else max(self.store.all_steps(), default=None)
 
     def _say_if_saved(self, step: int) -> None:
         if self._is_main and step == self._newest():
@@ -376,7 +367,10 @@ class CheckpointManager:
 
     def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], *, left: bool) -> bool:
         self._say_if_busy(step)
-        prepare = partial(self._backend.prepare, Wanted(self.store, step, state, partial(self._own, info, left), keep))
+        if self._is_main:
+            keep = {*keep, *self._keeping.spared(self.directory, step, info.get(METRICS), self._begun)}
+        describe, behind = partial(self._own, info, left), self._behind is not None
+        prepare = partial(self._backend.prepare, Wanted(self.store, step, state, describe, keep, behind))
         saved = True
         if self._behind is not None:
             self._behind.begin(prepare, self._judge)
@@ -384,21 +378,18 @@ class CheckpointManager:
             saved = False
         else:
             saved = self._judge(task.save(partial(snapshot_of, task.entries)))
-        if saved and self._is_main:
+        if saved:
             self._known_newest, self._begun = [step], step
         return saved
 
     def _own(self, info: Mapping[str, object], left: bool) -> dict[str, Any]:
-        own = _copy_of(info)
+        own = copy_info(info)
         if self._interval is not None and self._is_main:
             own |= self._interval.record(self.store.directory, self._newest(), self.store.claim(), left=left)
         return own
 
-    def _is_busy(self) -> bool:
-        return self._behind is not None and self._behind.busy
-
     def _say_if_busy(self, step: int) -> None:
-        if self._is_main and self._is_busy():
+        if self._is_main and self.is_saving_in_progress():
             self._say(f"saving step {step} waits for the save before it: saves are due faster than they are written")
 
     def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:

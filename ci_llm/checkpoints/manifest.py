@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -212,6 +212,14 @@ def verify_folder(folder: Path, *, from_disk: bool = False, but: Collection[str]
         _check_listing(folder, manifest)
         _require_digests(folder, {n: r for n, r in manifest.files.items() if n not in but}, from_disk)
     return manifest
+
+
+def copy_info(info: Mapping[str, object]) -> dict[str, Any]:
+    """The info of a manifest, in containers of its own. Raises CheckpointError for a value that is not plain."""
+    try:
+        return {key: decode(encode(value)) for key, value in info.items()}
+    except TypeError as error:
+        raise CheckpointError(f"the info cannot be saved: {error}") from error
 
 
 def verify_files(folder: Path, records: Mapping[str, FileRecord]) -> None:

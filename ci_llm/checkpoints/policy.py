@@ -13,7 +13,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -30,10 +30,14 @@ class SavePolicy:
     Args:
         every_steps: at each multiple of it; None never.
         every_seconds: when so much time has passed since the last save was tried; None never.
+        on_steps: and at these.
+        initially: and at the first step that is asked about, if nothing is committed yet.
     """
 
     every_steps: int | None = 1
     every_seconds: float | None = None
+    on_steps: Collection[int] = ()
+    initially: bool = False
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
@@ -51,7 +55,8 @@ class SavePolicy:
             return False
         by_steps = self.every_steps is not None and step % self.every_steps == 0
         by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
-        return must or by_steps or by_time
+        named = step in self.on_steps or (self.initially and newest is None)
+        return must or by_steps or by_time or named
 
 
 # ---------------------------------------------------------------------------------------------------- interval

@@ -3,6 +3,7 @@
     checkpoint_step_<N>/, final_checkpoint/    see line.py
     quarantine/    what did not verify
     superseded/    what was newer than the step that a run went back to
+    overwritten/   whole runs that were in the way of a new one
 
 One checkpoint goes one way: written in the attempt's own folder, every file synced, the manifest last, the
 folders synced; renamed into its place, the place synced; read back from the device; only then are old ones
@@ -32,6 +33,7 @@ from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 QUARANTINE = "quarantine"
 SUPERSEDED = "superseded"
+OVERWRITTEN = "overwritten"
 WRITER_TIMEOUT_S = 60.0
 PAUSE_S = 10.0
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -158,8 +160,8 @@ class CheckpointStore:
                 self._say(f"a leftover of an earlier attempt stays: {error}")
 
     def _forward(self, leftover: Path) -> None:
-        """A dead attempt may have died while it moved a checkpoint to where people find it: finish that."""
-        for shelf in (QUARANTINE, SUPERSEDED):
+        """A dead attempt may have died while it moved something to where people find it: finish that."""
+        for shelf in (QUARANTINE, SUPERSEDED, OVERWRITTEN):
             for folder in sorted(leftover.glob(f"*/{shelf}/*")):
                 self._shelve(folder, shelf)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ci_llm.errors import ConfigError
 
@@ -17,6 +17,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
 
 
 def make_parser(command: str, description: str, examples: str) -> Parser:

@@ -1,120 +1,137 @@
-"""`ci-llm supervise` and safe_train.py: from a command line to a supervision, and to its exit code."""
+"""`ci-llm supervise` and safe_train.py: from a command line to a target, its supervisor, and an exit code."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ci_llm.errors import ConfigError, LaunchError
 from ci_llm.supervisor.options import DEFAULT_SCRIPT, Options, parse_options
 
 if TYPE_CHECKING:
-    from ci_llm.supervisor.target import Training
-import re
-from typing import Final
+    from ci_llm.supervisor.target import Target
+
+logger = logging.getLogger(__name__)
+
+#: A script that imports the command line of this project starts its trainer, as train.py does.
+_OWN_ENTRY: Final = re.compile(r"^\s*(?:from|import) ci_llm\.(?:cli|entrance)\b", re.MULTILINE)
 
 
 def supervise(arguments: Sequence[str]) -> int:
-    """`python safe_train.py ...`; returns the exit code: 0 completed, 2 bad call, 75 interrupted, 1 gave up,
-    130 aborted by a second Ctrl-C.
+    """`python safe_train.py ...`.
+
+    Returns:
+        the exit code: 0 completed, 1 gave up, 2 bad call, 75 interrupted, 130 aborted by a second Ctrl-C.
 
     Raises:
         BadInput: the call is wrong, and nothing was launched.
         SystemExit: with 0, after `--help`.
     """
-    call = parse_options(arguments)
+    options = parse_options(arguments)
     if sys.platform == "win32":
         raise LaunchError(
             "the supervisor needs process groups and pseudo-terminals, which Windows does not have",
-            hint="run it in WSL; train.py itself resumes by being called again",
+            hint="run it in WSL; train.py itself resumes when it is called again",
         )
-    return _supervise(call)
+    return _supervise(options)
 
 
-def _supervise(call: Options) -> int:
-    # Loaded here, so that --help answers at once.
+def _supervise(options: Options) -> int:
+    # Imported here, so that --help answers at once.
     from ci_llm.interrupts import ABORTED_EXIT_CODE, STOP_SIGNALS, Interrupts
     from ci_llm.supervisor import process_tree
-    from ci_llm.supervisor.log import LOG_NAME, SupervisorLog
-    from ci_llm.supervisor.loop import Supervision
-    from ci_llm.supervisor.wandb_cleanup import TrackerRuns
+    from ci_llm.supervisor.log import LOG_NAME, MID_LINE, SupervisorLog
+    from ci_llm.supervisor.loop import Supervisor
+    from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 
-    story = SupervisorLog(Path(LOG_NAME))
-    wake_fd, heard_fd = os.pipe()
+    wake_fd, signalled_fd = os.pipe()
 
     def announce(line: str) -> None:
-        if interrupts.stop_reason is not None:  # what is passed on is told when that is done
-            story.say(line, at_line_start=False)
-        os.write(heard_fd, b"\n")
+        if interrupts.stop_reason is not None:  # a request to save is reported once it has been passed on
+            logger.info(line, extra=MID_LINE)
+        os.write(signalled_fd, b"\n")
 
-    with Interrupts(stop=(*STOP_SIGNALS, "SIGHUP"), announce=announce) as interrupts:
+    interrupts = Interrupts(stop=(*STOP_SIGNALS, "SIGHUP"), announce=announce)
+    with SupervisorLog(Path(LOG_NAME)), interrupts:
         process_tree.adopt_orphans()
-        training = _training(call)
-        deletes_runs = call.delete_wandb_runs and training.starts_anew
-        supervision = Supervision(
-            training,
-            call.policy,
-            story,
+        target = _target(options)
+        deletes_runs = options.delete_wandb_runs and target.restarts_from_scratch
+        supervisor = Supervisor(
+            target,
+            options.policy,
             interrupts,
             wake_fd=wake_fd,
-            tracker_runs=TrackerRuns(os.environ) if deletes_runs else None,
+            wandb_cleanup=WandbCleanup(os.environ) if deletes_runs else None,
         )
         try:
-            return supervision.run()
+            return supervisor.run()
         except KeyboardInterrupt:  # the second Ctrl-C
-            story.say("aborted")
+            logger.warning("aborted")
             return ABORTED_EXIT_CODE
 
 
-def _training(call: Options) -> Training:
-    from ci_llm.cli.supervise import is_own_script, our_words
-    from ci_llm.config import default_file
-    from ci_llm.supervisor.external_script import ExternalScript
-
-    extra = [*(["--config", str(call.config)] if call.config else []), *call.words]
-    script = call.script
-    if not call.options_for_other_scripts() and script == DEFAULT_SCRIPT:
-        script = default_file(script.name) or script
-    words = our_words(call.command) if call.command else [] if is_own_script(script) else None
+def _target(options: Options) -> Target:
+    script = _script(options)
+    words: list[str] | None = [] if is_own_script(script) else None
+    if options.command:
+        words = own_words(options.command)
     if words is None:
-        return ExternalScript(call)
-    if meant_for_others := call.options_for_other_scripts():
-        raise ConfigError(
-            f"our own trainer takes no {' and no '.join(meant_for_others)}",
-            where="command line",
-            hint="--config FILE and key=value; what is adjusted after a failure travels in recovery.json",
-        )
+        from ci_llm.supervisor.external_script import ExternalScript
+
+        return ExternalScript(options)
+    if useless := options.external_script_options():
+        raise _no_options_for_own_run(options, useless)
     from ci_llm.supervisor.own_run import OwnRun
 
-    command = call.command or (sys.executable, str(script))
-    return OwnRun([*command, *extra], [*words, *extra], grace_s=call.grace_s)
+    command = options.command or (sys.executable, str(script))
+    extra = [*(["--config", str(options.config)] if options.config else []), *options.words]
+    return OwnRun([*command, *extra], [*words, *extra], grace_s=options.grace_s)
 
 
-# ---------------------------------------------------------------------------------------------------- whose
+def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:
+    """The error for these options. If Hydra's two name a file that exists, its hint names that file."""
+    meant = Path(options.config_path or "", f"{options.config_name}.yaml")
+    file = f"--config {meant if meant.is_file() else 'FILE'}"
+    return ConfigError(
+        f"the trainer of this project takes no {' and no '.join(useless)}",
+        where="command line",
+        hint=f"write {file} and key=value; adjustments after a failure travel in recovery.json",
+    )
 
 
-_OUR_DOOR: Final = re.compile(r"^\s*(?:from|import) ci_llm\.(?:cli|entrance)\b", re.MULTILINE)
+def _script(options: Options) -> Path:
+    """The script to run where no command is given. Called from a folder without a train.py, it is the project's own."""
+    if options.command or options.script != DEFAULT_SCRIPT or options.external_script_options():
+        return options.script
+    from ci_llm.config import default_file  # here, because it loads the whole configuration
+
+    return default_file(options.script.name) or options.script
 
 
 def is_own_script(script: Path) -> bool:
-    """Whether a file starts our trainer: it imports `ci_llm.cli.entry`, as train.py does, or `ci_llm.cli.main`."""
+    """Whether a file starts this project's trainer: it imports its command line."""
     try:
-        return _OUR_DOOR.search(script.read_text(encoding="utf-8")) is not None
+        return _OWN_ENTRY.search(script.read_text(encoding="utf-8")) is not None
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def our_words(command: Sequence[str]) -> list[str] | None:
-    """The keys that a command hands to our trainer, under whatever launcher; None if it starts something else."""
+def own_words(command: Sequence[str]) -> list[str] | None:
+    """Return the words that a command gives to this project's trainer, behind whatever launcher.
+
+    Returns:
+        None if the command starts something else.
+    """
     for place, word in enumerate(command):
         rest = list(command[place + 1 :])
         if word.endswith(".py") and is_own_script(Path(word)):
             return rest
-        if (Path(word).name == "ci-llm" or list(command[place - 1 : place + 1]) == ["-m", "ci_llm"]) and rest[:1] == [
-            "train"
-        ]:
+        is_ci_llm = Path(word).name == "ci-llm" or list(command[place - 1 : place + 1]) == ["-m", "ci_llm"]
+        if is_ci_llm and rest[:1] == ["train"]:
             return rest[1:]
     return None

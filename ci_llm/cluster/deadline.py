@@ -1,7 +1,7 @@
-"""The end of the time that this run has, and the moment before it at which one more step no longer fits.
+"""The deadline of a run, and the moment before it at which one more step no longer fits.
 
-A clock speaks to the run as a signal does: a thread asks it to stop, and the run saves and leaves in its own time.
-What it needs for that is measured: an upper quantile of its steps and of its saves, and a margin for the way out.
+A thread asks the run to stop, as a signal does; the run saves and leaves between two steps. The time that it needs for
+this is measured: an upper quantile of its steps, an upper quantile of its saves, and a margin for its exit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ QUANTILE: Final = 0.95
 MARGIN_S: Final = 10.0
 MEASUREMENTS: Final = 100
 _SHORTEST_WAIT_S: Final = 0.05
-_LONGEST_WAIT_S: Final = 86400.0  # a lock cannot be waited for longer than 292 years, and a deadline may be "never"
+_LONGEST_WAIT_S: Final = 86400.0  # Event.wait takes at most 292 years, and a deadline may be infinite
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """Unix seconds at which the time is over, and who says so."""
+    """Unix seconds at which the time of a run is over, and the source of that number."""
 
     at: float
-    said_by: str
+    source: str
 
     def __str__(self) -> str:
-        return f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M:%S} ({self.said_by})"
+        return f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M:%S} ({self.source})"
 
 
 def find_deadline(
@@ -47,32 +47,32 @@ def find_deadline(
     environ: Mapping[str, str] = os.environ,
     started: float | None = None,
 ) -> Deadline | None:
-    """The earliest end that anybody names; None if nobody does.
+    """The earliest deadline of all sources; None without any.
 
     Args:
         max_runtime_s: seconds that this process may live.
         job_end: unix seconds at which the scheduler ends the job.
-        environ: where CI_LLM_DEADLINE may be, in unix seconds or as 2026-11-20T18:19:57.
+        environ: may hold CI_LLM_DEADLINE, in unix seconds or as 2026-11-20T18:19:57.
         started: unix seconds of the start of this process; looked up by default.
 
     Raises:
         ConfigError: CI_LLM_DEADLINE is no time.
     """
-    named = []
+    found = []
     if job_end is not None:
-        named.append(Deadline(job_end, "the end of the job"))
+        found.append(Deadline(job_end, "the end of the job"))
     if max_runtime_s is not None:
-        born = psutil.Process().create_time() if started is None else started
-        named.append(Deadline(born + max_runtime_s, "max_runtime"))
+        start = psutil.Process().create_time() if started is None else started
+        found.append(Deadline(start + max_runtime_s, "max_runtime"))
     if text := environ.get(VARIABLE):
-        named.append(Deadline(_unix_seconds(text), VARIABLE))
-    return min(named, key=lambda deadline: deadline.at, default=None)
+        found.append(Deadline(_unix_seconds(text), VARIABLE))
+    return min(found, key=lambda deadline: deadline.at, default=None)
 
 
 def _unix_seconds(text: str) -> float:
     try:
         at = float(text) if text.replace(".", "", 1).isdecimal() else datetime.fromisoformat(text).timestamp()
-        datetime.fromtimestamp(at)  # milliseconds, say, are beyond every calendar
+        datetime.fromtimestamp(at)  # raises for a number beyond every calendar, such as milliseconds
         return at
     except (ValueError, OverflowError, OSError) as error:
         raise ConfigError(
@@ -82,54 +82,58 @@ def _unix_seconds(text: str) -> float:
         ) from error
 
 
-def spare_s(left_s: float, steps_s: Sequence[float], saves_s: Sequence[float], *, margin_s: float = MARGIN_S) -> float:
-    """Seconds until the run must be asked to stop, so that the step under way and its save still fit.
+def seconds_until_stop(
+    left_s: float, steps_s: Sequence[float], saves_s: Sequence[float], *, margin_s: float = MARGIN_S
+) -> float:
+    """Seconds until the run must be asked to stop, so that the step under way and its save still fit before the end.
 
     Args:
         left_s: seconds until the end.
-        steps_s, saves_s: measured durations.
+        steps_s, saves_s: measured durations in seconds.
+        margin_s: seconds for the exit of the program.
     """
-    return left_s - upper(steps_s) - upper(saves_s) - margin_s
+    return left_s - upper_quantile(steps_s) - upper_quantile(saves_s) - margin_s
 
 
-def upper(durations: Sequence[float], quantile: float = QUANTILE) -> float:
-    """The quantile by nearest rank, which of a few measurements is the longest; 0 where nothing is measured."""
+def upper_quantile(durations: Sequence[float], quantile: float = QUANTILE) -> float:
+    """The quantile by nearest rank: of a few measurements it is the longest. 0 without any measurement."""
     ranked = sorted(durations)
     return ranked[math.ceil(quantile * len(ranked)) - 1] if ranked else 0.0
 
 
-class Save(Protocol):
-    """What became of a checkpoint; the pace only wants to know how long it took."""
+class TimedSave(Protocol):
+    """The result of a save, of which `Pace` reads the duration."""
 
     @property
     def seconds(self) -> float: ...
 
 
 class Pace:
-    """How long the latest steps and saves took. Written by the training thread, read by any.
+    """The durations of the latest steps and saves. The training thread writes them, any thread reads them.
 
     Attributes:
-        began: when the step under way began, by `clock`; None between two steps.
-        at_boundary: called after each step, when weights and state have moved.
+        step_started: when the step under way began, by `clock`; None between two steps.
+        at_boundary: called after each step, once weights and state have changed.
+        steps_s, saves_s: durations in seconds, of the latest 100 each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.at_boundary: Callable[[], None] = lambda: None
-        self.began: float | None = None
-        # Tuples that are replaced: a reader in another thread sees the old one or the new one.
+        self.step_started: float | None = None
+        # The tuples are replaced, never changed: a reader in another thread needs no lock.
         self.steps_s: tuple[float, ...] = ()
         self.saves_s: tuple[float, ...] = ()
-        self._last_save: Save | None = None
+        self._last_save: TimedSave | None = None
 
     def begin_step(self) -> None:
-        self.began = self._clock()
+        self.step_started = self._clock()
 
-    def end_step(self, last_save: Save | None = None) -> None:
-        """Note the step that began last, and the latest save unless it is noted already."""
-        if self.began is not None:
-            self.steps_s = (*self.steps_s[1 - MEASUREMENTS :], self._clock() - self.began)
-            self.began = None
+    def end_step(self, last_save: TimedSave | None = None) -> None:
+        """Record the duration of the step under way, and of the latest save unless that is recorded already."""
+        if self.step_started is not None:
+            self.steps_s = (*self.steps_s[1 - MEASUREMENTS :], self._clock() - self.step_started)
+            self.step_started = None
         if last_save is not None and last_save is not self._last_save:
             self._last_save = last_save
             self.saves_s = (*self.saves_s[1 - MEASUREMENTS :], last_save.seconds)
@@ -140,8 +144,9 @@ class Walltime:
     """Asks a run to stop in time before a deadline; a context manager around the part that can be stopped.
 
     Args:
-        deadline: None watches nothing.
-        look_again: asked once the time has come: the end as it is now, for a job may be prolonged. None: unknown.
+        deadline: None for a run without a deadline.
+        refresh: called once the time has come. It returns the present deadline, because a job may have been extended;
+            None if it is unknown.
         clock: unix seconds.
     """
 
@@ -151,11 +156,11 @@ class Walltime:
         pace: Pace,
         interrupts: Interrupts,
         *,
-        look_again: Callable[[], Deadline | None] = lambda: None,
+        refresh: Callable[[], Deadline | None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.deadline, self._pace, self._interrupts = deadline, pace, interrupts
-        self._look_again, self._clock = look_again, clock
+        self._refresh, self._clock = refresh, clock
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ci_llm walltime", daemon=True)
 
@@ -170,20 +175,21 @@ class Walltime:
             self._thread.join()
 
     def _watch(self) -> None:
-        # Half of the time, and half of the rest: steps may become slower while this waits.
-        while not self._over.wait(min(max(self._spare_s() / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)):
-            if self._spare_s() <= 0 and not self._is_prolonged():
-                self._interrupts.announce(f"the time is over at {self.deadline}: {self._interrupts.plan}")
+        # Wait for half of the time that is left, then for half of the rest: steps may become slower meanwhile.
+        while not self._over.wait(min(max(self._seconds_until_stop() / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)):
+            if self._seconds_until_stop() <= 0 and not self._is_extended():
+                # Announced first, while the run is still as the announcement describes it.
+                self._interrupts.announce_stop(f"the time is over at {self.deadline}")
                 self._interrupts.request_stop(REASON)
                 return
 
-    def _spare_s(self) -> float:
+    def _seconds_until_stop(self) -> float:
         assert self.deadline is not None
-        return spare_s(self.deadline.at - self._clock(), self._pace.steps_s, self._pace.saves_s)
+        return seconds_until_stop(self.deadline.at - self._clock(), self._pace.steps_s, self._pace.saves_s)
 
-    def _is_prolonged(self) -> bool:
-        now = self._look_again()
+    def _is_extended(self) -> bool:
+        now = self._refresh()
         if now is None or self.deadline is None or now.at <= self.deadline.at:
             return False
         self.deadline = now
-        return self._spare_s() > 0
+        return self._seconds_until_stop() > 0

@@ -1,8 +1,8 @@
 """How this process was started: its place among the processes of the run, read from the environment.
 
-Known before torch is imported, so that the first line of a run is printed once and a call that cannot work is
-refused in a second. Every launcher speaks through variables of its own; `Launch.variables` translates them
-into those of torchrun, which torch and Accelerate understand on every kind of device.
+It is known before torch is imported. So only the main process prints the first line of a run, and a call that cannot
+work is refused within a second. Every launcher sets variables of its own; `Launch.variables` translates them into
+those of torchrun, which torch and Accelerate read on every kind of device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ci_llm.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class _Dialect:
-    """The names that one launcher gives to a process's place."""
+class _Variables:
+    """The names of the variables in which one launcher gives the place of a process."""
 
     launcher: str
     num_processes: str
@@ -32,13 +32,14 @@ class _Dialect:
     local_index: str
 
 
-_DIALECTS: Final = (
-    _Dialect("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
-    _Dialect("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-    _Dialect("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+# In the order of precedence: torchrun inside an srun step sets its own variables beside those of SLURM.
+_LAUNCHERS: Final = (
+    _Variables("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    _Variables("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-#: What Accelerate's launcher asks for and this program does without: the variable, its word for "no", and why.
-_DECLINED: Final = (
+#: What Accelerate's launcher may ask for and this program does not support: the variable, its "no", and the reason.
+_UNSUPPORTED: Final = (
     ("ACCELERATE_USE_DEEPSPEED", "false", "it owns backward, step and checkpoint, which are this program's business"),
     ("ACCELERATE_USE_FSDP", "false", "the trainable state is a few MB, and the frozen base is not sharded"),
     ("ACCELERATE_USE_MEGATRON_LM", "false", "it brings a training loop of its own"),
@@ -50,14 +51,14 @@ _MPIRUNS: Final = frozenset({"mpirun", "mpiexec", "orterun", "prterun"})
 _TORCHRUNS: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing connections (32768 on)
 _NUM_PORTS: Final = 16000
-_TORCHRUN_PATIENCE_S: Final = 30
-#: Set by a supervisor of ours for what it starts, to the seconds between its TERM and its KILL.
+_TORCHRUN_KILL_DELAY_S: Final = 30  # the default of TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+#: Set by the supervisor of this package in the processes it starts: the seconds between its TERM and its KILL.
 SUPERVISED: Final = "CI_LLM_SUPERVISED"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process, and what its launcher was asked for.
+    """The place of this process among the processes of the run, and what its launcher was asked for.
 
     Attributes:
         launcher: "python", "accelerate" (one process that it starts itself), "torchrun" (also what
@@ -66,13 +67,13 @@ class Launch:
         process_index: 0 to num_processes - 1; 0 is the main process.
         local_index: the number of this process on its machine.
         num_local_processes: processes on this machine.
-        asked_for: the `--num_processes` of an `accelerate launch` that started a single process nevertheless;
-            0 if it asked for several and the number is not in its command line.
+        requested_processes: the `--num_processes` of an `accelerate launch` that started a single process
+            nevertheless; 0 if it was asked for several and the number is not on its command line; None otherwise.
         variables: to be set in the environment before torch's process group is made.
-        patience_s: seconds that launcher and supervisor wait for this process after a signal, before it is killed.
-        launcher_command: the command line of the launcher, read while it is there: it may be gone when a run that was
-            told to stop says how it goes on. Empty where the parent of this process is no launcher.
-        words: what stands behind the script on the command line.
+        kill_delay_s: seconds between a signal and the kill, by the launcher or the supervisor; infinite without any.
+        launcher_command: the command line of the launcher. It is read at the start, because the launcher may be gone
+            when an interrupted run prints the command that resumes it. Empty if the parent is no launcher.
+        arguments: the words after the script on the command line.
     """
 
     launcher: str
@@ -80,138 +81,152 @@ class Launch:
     process_index: int
     local_index: int
     num_local_processes: int
-    asked_for: int | None
+    requested_processes: int | None
     variables: Mapping[str, str]
-    patience_s: float = math.inf
+    kill_delay_s: float = math.inf
     launcher_command: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for the run."""
+        """Whether this process prints and writes for the run."""
         return self.process_index == 0
 
     @property
-    def fair_num_threads(self) -> int:
-        """CPU threads for each process of this machine, if they share the cores that this one may use."""
+    def threads_per_process(self) -> int:
+        """CPU threads for each process of this machine: an equal share of the cores that this process may use."""
         return max(1, _num_cores() // self.num_local_processes)
 
     @property
-    def dies_unheard(self) -> bool:
-        """Whether the launcher would die of a SIGTERM without handing it on to this process."""
-        return self.launcher == "accelerate"
+    def forwards_sigterm(self) -> bool:
+        """Whether a SIGTERM to the launcher reaches this process; `accelerate launch` ends without forwarding it."""
+        return self.launcher != "accelerate"
 
 
 def read_launch(
     environ: Mapping[str, str] = os.environ,
     parent_command: Sequence[str] | None = None,
-    words: Sequence[str] = (),
+    arguments: Sequence[str] = (),
 ) -> Launch:
     """The place of this process.
 
     Args:
+        environ: the environment of this process.
         parent_command: the command line of the process that started this one; looked up by default.
-        words: what stands behind the script on the command line.
+        arguments: the words after the script on the command line.
 
     Raises:
-        LaunchError: the variables contradict each other, or name no address where processes can meet.
+        LaunchError: the variables contradict each other, or give no address of the main process.
     """
-    dialect = _dialect(environ)
-    num_processes = _integer(environ, dialect.num_processes) if dialect else 1
-    parent = _command_of_parent() if parent_command is None else parent_command
-    if dialect is None or num_processes == 1:
-        return _alone(dialect, environ, parent, words)
-    process_index = _integer(environ, dialect.process_index)
+    names = _launcher_variables(environ)
+    num_processes = _integer(environ, names.num_processes) if names else 1
+    parent = _parent_command() if parent_command is None else parent_command
+    if names is None or num_processes == 1:
+        return _single_process(names, environ, parent, arguments)
+    return _one_of_several(names, num_processes, environ, parent, arguments)
+
+
+def _one_of_several(
+    names: _Variables, num_processes: int, environ: Mapping[str, str], parent: Sequence[str], arguments: Sequence[str]
+) -> Launch:
+    process_index = _integer(environ, names.process_index)
     if not 0 <= process_index < num_processes:
         raise LaunchError(
             f"process {process_index} of {num_processes} cannot be",
-            where=f"{dialect.process_index}={process_index}, {dialect.num_processes}={num_processes}",
+            where=f"{names.process_index}={process_index}, {names.num_processes}={num_processes}",
             hint="start all processes by one launcher: torchrun, accelerate launch or srun",
         )
-    local_index = _integer(environ, dialect.local_index, process_index)
+    # A launcher that does not set the local index starts all processes on one machine.
+    local_index = _integer(environ, names.local_index, process_index)
     num_local = _local_processes(environ, num_processes)
     place = {
         "RANK": process_index,
         "WORLD_SIZE": num_processes,
         "LOCAL_RANK": local_index,
         "LOCAL_WORLD_SIZE": num_local,
-        **_meeting_point(environ, alone_on_machine=num_local == num_processes),
+        **_rendezvous(environ, alone_on_machine=num_local == num_processes),
     }
     return Launch(
-        launcher=dialect.launcher,
+        launcher=names.launcher,
         num_processes=num_processes,
         process_index=process_index,
         local_index=local_index,
         num_local_processes=num_local,
-        asked_for=None,
+        requested_processes=None,
         variables={name: str(value) for name, value in place.items()},
-        patience_s=_patience_s(dialect.launcher, environ),
-        launcher_command=_if_launcher(dialect.launcher, parent),
-        words=tuple(words),
+        kill_delay_s=_kill_delay_s(names.launcher, environ),
+        launcher_command=_command_if_launcher(names.launcher, parent),
+        arguments=tuple(arguments),
     )
 
 
-def number_of_this_process(environ: Mapping[str, str] = os.environ) -> int:
-    """Its index by the word of its launcher, for whoever speaks before `read_launch` or of its failure."""
-    dialect = _dialect(environ)
-    text = environ.get(dialect.process_index, "") if dialect else ""
+def own_process_index(environ: Mapping[str, str] = os.environ) -> int:
+    """The index of this process by its launcher's variables, without `read_launch`, which may fail; 0 if unknown."""
+    names = _launcher_variables(environ)
+    text = environ.get(names.process_index, "") if names else ""
     return int(text) if text.isdecimal() else 0
 
 
-def decline(environ: MutableMapping[str, str]) -> list[str]:
-    """Switch off what an Accelerate configuration asks for and this program does without; say why."""
+def disable_unsupported(environ: MutableMapping[str, str]) -> list[str]:
+    """Disable in `environ` what an Accelerate configuration asks for and this program does not support.
+
+    Returns:
+        a line for people per setting, with the reason.
+    """
     lines = []
-    for name, no, why in _DECLINED:
+    for name, no, reason in _UNSUPPORTED:
         if environ.get(name, no).lower() not in (no, "", "0"):
             environ[name] = no
-            lines.append(f"{name} is not used: {why}")
+            lines.append(f"{name} is not used: {reason}")
     return lines
 
 
 def accelerate_settings(environ: Mapping[str, str], parent_command: Sequence[str] | None = None) -> dict[str, str]:
-    """Values of our keys that `accelerate launch` or `accelerate config` names, for where our configuration is silent.
+    """Values of configuration keys from `accelerate launch` or `accelerate config`. The configuration wins over them.
 
-    The launcher hands on the accumulation with DeepSpeed only, so it is looked up on its command line as well.
+    The launcher exports the gradient accumulation only with DeepSpeed, so its command line is read as well.
     """
-    parent = _command_of_parent() if parent_command is None else parent_command
+    parent = _parent_command() if parent_command is None else parent_command
+    # "no" and "1" are the defaults of Accelerate: they cannot be told from a user's choice, so they count as no choice.
     steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if not steps and _is_accelerate(parent):
         steps = option(parent, "gradient_accumulation_steps")
-    said = {
+    values = {
         "mixed_precision": environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
         "gradient_accumulation_steps": steps if steps.isdecimal() else "1",
     }
-    return {key: value for key, value in said.items() if value not in ("no", "1")}
+    return {key: value for key, value in values.items() if value not in ("no", "1")}
 
 
-def remarks(
+def launch_notes(
     launch: Launch, environ: Mapping[str, str], *, num_gpus: int, rows_per_process: int | None = None
 ) -> list[str]:
-    """A line, with the hint, for each thing about a launch that works but is perhaps not what was meant.
+    """One line, with a hint, for each property of a launch that works but may not be intended.
 
     Args:
         num_gpus: GPUs that this process may use; 0 for a run on the CPU.
-        rows_per_process: rows of one process in an optimizer step; None where their number is that of all together.
+        rows_per_process: rows of one process in an optimizer step; None if the rows of all processes are configured.
     """
     lines = []
-    if launch.asked_for is not None:
-        lines.append(_asked_for_more(launch, environ, num_gpus, rows_per_process))
+    if launch.requested_processes is not None:
+        lines.append(_fewer_processes_note(launch, environ, num_gpus, rows_per_process))
     if num_gpus > 1 and launch.num_processes == 1:
         lines.append(f"{num_gpus} GPUs, 1 process: `accelerate launch --num_processes={num_gpus}` uses them all")
     if not num_gpus and launch.num_local_processes > _num_cores():
-        told = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
-        lines.append(f"{told}: more of them than cores make a run slower and take more memory")
+        shared = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
+        lines.append(f"{shared}: more of them than cores make a run slower and take more memory")
+    # Launchers set OMP_NUM_THREADS=1 if it is unset, which leaves cores idle with fewer processes than cores.
     throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
-    if throttled and launch.fair_num_threads > 1:
+    if throttled and launch.threads_per_process > 1:
         lines.append(
             "one CPU thread per process, as launchers set it:"
-            f" `export OMP_NUM_THREADS={launch.fair_num_threads}` uses all cores"
+            f" `export OMP_NUM_THREADS={launch.threads_per_process}` uses all cores"
         )
-    return [*lines, *outside_of_a_step(environ)]
+    return [*lines, *step_notes(environ)]
 
 
-def outside_of_a_step(environ: Mapping[str, str]) -> list[str]:
-    """What SLURM will not tell this process, if it runs in a job and in no step of it; nothing otherwise."""
+def step_notes(environ: Mapping[str, str]) -> list[str]:
+    """A line about the signals that do not reach a process in a SLURM job but outside of its steps; else nothing."""
     if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" in environ:
         return []
     job = environ["SLURM_JOB_ID"]
@@ -222,21 +237,21 @@ def outside_of_a_step(environ: Mapping[str, str]) -> list[str]:
 
 
 def option(command: Sequence[str], name: str) -> str:
-    """The value of an option of a launcher, as `--a_b=1`, `--a-b=1` or `--a_b 1`; empty if it is not there."""
+    """The value of an option of a launcher, as `--a_b=1`, `--a-b=1` or `--a_b 1`; empty if it is missing."""
     found = re.search(rf"--{name.replace('_', '[-_]')}[=\0]([^\0]+)", "\0".join(command))
     return found[1] if found else ""
 
 
 def shell_line(command: Sequence[str]) -> str:
-    """A command line as a person would type it: programs that the path finds by their bare names."""
+    """A command line as a person would type it: programs on PATH by their bare names."""
     program, *words = command
-    if words and _is_on_path(words[0]):  # a script such as torchrun knows its interpreter
+    if words and _is_on_path(words[0]):  # a script such as torchrun names its interpreter itself
         program, *words = words
     return shlex.join([Path(program).name if _is_on_path(program) else program, *words])
 
 
 def _is_on_path(program: str) -> bool:
-    """Whether its bare name starts this very program, and not another one or none; `make train` calls one off it."""
+    """Whether its bare name starts this very program; `make train` starts an interpreter that is not on PATH."""
     found = shutil.which(Path(program).name)
     return found is not None and Path(found).absolute() == Path(program).absolute()
 
@@ -246,73 +261,79 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _dialect(environ: Mapping[str, str]) -> _Dialect | None:
-    return next((one for one in _DIALECTS if one.num_processes in environ), None)
+def _launcher_variables(environ: Mapping[str, str]) -> _Variables | None:
+    return next((one for one in _LAUNCHERS if one.num_processes in environ), None)
 
 
-def _asked_for_more(launch: Launch, environ: Mapping[str, str], num_gpus: int, rows: int | None) -> str:
-    """One process runs, where several were asked for: what that changes, and the command that starts them."""
-    number = launch.asked_for
-    told = f"asked for {number or 'several'} processes, running 1, for this machine has"
-    told += f" {num_gpus} GPU(s), and each takes one process" if num_gpus else " no GPU"
+def _fewer_processes_note(launch: Launch, environ: Mapping[str, str], num_gpus: int, rows: int | None) -> str:
+    """One process runs instead of several: the effect on the batch, and the command that starts all of them."""
+    number = launch.requested_processes
+    note = f"asked for {number or 'several'} processes, running 1, for this machine has"
+    note += f" {num_gpus} GPU(s), and each takes one process" if num_gpus else " no GPU"
     if rows and number:
         share = {2: "half", 3: "a third", 4: "a quarter"}.get(number, f"1/{number}")
-        told += f"; the effective batch of a run that begins like this is {share}: {rows} rows and not {number * rows}"
-    return told if num_gpus else f"{told}; this starts them on the CPU:\n          {_on_the_cpu(launch, environ)}"
+        note += f"; the effective batch of a run that begins like this is {share}: {rows} rows and not {number * rows}"
+    return note if num_gpus else f"{note}; this starts them on the CPU:\n          {_cpu_command(launch, environ)}"
 
 
-def _on_the_cpu(launch: Launch, environ: Mapping[str, str]) -> str:
-    """The same command, with processes of their own on a machine that has no GPU: by --multi_gpu, oddly."""
+def _cpu_command(launch: Launch, environ: Mapping[str, str]) -> str:
+    """The same command, changed so that it starts all processes on a machine without a GPU."""
     command = launch.launcher_command
     place = next(n for n, word in enumerate(command) if PurePath(word).name in _ACCELERATE_LAUNCH) + 1
-    end = len(command) - len(launch.words)
+    end = len(command) - len(launch.arguments)
     options = [word for word in command[place:end] if word.replace("-", "_") not in ("__cpu", "__use_cpu")]
-    number = [] if option(options, "num_processes") else [f"--num_processes={launch.asked_for or 'N'}"]
+    number = [] if option(options, "num_processes") else [f"--num_processes={launch.requested_processes or 'N'}"]
+    # Without --multi_gpu the launcher starts a single process on such a machine, whatever the number.
     line = shell_line([*command[:place], "--multi_gpu", *number, *options, *command[end:]])
     return f"ACCELERATE_USE_CPU=true {line}" if environ.get("ACCELERATE_USE_CPU", "").lower() == "true" else line
 
 
-def _alone(
-    dialect: _Dialect | None, environ: Mapping[str, str], parent_command: Sequence[str], words: Sequence[str]
+def _single_process(
+    names: _Variables | None, environ: Mapping[str, str], parent_command: Sequence[str], arguments: Sequence[str]
 ) -> Launch:
-    lone = "RANK" not in environ and _is_accelerate(parent_command)
-    launcher = "accelerate" if lone else dialect.launcher if dialect else "python"
+    # `accelerate launch` starts a single process without torchrun, and sets none of the variables of a launcher.
+    by_accelerate = "RANK" not in environ and _is_accelerate(parent_command)
+    launcher = "accelerate" if by_accelerate else names.launcher if names else "python"
     return Launch(
         launcher=launcher,
         num_processes=1,
         process_index=0,
         local_index=0,
         num_local_processes=1,
-        asked_for=_asked_for(environ, parent_command) if lone else None,
+        requested_processes=_requested_processes(environ, parent_command) if by_accelerate else None,
         variables={},
-        patience_s=_patience_s(launcher, environ),
-        launcher_command=_if_launcher(launcher, parent_command),
-        words=tuple(words),
+        kill_delay_s=_kill_delay_s(launcher, environ),
+        launcher_command=_command_if_launcher(launcher, parent_command),
+        arguments=tuple(arguments),
     )
 
 
-def _patience_s(launcher: str, environ: Mapping[str, str]) -> float:
+def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
+    # The shorter delay counts: whoever loses patience first kills.
     supervisor_s = float(environ.get(SUPERVISED, math.inf))
     if launcher != "torchrun":
         return supervisor_s
-    return min(supervisor_s, _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_PATIENCE_S))
+    return min(supervisor_s, _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILL_DELAY_S))
 
 
-def _command_of_parent() -> list[str]:
+def _parent_command() -> list[str]:
     try:
         return psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:  # gone, or not ours to read: then nothing is known about it
+    except psutil.Error:  # the parent is gone, or belongs to another user
         return []
 
 
-def _asked_for(environ: Mapping[str, str], command: Sequence[str]) -> int | None:
-    """Accelerate sets the meeting point whenever more than one process was asked for, and may then start one."""
+def _requested_processes(environ: Mapping[str, str], command: Sequence[str]) -> int | None:
+    """The number of processes that an Accelerate was asked for which started one; None if one was asked for.
+
+    Accelerate sets MASTER_ADDR whenever it was asked for more than one process.
+    """
     number = int(option(command, "num_processes") or 0)
     return number if "MASTER_ADDR" in environ and number != 1 else None
 
 
-def _if_launcher(launcher: str, command: Sequence[str]) -> tuple[str, ...]:
-    """The command, if it is one of that launcher: else the parent is a stranger, whose words are not to be repeated."""
+def _command_if_launcher(launcher: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The command, if it is one of that launcher; empty if the parent is another program."""
     names = {PurePath(word).name for word in command}
     is_launcher = {
         "accelerate": _is_accelerate(command),
@@ -324,7 +345,7 @@ def _if_launcher(launcher: str, command: Sequence[str]) -> tuple[str, ...]:
 
 def _is_accelerate(command: Sequence[str]) -> bool:
     names = {PurePath(word).name for word in command}
-    if names & _ACCELERATE_LAUNCH == {"launch"}:  # a word of anybody's
+    if names & _ACCELERATE_LAUNCH == {"launch"}:  # a word that any program may have
         return bool(names & {"accelerate", "accelerate.commands.accelerate_cli"})
     return bool(names & _ACCELERATE_LAUNCH)
 
@@ -335,7 +356,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         return default
     if text is None or not text.isdecimal():
         raise LaunchError(
-            f"several processes are announced, but {name} is {'not set' if text is None else repr(text)}",
+            f"several processes were started, but {name} is {'not set' if text is None else repr(text)}",
             where="environment",
             hint="start the run by torchrun, accelerate launch or srun, which set all of them",
         )
@@ -343,7 +364,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def _local_processes(environ: Mapping[str, str], num_processes: int) -> int:
-    """Processes on this machine; all of them where no launcher says otherwise."""
+    """The number of processes on this machine; all processes if the launcher does not tell it."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         if name in environ:
             return _integer(environ, name)
@@ -359,19 +380,19 @@ def _tasks_per_node(text: str) -> list[int]:
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
 
 
-def _meeting_point(environ: Mapping[str, str], *, alone_on_machine: bool) -> dict[str, str]:
-    """Address and port where the processes meet: what is set, else this machine or SLURM's first."""
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if alone_on_machine else _first_node(environ))
-    port = environ.get("MASTER_PORT") or str(_port(environ))
+def _rendezvous(environ: Mapping[str, str], *, alone_on_machine: bool) -> dict[str, str]:
+    """Address and port of the main process: as set, else this machine, or the first host of the SLURM step."""
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if alone_on_machine else _first_host(environ))
+    port = environ.get("MASTER_PORT") or str(_port_of_step(environ))
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
-def _first_node(environ: Mapping[str, str]) -> str:
+def _first_host(environ: Mapping[str, str]) -> str:
     """The first host of SLURM's "node[03-07,9],login2" -> "node03"."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise LaunchError(
-            "several machines, and no address where their processes can meet",
+            "several machines, and no address of the one with process 0",
             where="environment",
             hint="export MASTER_ADDR=<name of the machine with process 0> and a free MASTER_PORT",
         )
@@ -380,7 +401,9 @@ def _first_node(environ: Mapping[str, str]) -> str:
     return found[1] + (found[2] or "")
 
 
-def _port(environ: Mapping[str, str]) -> int:
+def _port_of_step(environ: Mapping[str, str]) -> int:
     """One port per SLURM job step, the same for all its processes."""
+    # Computed from the numbers of job and step, because the processes cannot communicate before they know the port.
+    # Jobs that share a node, and steps of one job, get different ports.
     job, step = (_integer(environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _FIRST_PORT + (job * 31 + step) % _NUM_PORTS

@@ -1,8 +1,8 @@
-"""SLURM, from the inside of a job: when the job ends, and asking for it to be run again.
+"""SLURM, from the inside of a job: when the job ends, and how it is requeued.
 
-Whoever leaves within the grace of a preemption, or before the limit, has completed in SLURM's eyes: nothing puts such
-a job back but its own request. The outermost program of ours makes it, as its last act, because SLURM answers with a
-SIGTERM to all that is left of the job.
+SLURM counts a job as completed if it leaves within the grace of a preemption, or before its limit. Only a request of
+its own puts such a job back into the queue. The outermost program of this package makes the request as its last act,
+because SLURM answers it with a SIGTERM to everything that is left of the job.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import takewhile
-from pathlib import Path
-from typing import Any, Final, Literal
-
-import psutil
+from typing import Final, Literal
 
 from ci_llm.cluster.launch import SUPERVISED
-from ci_llm.core.durable import make_folders, read_json, write_json
 
-PATIENCE: Final = 3
-_ANSWER_S: Final = 20.0
+MAX_WITHOUT_PROGRESS: Final = 3
+_QUERY_TIMEOUT_S: Final = 20.0
 
-Ask = Callable[[Sequence[str]], str | None]
+Query = Callable[[Sequence[str]], str | None]
 
 
 @dataclass(frozen=True)
@@ -34,21 +29,27 @@ class Job:
     """The job that this process belongs to.
 
     Attributes:
-        id: as squeue and scontrol take it; one task of an array is `<array>_<task>`.
-        restarts: how often it was put back into the queue before this attempt.
+        id: for squeue and scontrol; one task of an array is `<array>_<task>`.
+        restarts: how often it was requeued before this attempt.
     """
 
     id: str
     restarts: int
 
+    def record(self) -> dict[str, object]:
+        """Plain values for the record of an attempt."""
+        return {"slurm_job": self.id, "slurm_restarts": self.restarts}
+
 
 @dataclass(frozen=True)
-class Standing:
-    """What SLURM says of a job now.
+class JobInfo:
+    """The present state of a job, as SLURM reports it.
 
     Attributes:
-        state, reason: in SLURM's words, RUNNING or COMPLETING for instance.
-        end: unix seconds at which SLURM ends it, as far as known; a preemption moves it to the end of the grace.
+        state, reason: in SLURM's words, for example RUNNING or COMPLETING.
+        is_batch: whether it was submitted by sbatch.
+        may_requeue: whether its options and the cluster allow a requeue.
+        end: unix seconds at which SLURM ends it; None if unknown. A preemption moves it to the end of the grace.
     """
 
     state: str
@@ -67,11 +68,8 @@ def read_job(environ: Mapping[str, str] = os.environ) -> Job | None:
     return Job(name, int(environ.get("SLURM_RESTART_COUNT") or 0))
 
 
-# ------------------------------------------------------------------------------------------------- asking SLURM
-
-
-def ask(command: Sequence[str], timeout_s: float = _ANSWER_S) -> str | None:
-    """What a command of SLURM answers; None if it is not installed, fails, or stays silent."""
+def query(command: Sequence[str], timeout_s: float = _QUERY_TIMEOUT_S) -> str | None:
+    """The output of a SLURM command; None if the command is not installed, fails, or takes too long."""
     try:
         done = subprocess.run(
             list(command),
@@ -86,50 +84,51 @@ def ask(command: Sequence[str], timeout_s: float = _ANSWER_S) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def end_of(job: Job, environ: Mapping[str, str] = os.environ, ask: Ask = ask) -> float | None:
-    """Unix seconds at which SLURM ends the job, from its environment (23.02 and newer) or asked for."""
-    told = environ.get("SLURM_JOB_END_TIME", "")
-    return float(told) if told.isdecimal() else end_now(job, ask)
+def job_end(job: Job, environ: Mapping[str, str] = os.environ, query: Query = query) -> float | None:
+    """Unix seconds at which SLURM ends the job: from the environment (SLURM 23.02 and newer), else by a query."""
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    return float(end) if end.isdecimal() else current_job_end(job, query)
 
 
-def end_now(job: Job, ask: Ask = ask) -> float | None:
-    """The same, as it is now: somebody may have moved it."""
-    answer = ask(["squeue", "-h", "-j", job.id, "-o", "%e"])
+def current_job_end(job: Job, query: Query = query) -> float | None:
+    """Unix seconds at which SLURM ends the job, always by a query: the end may have been moved since the start."""
+    answer = query(["squeue", "-h", "-j", job.id, "-o", "%e"])
     if (end := _unix_seconds(answer or "")) is not None:
         return end
-    standing = look_up(job, ask)
-    return standing.end if standing else None
+    info = query_job(job, query)
+    return info.end if info else None
 
 
-def look_up(job: Job, ask: Ask = ask) -> Standing | None:
-    """What scontrol says of the job; None if it says nothing."""
-    answer = ask(["scontrol", "show", "job", "-o", job.id])
+def query_job(job: Job, query: Query = query) -> JobInfo | None:
+    """What scontrol reports about the job; None without an answer."""
+    answer = query(["scontrol", "show", "job", "-o", job.id])
     if not answer:
         return None
-    said = dict(re.findall(r"(\w+)=(\S*)", answer))
-    return Standing(
-        state=said.get("JobState", ""),
-        reason=said.get("Reason", ""),
-        is_batch=said.get("BatchFlag", "0") != "0",
-        may_requeue=said.get("Requeue", "0") != "0",
-        end=_unix_seconds(said.get("EndTime", "")),
+    # A value may hold spaces (Command=/home/me/my scripts/...): its first word is enough for these fields.
+    fields = dict(re.findall(r"(\w+)=(\S*)", answer))
+    return JobInfo(
+        state=fields.get("JobState", ""),
+        reason=fields.get("Reason", ""),
+        is_batch=fields.get("BatchFlag", "0") != "0",
+        may_requeue=fields.get("Requeue", "0") != "0",
+        end=_unix_seconds(fields.get("EndTime", "")),
     )
 
 
-def killed_at(job: Job, ask: Ask = ask, now: float | None = None) -> float | None:
-    """Unix seconds at which SLURM kills a job that it has told to end; None if that is not known.
+def kill_time(job: Job, query: Query = query, now: float | None = None) -> float | None:
+    """Unix seconds at which SLURM kills a job that it has signalled to end; None if that is not known.
 
-    The end of a job that still runs is its limit, or that of a preemption's grace, to which SLURM then moves it; it
-    says so only of a job with a limit. Told to end at its limit, by scancel or by scontrol requeue, a job is killed
-    KillWait seconds later.
+    The end of a job that still runs is its time limit, or the end of a preemption's grace: SLURM moves the end there,
+    but only for a job with a limit. At the limit, after scancel and after scontrol requeue, SLURM kills the job
+    KillWait seconds after its end.
     """
-    standing = look_up(job, ask)
-    if standing is None or standing.end is None:
+    info = query_job(job, query)
+    if info is None or info.end is None:
         return None
-    if standing.state == "RUNNING" and standing.end > (time.time() if now is None else now):
-        return standing.end
-    found = re.search(r"^KillWait\s*=\s*(\d+)", ask(["scontrol", "show", "config"]) or "", re.MULTILINE)
-    return standing.end + int(found[1]) if found else None
+    if info.state == "RUNNING" and info.end > (time.time() if now is None else now):
+        return info.end
+    kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", query(["scontrol", "show", "config"]) or "", re.MULTILINE)
+    return info.end + int(kill_wait[1]) if kill_wait else None
 
 
 def _unix_seconds(text: str) -> float | None:
@@ -139,86 +138,59 @@ def _unix_seconds(text: str) -> float | None:
         return None
 
 
-# ------------------------------------------------------------------------------------- attempts, and their progress
-
-
-def record_attempt(run_folder: Path, attempt: int, step: int, job: Job | None) -> None:
-    """Write down at which step an attempt begins, and when its process did (unix seconds).
-
-    Whether it has brought anything shows in the next ones.
-    """
-    path = run_folder / "attempts" / str(attempt) / "began.json"
-    make_folders(path.parent)
-    place = {"slurm_job": job.id, "slurm_restarts": job.restarts} if job else {}
-    write_json(path, {"step": step, "launched": psutil.Process().create_time(), **place})
-
-
-def attempts_in_vain(run_folder: Path, step: int) -> int:
-    """How many attempts in a row, the last one included, have not come further than `step`."""
-    records = sorted(run_folder.glob("attempts/*/began.json"), key=lambda path: int(path.parent.name))
-    return len(list(takewhile(lambda path: _step_in(path) == step, reversed(records))))
-
-
-def _step_in(record: Path) -> int | None:
-    """None if it cannot be read: what a run says last must not hang on that."""
-    try:
-        value: Any = read_json(record)
-        return int(value["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-# ------------------------------------------------------------------------------------------------- running it again
-
-
-def put_back(
+def requeue(
     wanted: bool | Literal["auto"],
     reason: str,
     *,
     max_requeues: int,
-    in_vain: int,
+    without_progress: int,
     environ: Mapping[str, str] = os.environ,
-    ask: Ask = ask,
+    query: Query = query,
 ) -> str | None:
-    """Ask SLURM to run this job again. SLURM then ends what is left of it: to be the last act.
+    """Ask SLURM to run this job again. It must be the last act: SLURM then ends what is left of the job.
 
     Args:
-        wanted: of the configuration; "auto" is silent where there is no job.
+        wanted: the key `requeue`; "auto" says nothing outside of SLURM.
         reason: why the run was stopped.
-        in_vain: attempts in a row without progress.
+        max_requeues: the most requeues of one job.
+        without_progress: attempts in a row without progress.
 
     Returns:
-        what became of it, in a line for people; None if there is nothing to say.
+        the result, as one line for people; None if there is nothing to say.
     """
-    if wanted is False or SUPERVISED in environ:  # the supervisor is the outermost then, and puts it back
+    if wanted is False or SUPERVISED in environ:  # under a supervisor, the supervisor requeues the job
         return None
     job = read_job(environ)
     if job is None:
         return "not put back into a queue: this is no SLURM job" if wanted is True else None
-    against = objection(job, look_up(job, ask), reason, max_requeues, in_vain)
-    if against is None and ask(["scontrol", "requeue", job.id]) is None:
-        against = "scontrol requeue failed"
-    if against:
-        return f"SLURM job {job.id} is not put back into the queue: {against}"
+    # SLURM would requeue a job that makes no progress, or that a person has stopped: that is decided here.
+    obstacle = reason_not_to_requeue(job, query_job(job, query), reason, max_requeues, without_progress)
+    if obstacle is None and query(["scontrol", "requeue", job.id]) is None:
+        obstacle = "scontrol requeue failed"
+    if obstacle:
+        return f"SLURM job {job.id} is not put back into the queue: {obstacle}"
     return f"SLURM job {job.id} is put back into the queue, for the {_ordinal(job.restarts + 1)} time"
 
 
-def objection(job: Job, standing: Standing | None, reason: str, max_requeues: int, in_vain: int) -> str | None:
-    """What speaks against running a job again; None if nothing does."""
+def reason_not_to_requeue(
+    job: Job, info: JobInfo | None, reason: str, max_requeues: int, without_progress: int
+) -> str | None:
+    """Why a job must not run again; None if it may. For the arguments see `requeue`."""
     if reason == "signal:SIGINT":
         return "a person stopped it (SIGINT)"
-    if standing is None:
+    if info is None:
         return "scontrol says nothing about it"
-    if not standing.is_batch:
+    if not info.is_batch:
         return "only batch jobs can be"
-    if not standing.may_requeue:
+    if not info.may_requeue:
         return "it was submitted with --no-requeue, or this cluster forbids it (JobRequeue=0)"
-    if standing.state != "RUNNING" and standing.reason != "TimeLimit":
-        return f"it is {standing.state}, so somebody has cancelled it or put it back already"
+    # A job at its limit is COMPLETING with this reason, and may still be requeued.
+    if info.state != "RUNNING" and info.reason != "TimeLimit":
+        return f"it is {info.state}, so somebody has cancelled it or put it back already"
     if job.restarts >= max_requeues:
         return f"it was {job.restarts} times, and max_requeues is {max_requeues}"
-    if in_vain >= PATIENCE:
-        return f"no progress in {in_vain} attempts; more time per job, or smaller steps, and submit it again"
+    if without_progress >= MAX_WITHOUT_PROGRESS:
+        return f"no progress in {without_progress} attempts; more time per job, or smaller steps, and submit it again"
     return None
 
 

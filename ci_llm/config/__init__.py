@@ -1,13 +1,13 @@
 """The configuration of a run: one flat YAML file and the command line, read strictly; loads neither torch nor more."""
 
-from ci_llm.config.default_file import default_file as default_file
-from ci_llm.config.load import Change as Change
-from ci_llm.config.load import Config as Config
+from ci_llm.config.config import Change as Change
+from ci_llm.config.config import Config as Config
+from ci_llm.config.documentation import describe_keys as describe_keys
+from ci_llm.config.documentation import groups as groups
+from ci_llm.config.documentation import keys_as_markdown as keys_as_markdown
 from ci_llm.config.load import Reading as Reading
-from ci_llm.config.load import describe_keys as describe_keys
-from ci_llm.config.load import groups as groups
-from ci_llm.config.load import keys_as_markdown as keys_as_markdown
+from ci_llm.config.load import arguments_without as arguments_without
+from ci_llm.config.load import default_file as default_file
 from ci_llm.config.load import load_config as load_config
 from ci_llm.config.load import parse_config as parse_config
 from ci_llm.config.load import read_config as read_config
-from ci_llm.config.load import words_without as words_without

@@ -1,9 +1,11 @@
-"""Other names of the keys, and other words for their values, as users of other trainers type them."""
+"""Names of other trainers: other names of the keys, other words for their values, and answers for all else."""
 
 from __future__ import annotations
 
+from typing import Final
+
 #: Other names of the same keys, as users of other trainers type them.
-ALIASES: dict[str, str] = {
+ALIASES: Final[dict[str, str]] = {
     "K": "num_agents",
     "n_agents": "num_agents",
     "num_adapters": "num_agents",
@@ -18,20 +20,31 @@ ALIASES: dict[str, str] = {
     "r": "lora_rank",
     "lora_r": "lora_rank",
     "target_modules": "lora_target_modules",
+    "lora_target": "lora_target_modules",
+    "adapter_name_or_path": "init_from",
     "diversity_weight": "lambda_sw",
     "lambda_diversity": "lambda_sw",
     "num_projections": "swd_num_projections",
     "dataset": "dataset_name",
     "dataset_path": "dataset_name",
+    "dataset_config": "dataset_subset",
     "dataset_config_name": "dataset_subset",
+    "dataset_train_split": "dataset_split",
+    "train_split": "dataset_split",
+    "dataset_test_split": "eval_split",
     "sequence_length": "max_seq_length",
+    "sequence_len": "max_seq_length",
     "seq_length": "max_seq_length",
     "max_length": "max_seq_length",
+    "cutoff_len": "max_seq_length",
     "samples": "max_train_samples",
+    "max_samples": "max_train_samples",
     "debug_subset_size": "max_train_samples",
+    "max_eval_samples": "eval_samples",
     "dataloader_num_workers": "num_workers",
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
+    "max_epochs": "epochs",
     "training_steps": "max_train_steps",
     "max_steps": "max_train_steps",
     "num_steps": "max_train_steps",
@@ -40,24 +53,32 @@ ALIASES: dict[str, str] = {
     "micro_batch_size": "batch_size",
     "grad_accum_steps": "gradient_accumulation_steps",
     "accumulation_steps": "gradient_accumulation_steps",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
     "effective_batch_size": "global_batch_size",
     "lr": "learning_rate",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "adam_eps": "adam_epsilon",
     "grad_max_norm": "max_grad_norm",
     "clip_grad_norm": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
     "lr_scheduler": "lr_scheduler_type",
     "scheduler": "lr_scheduler_type",
     "warmup_ratio": "num_warmup_steps_ratio",
     "warmup_steps": "num_warmup_steps",
     "lr_warmup_steps": "num_warmup_steps",
     "random_seed": "seed",
+    "random_state": "seed",
     "eval_interval": "eval_steps",
     "max_new_tokens": "max_new_tokens_eval",
     "save_dir": "output_dir",
     "checkpoint_dir": "output_dir",
+    "default_root_dir": "output_dir",
     "exp_name": "experiment_name",
     "run_name": "experiment_name",
     "logging_frequency": "logging_steps",
     "log_every": "logging_steps",
+    "log_every_n_steps": "logging_steps",
     "log_with": "report_to",
     "gpu_monitor": "monitor_gpu",
     "save_interval_steps": "save_steps",
@@ -68,20 +89,82 @@ ALIASES: dict[str, str] = {
     "keep_last": "save_total_limit",
     "auto_resume": "resume_from_checkpoint",
     "resume": "resume_from_checkpoint",
+    "ckpt_path": "resume_from_checkpoint",
     "use_torch_distributed_ckpt": "checkpoint_backend",
     "timeaware_checkpointing": "stop_before_walltime",
     "time_limit": "max_runtime",
 }
 
 #: Words that mean a value of a key: `--auto_resume` alone reads as true, hence latest.
-WORDS: dict[str, dict[str, str]] = {
+VALUE_ALIASES: Final[dict[str, dict[str, str]]] = {
     "resume_from_checkpoint": {"true": "latest", "auto": "latest", "false": "null"},
     "checkpoint_backend": {"true": "distributed", "false": "vanilla"},
-    "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
+    "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "auto": "null"},
     "mixed_precision": {"float16": "fp16", "bfloat16": "bf16", "fp32": "no", "none": "no"},
+    "use_gradient_checkpointing": {"unsloth": "true"},
+    "lora_target_modules": {"all": "all-linear"},
     "diversity": {"null": "none"},
+    "max_train_steps": {"-1": "null"},
+    "max_train_samples": {"-1": "null"},
+    "eval_samples": {"-1": "null"},
     "metric_for_best_model": {
         **dict.fromkeys(("loss", "eval_loss", "eval_nll", "eval/crowd/nll"), "nll"),
         **dict.fromkeys(("accuracy", "eval_accuracy", "eval_exact_match", "eval/crowd/exact_match"), "exact_match"),
     },
+}
+
+#: What a run does in any case: there is nothing to set.
+ALWAYS: Final = ""
+
+#: Options that mean a key only together with their value: `bf16: true` is `mixed_precision: bf16`.
+#: A value that is not listed is answered from `UNSUPPORTED`.
+TRANSLATIONS: Final[dict[str, dict[str, str]]] = {
+    "bf16": {"true": "mixed_precision=bf16", "false": "mixed_precision=no"},
+    "fp16": {"true": "mixed_precision=fp16", "false": "mixed_precision=no"},
+    "precision": {
+        "bf16-mixed": "mixed_precision=bf16",
+        "16-mixed": "mixed_precision=fp16",
+        "32-true": "mixed_precision=no",
+        "32": "mixed_precision=no",
+    },
+    "optim": {
+        "adamw_torch": "fused_optimizer=false",
+        "adamw_torch_fused": "fused_optimizer=true",
+        "adamw": ALWAYS,
+    },
+    "optimizer": {
+        "adamw_torch": "fused_optimizer=false",
+        "adamw_torch_fused": "fused_optimizer=true",
+        "adamw": ALWAYS,
+    },
+    "eval_strategy": {"steps": ALWAYS, "no": "eval_steps=null"},
+    "evaluation_strategy": {"steps": ALWAYS, "no": "eval_steps=null"},
+    "save_strategy": {"steps": ALWAYS},
+    "logging_strategy": {"steps": ALWAYS},
+    "full_determinism": {"true": "deterministic=true", "false": "deterministic=auto"},
+    "lora_target_linear": {"true": "lora_target_modules=all-linear"},
+    "use_lora": {"true": ALWAYS},
+    "use_peft": {"true": ALWAYS},
+    "finetuning_type": {"lora": ALWAYS},
+    "adapter": {"lora": ALWAYS},
+    "stage": {"sft": ALWAYS},
+    "task_type": {"causal_lm": ALWAYS},
+    "bias": {"none": ALWAYS},
+    "do_train": {"true": ALWAYS},
+    "do_eval": {"true": ALWAYS},
+    "packing": {"true": ALWAYS},
+    "sample_packing": {"true": ALWAYS},
+    "padding_free": {"true": ALWAYS},
+    "attn_implementation": {"sdpa": ALWAYS, "auto": ALWAYS},
+    "flash_attn": {"auto": ALWAYS, "sdpa": ALWAYS},
+    "load_in_4bit": {"false": ALWAYS},
+    "load_in_8bit": {"false": ALWAYS},
+    "use_dora": {"false": ALWAYS},
+    "push_to_hub": {"false": ALWAYS},
+    "trust_remote_code": {"false": ALWAYS},
+    "save_safetensors": {"true": ALWAYS},
+    "auto_find_batch_size": {"true": ALWAYS},
+    "remove_unused_columns": {"true": ALWAYS, "false": ALWAYS},
+    "save_only_model": {"false": ALWAYS},
+    "ignore_data_skip": {"false": ALWAYS},
 }

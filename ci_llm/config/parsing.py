@@ -1,8 +1,8 @@
-"""Text to value, by the type of the key: `no` is a word for one key and false for another, never a guess.
+"""From text to value by the type of the key: `no` is a word for one key and false for another.
 
-A value arrives as it was written (`Scalar`, `Items` or `Odd`), from YAML or from the command line (`--any-key V`,
-`--any_key=V`, `any_key=V`, and `--flag` alone for true). What it means is decided here alone, from the declared type
-of its key; pydantic checks the ranges.
+A value arrives as it was written (`Scalar`, `Items` or `Unusable`), from YAML or from the command line (`--any-key V`,
+`--any_key=V`, `any_key=V`, and `--flag` alone for true). Only this module decides what it means, from the declared
+type of its key; pydantic checks the ranges.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from ci_llm.config.schema import DurationMark
+from ci_llm.config.suggest import WHOLE
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Odd:
-    """A value no key can take, in words: `a nested mapping`."""
+class Unusable:
+    """A value that no key takes; `what` names it: `a nested mapping`."""
 
     what: str
 
@@ -41,17 +42,21 @@ class Odd:
         return self.what
 
 
+NESTED_MAPPING = Unusable("a nested mapping")
+NESTED_LIST = Unusable("a nested list")
+
+
 @dataclass(frozen=True)
 class Items:
     """A list of values."""
 
-    values: tuple[Scalar | Odd, ...]
+    values: tuple[Scalar | Unusable, ...]
 
     def __str__(self) -> str:
         return "[" + ", ".join(map(str, self.values[:5])) + (", ...]" if len(self.values) > 5 else "]")
 
 
-Raw = Scalar | Items | Odd
+Raw = Scalar | Items | Unusable
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,6 @@ def takes_flag(field: FieldInfo) -> bool:
     return any(kind.type is bool for kind in kinds_of(field))
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
 NULL_WORDS = frozenset({"", "~", "null", "none"})
 TRUTH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _INTEGER = re.compile(r"[-+]?(0|[1-9](_?[0-9]){0,30})")
@@ -132,7 +135,7 @@ def read_value(field: FieldInfo, raw: Raw) -> object:
     raise UnreadableError
 
 
-def _read_one(kind: _Kind, raw: Scalar | Odd) -> object:
+def _read_one(kind: _Kind, raw: Scalar | Unusable) -> object:
     return _READERS[kind.type](kind, raw) if isinstance(raw, Scalar) else _MISS
 
 
@@ -200,9 +203,6 @@ _READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {
 }
 
 
-# --------------------------------------------------------------------------------------- words for the reader
-
-
 _NOUNS: dict[Any, str] = {
     bool: "true | false",
     int: "a whole number",
@@ -243,14 +243,14 @@ def _bound(mark: Any) -> str | None:
 
 def hint(field: FieldInfo, raw: Raw) -> str | None:
     """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, BF16, a typo."""
-    if isinstance(raw, Odd) and "nested" in raw.what:
+    if raw == NESTED_MAPPING:
         return "keys are flat: one value per key"
     if isinstance(raw, Scalar) and not _can_read(field, raw):
         for text in _respellings(raw.text):
             if _can_read(field, Scalar(text)):
                 return f"write {text} without quotes" if raw.quoted else f"write {text}"
         choices = [choice for kind in kinds_of(field) for choice in (kind.item or kind).choices]
-        if close := get_close_matches(raw.text.lower(), choices, n=1):
+        if close := get_close_matches(raw.text.lower(), choices, n=1, cutoff=WHOLE):
             return f"did you mean {close[0]}?"
     return None
 
@@ -271,26 +271,24 @@ def _can_read(field: FieldInfo, raw: Scalar) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------- arguments
-
-
-PLACE = "command line"
-NO_VALUE = Odd("without a value")
-Stands = Literal["alone", "either way", "with a value"]
+COMMAND_LINE = "command line"
+NO_VALUE = Unusable("without a value")
+FlagForm = Literal["alone", "either way", "with a value"]
 _ASSIGNMENT = re.compile(r"(?:--)?([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--([A-Za-z_][\w.-]*)")
 
 
-def read_arguments(arguments: Sequence[str], stands: Callable[[str], Stands]) -> tuple[list[Entry], list[str]]:
-    """Splits a command line into entries, in order, and the words that are neither a key nor a value of one.
+def read_arguments(arguments: Sequence[str], flag_form: Callable[[str], FlagForm]) -> tuple[list[Entry], list[str]]:
+    """Split a command line into entries, in order, and the words that are neither a key nor a value.
 
     Args:
         arguments: the words after the program's name.
-        stands: how `--key` stands: alone (true, unless a word of truth follows), with a value, or either way.
+        flag_form: how `--key` may stand: alone (it means true, unless true or false follows), with a
+            value, or either way.
     """
     entries: list[Entry] = []
     strays: list[str] = []
-    for words, entry in parts_of(arguments, stands):
+    for words, entry in parts_of(arguments, flag_form):
         if entry is None:
             strays += words
         else:
@@ -298,23 +296,25 @@ def read_arguments(arguments: Sequence[str], stands: Callable[[str], Stands]) ->
     return entries, strays
 
 
-def parts_of(arguments: Sequence[str], stands: Callable[[str], Stands]) -> Iterator[tuple[list[str], Entry | None]]:
+def parts_of(
+    arguments: Sequence[str], flag_form: Callable[[str], FlagForm]
+) -> Iterator[tuple[list[str], Entry | None]]:
     """The words of each entry with the entry; None for a word that belongs to none."""
     words = list(arguments)
     while words:
         before, word = list(words), words.pop(0)
         entry = None
         if match := _ASSIGNMENT.fullmatch(word):
-            entry = Entry(match[1], Scalar(match[2]) if match[2] else NO_VALUE, PLACE)
+            entry = Entry(match[1], Scalar(match[2]) if match[2] else NO_VALUE, COMMAND_LINE)
         elif match := _OPTION.fullmatch(word):
-            entry = Entry(match[1], _take_value(stands(match[1]), words), PLACE)
+            entry = Entry(match[1], _take_value(flag_form(match[1]), words), COMMAND_LINE)
         yield before[: len(before) - len(words)], entry
 
 
-def _take_value(stands: Stands, words: list[str]) -> Raw:
+def _take_value(form: FlagForm, words: list[str]) -> Raw:
     follows = bool(words) and not words[0].startswith("--") and not _ASSIGNMENT.fullmatch(words[0])
-    if stands == "alone":
+    if form == "alone":
         follows = follows and words[0].lower() in {*TRUTH_WORDS, "auto"}
     if follows:
         return Scalar(words.pop(0))
-    return NO_VALUE if stands == "with a value" else Scalar("true")
+    return NO_VALUE if form == "with a value" else Scalar("true")

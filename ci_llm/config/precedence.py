@@ -1,4 +1,4 @@
-"""Which source decides a key: the command line over the file over the launcher over the defaults; and says so."""
+"""Which source decides a key: the command line over the file over the launcher over the defaults; and in words."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from ci_llm.config.parsing import NULL_WORDS, Entry, Scalar
 Given = Mapping[str, Entry]
 
 #: Two keys for one thing: within one source the first decides, unless it is null.
-OVERRULES: Mapping[str, str] = {
+STRONGER: Mapping[str, str] = {
     "max_train_steps": "epochs",
     "global_batch_size": "gradient_accumulation_steps",
     "num_warmup_steps": "num_warmup_steps_ratio",
 }
 
 
-def settle(launcher: Given, file: Given, line: Given) -> dict[str, Entry]:
-    """The entries that hold, by key. What a nearer source says of a thing sets aside what a farther one says of it."""
+def merge_sources(launcher: Given, file: Given, line: Given) -> dict[str, Entry]:
+    """The entries that count, by key. A stronger source also sets aside the other key for the same thing."""
     given: dict[str, Entry] = {}
     for source in (launcher, file, line):
-        for strong, weak in OVERRULES.items():
+        for strong, weak in STRONGER.items():
             if weak in source and strong not in source:
                 given.pop(strong, None)
         given |= source
     return given
 
 
-def in_words(path: Path | None, launcher: Given, file: Given, line: Given) -> Iterator[str]:
-    """Where the values come from, in a line; then one for each that was given and does not count."""
-    named = [str(path) if path else "no file: there is no configs.yaml here"]
+def describe_sources(path: Path | None, launcher: Given, file: Given, line: Given) -> Iterator[str]:
+    """A line that says where the values come from; then one for each entry that was given and has no effect."""
+    parts = [str(path) if path else "no file: there is no configs.yaml here"]
     if line:
-        named.append(f"command line: {_all(line)}")
-    given = settle(launcher, file, line)
+        parts.append(f"command line: {_all(line)}")
+    given = merge_sources(launcher, file, line)
     if taken := {key: entry for key, entry in launcher.items() if given.get(key) is entry}:
-        named.append(f"accelerate launch: {_all(taken)}")
-    yield "; ".join([*named, "defaults for all other keys"])
-    for strong, weak in OVERRULES.items():
+        parts.append(f"accelerate launch: {_all(taken)}")
+    yield "; ".join([*parts, "defaults for all other keys"])
+    for strong, weak in STRONGER.items():
         if weak in line and strong in file and strong not in given and not _is_null(file[strong]):
             yield f"{_one(strong, file[strong])} ({file[strong].where}) is set aside: the command line says {weak}"
         for source in (file, line):
             if weak in source and strong in source and not _is_null(source[strong]):
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
     for key, entry in launcher.items():
-        for decides in (key, *(strong for strong, weak in OVERRULES.items() if weak == key)):
+        for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):
             if (by := given.get(decides)) is not None and not _is_null(by) and _text(by) != _text(entry):
                 yield f"{_one(key, entry)} ({entry.where}) has no effect: {_one(decides, by)} decides ({by.where})"
 

@@ -1,21 +1,23 @@
-"""The keys of a run, group by group: name, type, default, one line with its unit, and what its change means.
+"""The keys of a run, group by group: name, type, default, one line with its unit, and what a change of it means.
 
-Every key is declared by one of five words, which say what a change between two attempts of a run means:
+A key is declared by one of five functions. They say what it means if a resumed run has another value:
 
-exact       other samples, other maths or another order: refused on a resume unless `allow_inexact_resume`
-schedule    a longer or shorter run: allowed, and said
-ending      where a run ends and which step is its best; each step stays what it is: allowed, and said
-rounding    the same sums in another order: allowed, but no longer the same bits
-free        logging, saving, places: allowed, nothing to say
+exact       other samples, other mathematics or another order: refused unless `allow_inexact_resume`
+schedule    a longer or shorter run: allowed, and logged
+ending      where the run ends and which step is its best; the steps themselves stay the same: allowed, and logged
+rounding    the same sums in another order: allowed, but the bits differ
+free        logging, saving, paths: allowed, and not worth a line
 """
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from ci_llm.core.plugins import plugin_names
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 
@@ -29,7 +31,7 @@ def _as_tuple(value: object) -> object:
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-Place = Annotated[Text, AfterValidator(os.path.expanduser)]  # `~` is home, also where no shell has read it
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
@@ -37,8 +39,16 @@ Amount = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
-Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: no calendar ends before
-Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: dates beyond overflow
+# The values of these keys are the modules of a package, so that a new one needs no edit here.
+if TYPE_CHECKING:
+    Diversity = str
+    Aggregator = str
+    Tracker = str
+else:
+    Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
+    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
+    Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
 Signals = Annotated[
     tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
     BeforeValidator(_as_tuple),
@@ -50,7 +60,7 @@ def _key(default: Any, doc: str, kind: ChangeKind, keeps_bits: bool) -> Any:
 
 
 def exact(default: Any, doc: str) -> Any:
-    """A key whose change would train on other samples, with other maths or in another order."""
+    """A key whose change would train on other samples, with other mathematics or in another order."""
     return _key(default, doc, "sample-exact", False)
 
 
@@ -60,17 +70,17 @@ def schedule(default: Any, doc: str) -> Any:
 
 
 def ending(default: Any, doc: str) -> Any:
-    """A key that may end the run sooner or later, or names its best step; every step keeps its bits."""
+    """A key that decides where the run ends or which step is its best; every step keeps its bits."""
     return _key(default, doc, "schedule", True)
 
 
 def rounding(default: Any, doc: str) -> Any:
-    """A key whose change keeps samples and maths, but may round differently."""
+    """A key whose change keeps samples and mathematics, but may round differently."""
     return _key(default, doc, "free", False)
 
 
 def free(default: Any, doc: str) -> Any:
-    """A key about logging, saving or places."""
+    """A key about logging, saving or paths."""
     return _key(default, doc, "free", True)
 
 
@@ -83,12 +93,12 @@ class Keys(BaseModel):
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
-    model_name: Place = free("embedded", "base model: embedded, a hub id, or a folder")
+    model_name: PathText = free("embedded", "base model: embedded, a hub id, or a folder")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
-        None, "precision of the frozen base; null: fp32 on CPU, the checkpoint's own on CUDA"
+        None, "precision of the frozen base; null: fp32 on CPU, that of the checkpoint on CUDA"
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = exact(
-        "no", "autocast precision of the forward pass; unset: what accelerate launch says"
+        "no", "autocast precision of the forward pass; if not given, that of accelerate launch"
     )
     use_gradient_checkpointing: bool = rounding(False, "recompute layers in the backward pass: less memory, slower")
 
@@ -96,64 +106,82 @@ class BaseModelKeys(Keys):
 class AgentKeys(Keys):
     """The agents: K LoRA adapters on the one base"""
 
-    num_agents: Count = exact(4, "agents K that train together")
+    num_agents: Count = exact(4, "number of agents (K) that train together")
     lora_rank: Count = exact(8, "rank of each adapter")
-    lora_alpha: Count = exact(16, "scales each adapter: alpha / rank, or alpha / sqrt(rank) with use_rslora")
-    lora_dropout: Dropout = exact(0.0, "probability of dropping an input of an adapter; 0: off, and faster")
+    lora_alpha: Count = exact(16, "an adapter is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora")
+    lora_dropout: Dropout = exact(0.0, "probability of dropping an input of an adapter; 0: off, which is faster")
     lora_target_modules: Literal["all-linear"] | Names = exact(
         "all-linear", "Linear layers that get an adapter: all-linear, or a list of names as in PEFT"
     )
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)")
-    initialize_adapters_rand: bool = exact(True, "true: every agent its own random start; false: all the same start")
-    dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter in a step")
-    init_from: Place | None = exact(None, "folder of PEFT adapters to start from; null: fresh adapters")
+    initialize_adapters_rand: bool = exact(
+        True,
+        "true: each agent starts at its own random point; false: all start alike, and lora_dropout or dropconnect_p"
+        " must tell them apart",
+    )
+    dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter, drawn anew in each step")
+    init_from: PathText | None = exact(
+        None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
+    )
 
 
 class ObjectiveKeys(Keys):
-    """What the agents learn, and how they answer together"""
+    """The objective, and how the agents answer together"""
 
-    diversity: Literal["none", "joint", "swd", "swd_raw"] = exact(
-        "none", "term that keeps agents apart: Jensen gap (joint), sliced Wasserstein distance (swd, swd_raw)"
+    diversity: Diversity = exact(
+        "none",
+        "loss term that keeps agents apart: none, joint (Jensen gap), swd or swd_raw (sliced Wasserstein distance)",
     )
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
     swd_num_projections: Count = exact(64, "random directions of the sliced Wasserstein distance")
     swd_representation: Literal["last_token", "mean", "first_token"] = exact(
         "last_token", "hidden state of a row that swd compares"
     )
-    aggregator: Literal["probability", "logit"] = free(
-        "probability", "how the crowd answers: mean of probabilities or of logits"
+    aggregator: Aggregator = free(
+        "probability", "how the crowd combines its agents: mean of their probabilities, or of their logits"
     )
-    dirichlet_alpha_aggregator: Positive = free(1.0, "concentration of the original's symmetric Dirichlet")
-    parallel_mode: bool = free(False, "the original's parallel agents")
+    dirichlet_alpha_aggregator: Positive = free(
+        1.0, "no effect; concentration of the symmetric Dirichlet of the first CI-LLM"
+    )
+    parallel_mode: bool = free(False, "no effect; switch of the first CI-LLM for parallel agents")
 
 
 class DataKeys(Keys):
     """The data"""
 
-    dataset_name: Place = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
-    dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main")
+    dataset_name: PathText = free("embedded", "embedded, a hub id, a file, a glob, or a save_to_disk folder")
+    dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main; null: its only one")
     dataset_split: Text = exact("train", "split to train on")
-    eval_split: Text | None = free(None, "split to evaluate on; null: test or validation where it exists")
-    max_seq_length: Annotated[int, Ge(2)] = exact(512, "tokens per row; longer rows are left out or cut, and counted")
-    max_train_samples: Count | None = exact(None, "train on the first n rows only; null: all")
-    num_workers: Size = free(4, "loader processes per training process; 0: load in the training process")
+    eval_split: Text | None = free(
+        None, "split to evaluate on; null: test or validation if there is one, else a tenth of the rows"
+    )
+    max_seq_length: Annotated[int, Ge(2)] = exact(
+        512, "tokens per row at most; longer rows are left out or cut, and counted in the log"
+    )
+    max_train_samples: Count | None = exact(None, "train on the first n rows; null: on all")
+    num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
 
 class TrainingKeys(Keys):
-    """How long, how much at once, how fast"""
+    """Training: length, batch, optimizer, schedule"""
 
-    epochs: Count = schedule(3, "passes over the rows; max_train_steps in the same place overrules it")
+    epochs: Positive = schedule(
+        3.0, "passes over the rows, 1.5 for instance; max_train_steps beside it decides instead"
+    )
     max_train_steps: Count | None = schedule(None, "optimizer steps of the whole run; null: epochs decides")
     batch_size: Count = rounding(4, "rows per process and micro-step")
     gradient_accumulation_steps: Count = rounding(
-        1, "micro-steps per optimizer step; unset: what accelerate launch says"
+        1, "micro-steps per optimizer step; if not given, that of accelerate launch"
     )
     global_batch_size: Count | None = exact(
         None, "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps"
     )
     learning_rate: Positive = exact(2e-4, "peak learning rate of AdamW")
     weight_decay: Amount = exact(0.01, "decoupled weight decay of AdamW")
-    max_grad_norm: Positive | None = exact(1.0, "gradient norm each agent is clipped to; null: no clipping")
+    adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
+    adam_beta2: Dropout = exact(0.999, "decay of AdamW's second moment")
+    adam_epsilon: Positive = exact(1e-8, "added to the root of AdamW's second moment")
+    max_grad_norm: Positive | None = exact(1.0, "gradient norm to which each agent is clipped; null: no clipping")
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -168,38 +196,44 @@ class TrainingKeys(Keys):
         "reduce_lr_on_plateau",
         "greedy",
     ] = exact("cosine", "learning-rate schedule, by its name in Transformers")
-    num_warmup_steps_ratio: Share = exact(0.05, "share of the run in which the learning rate rises")
-    num_warmup_steps: Size | None = exact(None, "optimizer steps in which it rises; overrules the ratio")
-    fused_optimizer: bool = rounding(True, "AdamW in one kernel")
+    num_warmup_steps_ratio: Share = exact(0.05, "share of the run in which the learning rate rises to its peak")
+    num_warmup_steps: Size | None = exact(
+        None, "optimizer steps in which the learning rate rises; null: num_warmup_steps_ratio decides"
+    )
+    fused_optimizer: bool = rounding(True, "AdamW in one fused kernel; false: the plain one")
     seed: Annotated[int, Ge(0), Lt(2**32)] = exact(42, "seed of everything random")
 
 
 class EvaluationKeys(Keys):
     """Evaluation"""
 
-    eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: only at the end")
-    eval_samples: Count | None = free(400, "rows of the final evaluation; null: all")
+    eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
+    eval_samples: Count | None = free(400, "rows of each evaluation; null: all")
     generation_eval_samples: Size = free(
-        100, "rows of the final evaluation that agents and crowd answer by generation; 0: none"
+        100, "of these, rows for which agents and crowd generate answers at the end; 0: none"
     )
-    max_new_tokens_eval: Count = free(256, "tokens generated per answer in an evaluation")
+    max_new_tokens_eval: Count = free(256, "tokens generated per answer at most")
     early_stopping_patience: Count | None = ending(
-        None, "end after n evaluations in a row without a better crowd; null: off"
+        None, "end after n evaluations in a row that did not improve the crowd; null: off"
     )
-    early_stopping_threshold: Amount = ending(0.0, "a better crowd is better by more than this")
+    early_stopping_threshold: Amount = ending(
+        0.0, "smallest gain of metric_for_best_model that counts as an improvement"
+    )
     metric_for_best_model: Literal["nll", "exact_match"] = ending(
-        "nll", "what says that the crowd is better: nll or exact_match of an evaluation"
+        "nll", "measure of the crowd that decides which evaluation is best"
     )
-    greater_is_better: bool | None = free(None, "null: as metric_for_best_model means it")
+    greater_is_better: bool | None = free(
+        None, "no effect; metric_for_best_model implies it: less nll or more exact_match is better"
+    )
     load_best_model_at_end: bool = free(
-        False, "judge the best step at the end, and make final_checkpoint of it; false: of the last step"
+        False, "make final_checkpoint of the best step, and evaluate that one at the end; false: of the last step"
     )
 
 
 class LogKeys(Keys):
-    """Where a run writes, and what it tells"""
+    """Output and logs"""
 
-    output_dir: Place = free("ci_llm_output", "folder of the run")
+    output_dir: PathText = free("ci_llm_output", "folder of the run")
     experiment_name: Text | None = free(None, "sub-folder of output_dir for this run; null: output_dir itself")
     logging_steps: Count = free(10, "log every n optimizer steps")
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = free(
@@ -208,10 +242,10 @@ class LogKeys(Keys):
     write_report: bool = free(
         True, "write report.html when a run has ended or was interrupted, if matplotlib is installed"
     )
-    monitor_gpu: bool = free(False, "write gpu_stats.json while training")
-    log_memory_usage: bool = free(False, "log memory in use with every logged step")
+    monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
+    log_memory_usage: bool = free(False, "log the memory in use with every logged step")
     profile_steps: Count | None = free(
-        None, "trace the first n steps of an attempt into the sub-folder profile; null: off"
+        None, "trace the first n steps after each start into the sub-folder profile; null: off"
     )
 
 
@@ -220,17 +254,31 @@ class CheckpointKeys(Keys):
 
     save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
     save_interval_seconds: Seconds | Literal["auto"] | None = free(
-        300.0, "save every n seconds; auto: as often as loses least, by what saves and failures cost here; null: off"
+        300.0,
+        "save every n seconds; auto: at the interval that costs least, from the measured time of a save and the"
+        " interruptions so far; null: off",
     )
-    save_total_limit: Count | None = free(3, "checkpoints kept; null: all")
-    resume_from_checkpoint: Place | None = free("latest", "latest, a path, or null for a fresh start")
-    allow_inexact_resume: bool = free(False, "resume although the run would not be the same")
-    deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: where they exist")
-    async_save: bool = free(True, "write checkpoints behind the training")
+    save_total_limit: Count | None = free(3, "newest checkpoints that are kept; null: all")
+    resume_from_checkpoint: PathText | None = free(
+        "latest", "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start"
+    )
+    restart_from: PathText | None = free(
+        None, "go back, once, to this step of the run or to this checkpoint; null: off"
+    )
+    overwrite_output_dir: bool = free(
+        False, "begin a new run, once, where another one is; the other one moves to the sub-folder overwritten"
+    )
+    allow_inexact_resume: bool = free(
+        False, "resume with a changed configuration or data, although the run will not be the same"
+    )
+    deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: wherever they exist")
+    async_save: bool = free(True, "write checkpoints while training goes on")
     checkpoint_backend: Literal["vanilla", "distributed"] = free(
-        "vanilla", "vanilla: one writer; distributed: every process writes its part"
+        "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
     )
-    on_disk_full: Literal["drop", "pause"] = free("drop", "drop the new checkpoint and go on, or wait")
+    on_disk_full: Literal["drop", "pause"] = free(
+        "drop", "drop: give the new checkpoint up and go on; pause: wait for space"
+    )
 
 
 class InterruptionKeys(Keys):
@@ -238,45 +286,69 @@ class InterruptionKeys(Keys):
 
     stop_signals: Signals = free(("SIGTERM", "SIGINT", "SIGUSR2"), "signals after which the run saves and ends")
     save_signals: Signals = free(("SIGUSR1",), "signals after which the run saves and goes on")
-    grace_s: Seconds = free(30.0, "seconds between a signal and the kill, where SLURM does not say")
-    max_runtime: Seconds | None = free(None, "stop in time before n seconds, 1h30m or HH:MM:SS; null: no limit")
-    stop_before_walltime: bool | Literal["auto"] = free("auto", "stop before the job's limit; auto: under SLURM")
+    grace_s: Seconds = free(30.0, "seconds between a signal and the kill, if SLURM does not tell")
+    max_runtime: Seconds | None = free(
+        None, "save and end before n seconds, 1h30m or HH:MM:SS have passed; null: no limit"
+    )
+    stop_before_walltime: bool | Literal["auto"] = free(
+        "auto", "save and end before the time limit of the job; auto: under SLURM"
+    )
     requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")
-    max_requeues: Size = free(100, "times a job is put back into the queue")
+    max_requeues: Size = free(100, "how often a job is requeued at most")
     interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
 
 
 class RecoveryKeys(Keys):
     """Self-healing"""
 
-    nonfinite_lr_factor: Annotated[float, Gt(1)] = exact(1.5, "divides an agent's learning rate after a bad step")
-    max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row before an agent is set back")
-    good_after_steps: Count = exact(50, "finite steps after which a checkpoint counts as good")
-    hang_timeout: Seconds | None = free(None, "seconds without progress that count as a hang; null: learned")
+    nonfinite_lr_factor: Annotated[float, Gt(1)] = exact(
+        1.5, "divides the learning rate of an agent after a non-finite step"
+    )
+    max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row after which an agent is rolled back")
+    good_after_steps: Count = exact(50, "finite steps in a row after which an agent counts as healthy again")
+    hang_timeout: Seconds | None = free(
+        None, "seconds without progress that count as a hang; null: learned from the steps so far"
+    )
 
 
 class DeclinedKeys(Keys):
-    """Known from elsewhere, without effect here"""
+    """Accepted, without effect"""
 
-    use_deepspeed: bool = free(False, "declined: DeepSpeed owns backward, step and checkpoint")
-    deepspeed_config_file: Text | None = free(None, "declined with use_deepspeed")
+    use_deepspeed: bool = free(False, "no effect; DeepSpeed owns backward, step and checkpoint")
+    deepspeed_config_file: Text | None = free(None, "no effect; goes with use_deepspeed")
     streaming: bool = free(
-        False, "declined: which rows come next depends on shards and a buffer, so no resume is exact"
+        False, "no effect; which rows come next depends on shards and a buffer, so no resume is exact"
     )
     compile: bool = free(
-        False, "declined: no faster on packed rows, and compiled kernels depend on the lengths met first"
+        False, "no effect; no faster on packed rows, and compiled kernels depend on the lengths met first"
     )
 
 
-#: Known and valid, without effect for good: the reason is said once when the value is not the default.
+class AllKeys(
+    DeclinedKeys,
+    RecoveryKeys,
+    InterruptionKeys,
+    CheckpointKeys,
+    LogKeys,
+    EvaluationKeys,
+    TrainingKeys,
+    DataKeys,
+    ObjectiveKeys,
+    AgentKeys,
+    BaseModelKeys,
+):
+    """All keys of a run. Pydantic collects the fields of bases from last to first, which gives their order."""
+
+
+#: Keys without effect, and why. The reason is logged once if the value is not the default.
 NO_EFFECT: dict[str, str] = {
     "parallel_mode": "all agents always train in one fused pass",
     "dirichlet_alpha_aggregator": "the mean of a symmetric Dirichlet is uniform, whatever its alpha",
-    "greater_is_better": "metric_for_best_model says it: less nll, more exact_match",
-    "use_deepspeed": "declined: DeepSpeed owns backward, step and checkpoint",
-    "deepspeed_config_file": "declined together with use_deepspeed",
-    "streaming": "declined, the data set is loaded as a whole: which rows come next of a stream depends on shards and"
+    "greater_is_better": "metric_for_best_model implies it",
+    "use_deepspeed": "DeepSpeed owns backward, step and checkpoint",
+    "deepspeed_config_file": "it goes with use_deepspeed",
+    "streaming": "the data set is loaded as a whole: which rows come next of a stream depends on shards and"
     " a buffer, so that no resume could be exact",
-    "compile": "declined: packed rows have another length in every step; compiled for that, layers were no faster"
+    "compile": "packed rows have another length in every step; compiled for that, layers were no faster"
     " (docs/benchmarks.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
 }

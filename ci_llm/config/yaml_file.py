@@ -1,7 +1,7 @@
 """YAML with line numbers: a text becomes entries `key, value as written, line`, and values become YAML again.
 
-Only composed, never constructed: PyYAML's guesses (`no` is False, `1e-4` text, `11:55:00` 42900, `0123` 83)
-and its tags have no part in it.
+The text is composed to nodes and never constructed to objects. So PyYAML's guesses (`no` is False, `1e-4` is text,
+`11:55:00` is 42900, `0123` is 83) and its tags have no effect.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import yaml
 
-from ci_llm.config.parsing import Entry, Items, Odd, Raw, Scalar
+from ci_llm.config.parsing import NESTED_LIST, NESTED_MAPPING, Entry, Items, Raw, Scalar, Unusable
 from ci_llm.errors import ConfigError
 
-_CURE = "write one `key: value` per line, with a space after the colon and none before the key"
+_HINT = "write one `key: value` per line, with a space after the colon and none before the key"
 _PLAIN_NAMES = ("str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in _PLAIN_NAMES)
 
@@ -33,12 +33,12 @@ def read_yaml(text: str, name: str) -> list[Entry]:
     if root is None or root.tag == "tag:yaml.org,2002:null":
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError("the configuration is not a list of `key: value` lines", where=_place(name, root), hint=_CURE)
+        raise ConfigError("the configuration is not a list of `key: value` lines", where=_place(name, root), hint=_HINT)
     return [Entry(_key_text(key), _raw(value), _place(name, key)) for key, value in root.value]
 
 
 def dump_yaml(sections: Mapping[str, Mapping[str, object]]) -> str:
-    """YAML of plain values, one comment per section; strings are quoted, so that nobody can misread them."""
+    """YAML of plain values, one comment per section; strings are quoted, so that none reads as another type."""
     return "\n".join(
         f"# {title}\n" + "".join(f"{key}: {dump_value(value)}\n" for key, value in values.items())
         for title, values in sections.items()
@@ -50,7 +50,9 @@ def dump_value(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(dump_value, value)) + "]"
     text = json.dumps(value, ensure_ascii=False)  # JSON is YAML, but for 1e-05, which YAML 1.1 reads as text
-    return text.replace("e", ".0e") if isinstance(value, float) and "." not in text else text
+    if not isinstance(value, float):
+        return text
+    return text.removesuffix(".0") if "." in text else text.replace("e", ".0e")
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
@@ -59,28 +61,28 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = error.problem or error.context or "unreadable"
-        raise ConfigError(f"not valid YAML: {problem}", where=f"{name}:{line}", hint=_CURE) from error
+        raise ConfigError(f"not valid YAML: {problem}", where=f"{name}:{line}", hint=_HINT) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
             f"not a text file: {error.reason}", where=f"{name}:{line}", hint="save the file as UTF-8 text"
         ) from error
     except RecursionError as error:
-        raise ConfigError("the YAML is nested too deeply", where=name, hint=_CURE) from error
+        raise ConfigError("the YAML is nested too deeply", where=name, hint=_HINT) from error
 
 
 def _raw(node: yaml.Node) -> Raw:
     if node.tag not in _PLAIN_TAGS:
-        return Odd(f"the YAML tag {node.tag}")
+        return Unusable(f"the YAML tag {node.tag}")
     if isinstance(node, yaml.SequenceNode):
         return Items(tuple(_item(child) for child in node.value))
     return _item(node)
 
 
-def _item(node: yaml.Node) -> Scalar | Odd:
+def _item(node: yaml.Node) -> Scalar | Unusable:
     if isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN_TAGS:
         return Scalar(node.value, quoted=node.style is not None)
-    return Odd("a nested mapping" if isinstance(node, yaml.MappingNode) else "a nested list")
+    return NESTED_MAPPING if isinstance(node, yaml.MappingNode) else NESTED_LIST
 
 
 def _key_text(node: yaml.Node) -> str:

@@ -1,84 +1,52 @@
-"""What others can know about a run: status.json, and one file per process that failed.
+"""status.json: the state of a run, for every other program.
 
-Launchers flatten exit codes, so a verdict travels by file. Only the main process writes status.json. It says
-`running` as long as its heartbeat is young; a reader who finds an old heartbeat or a dead process calls the
-run `vanished`. A process that fails writes `attempts/<n>/process_<i>.json` before it does anything else; the
-earliest of them is the cause, the others follow from it.
+Launchers flatten exit codes, so the state travels by file. Only the main process writes it, with a heartbeat: the time
+of its last write. A reader that finds `running` with an old heartbeat, or with a dead process, reports `vanished`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 import psutil
 
-from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, earliest_failure, read_failures, read_record
+from ci_llm.core.durable import make_folders, write_json
 from ci_llm.errors import BadInput
+
+logger = logging.getLogger(__name__)
 
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
-PEER_LOST: Final = "peer_lost"
-_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from a boot time that is corrected now and then
+_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from the boot time, which clock corrections move
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why one process of an attempt failed.
-
-    Attributes:
-        reason: a word for scripts: "out_of_memory", "nonfinite", "disk_full", "peer_lost", "error:OSError"; of a
-            damaged file "unreadable".
-        message: a sentence for people.
-        time: unix seconds.
-        traceback: where it happened, if known.
-    """
-
-    reason: str
-    message: str
-    process_index: int
-    time: float
-    step: int | None = None
-    host: str = ""
-    traceback: str | None = None
-
-    @classmethod
-    def of(cls, error: BaseException, reason: str, process_index: int, step: int | None = None) -> Failure:
-        """The failure that an exception means, now and here."""
-        return cls(
-            reason=reason,
-            message=str(error) or type(error).__name__,
-            process_index=process_index,
-            time=time.time(),
-            step=step,
-            host=socket.gethostname(),
-            traceback="".join(traceback.format_exception(error)),
-        )
-
-
-@dataclass(frozen=True)
 class Status:
-    """What status.json says, judged: `vanished` is a reader's conclusion and never written.
+    """The content of status.json. `vanished` is the conclusion of a reader and never in the file.
 
     Attributes:
         reason: why the run is not running: "signal:SIGTERM", "walltime", "nonfinite", "error:...".
         step: optimizer steps done.
-        heartbeat: unix seconds of the last sign of life.
-        pid_space: where `pid` means something: one boot of one machine, and the PID namespace of a container.
-        next_command: what a person types to go on.
-        best_step: the optimizer step after which the crowd was best in an evaluation so far.
-        micro_batch_size: rows per process and micro-step, which want of memory may have made fewer than configured.
+        started, heartbeat: unix seconds of the start of the attempt and of the last write.
+        pid_space: the scope of `pid`: one boot of one machine, and the PID namespace of a container.
+        next_command: the command that resumes the run.
+        best_step: the optimizer step with the best evaluation so far.
+        micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
+        warning: why the result may be worthless, although the run goes on or is completed; None if nothing is known.
+        first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
     """
 
     status: State
@@ -93,6 +61,8 @@ class Status:
     next_command: str | None = None
     best_step: int | None = None
     micro_batch_size: int | None = None
+    warning: str | None = None
+    first_loss: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -100,20 +70,19 @@ class Status:
         return _EXIT_CODES.get(self.status, 1)
 
 
-Record = TypeVar("Record", Status, Failure)
-
-
 class RunStatus:
     """Keeps the status.json of one attempt current, with a heartbeat in a thread of its own.
 
     Args:
-        is_main: other processes make every call a no-op.
-        still_held: asked before each write; once it says no, a later attempt has taken the folder over and
-            nothing is written any more.
-        warn: called with one line when the disk refuses a heartbeat; the run goes on.
-        interval_s: seconds between heartbeats, which is all that keeping the file current costs.
+        output_dir: the run's folder.
+        attempt: its number.
+        is_main: on any other process every call does nothing.
+        still_held: called before each write. Once it returns False, a later attempt owns the folder, and nothing is
+            written any more.
+        interval_s: seconds between heartbeats.
 
-    `step`, `best_step` and `micro_batch_size` may be set as often as one likes: the next heartbeat writes them.
+    `step`, `best_step`, `micro_batch_size`, `warning` and `first_loss` may be set at any time, at no cost: the next
+    heartbeat writes them.
     """
 
     def __init__(
@@ -123,32 +92,36 @@ class RunStatus:
         *,
         is_main: bool = True,
         still_held: Callable[[], bool] = lambda: True,
-        warn: Callable[[str], None] = print,
         interval_s: float = 5.0,
     ) -> None:
         self._path = Path(output_dir, "status.json")
         self._active = is_main
-        self._still_mine, self._warn, self._interval_s = still_held, warn, interval_s
+        self._still_held, self._interval_s = still_held, interval_s
         self.step = 0
         self.best_step: int | None = None
         self.micro_batch_size: int | None = None
+        self.warning: str | None = None
+        self.first_loss: float | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, step: int = 0) -> None:
-        """Write `running` and keep it young until `finish`."""
+        """Write `running`, and write it again at every heartbeat until `finish`."""
         self.step = step
         if self._active and self._write("running"):
-            self._thread = threading.Thread(target=self._beat, name="ci_llm heartbeat", daemon=True)
+            self._thread = threading.Thread(target=self._write_heartbeats, name="ci_llm heartbeat", daemon=True)
             self._thread.start()
 
     def finish(self, status: State, reason: str | None = None, next_command: str | None = None) -> bool:
-        """Write how the attempt ended. Returns False if nothing was written: not main, or no longer ours.
+        """Write how the attempt ended.
+
+        Returns:
+            False if nothing was written: this is not the main process, or another attempt owns the folder.
 
         Raises:
-            OSError: the disk refuses it; readers will see the run as vanished.
+            OSError: the disk refuses it; readers will report the run as vanished.
         """
         self._over.set()
         if self._thread is not None:
@@ -157,7 +130,8 @@ class RunStatus:
         return self._active and self._write(status, reason, next_command)
 
     def _write(self, status: State, reason: str | None = None, next_command: str | None = None) -> bool:
-        self._active = self._active and self._still_mine()
+        # For good: an attempt that has lost its folder never writes again, even if it asks once more.
+        self._active = self._active and self._still_held()
         if self._active:
             current = replace(
                 self._first,
@@ -168,11 +142,13 @@ class RunStatus:
                 next_command=next_command,
                 best_step=self.best_step,
                 micro_batch_size=self.micro_batch_size,
+                warning=self.warning,
+                first_loss=self.first_loss,
             )
             write_json(self._path, asdict(current))
         return self._active
 
-    def _beat(self) -> None:
+    def _write_heartbeats(self) -> None:
         failing = False
         while self._active and not self._over.wait(self._interval_s):
             try:
@@ -180,41 +156,52 @@ class RunStatus:
                 failing = False
             except OSError as error:
                 if not failing:
-                    self._warn(f"status.json cannot be written, the run goes on: {error}")
+                    logger.warning(f"status.json cannot be written, the run goes on: {error}")
                 failing = True
 
 
 def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
-    """The state of the run in `output_dir`, judged at `now` (unix seconds).
+    """The state of the run in `output_dir` at `now` (unix seconds).
 
-    A running attempt with an old heartbeat or a dead process has vanished. Where a process of it left a
-    failure, that is the reason, whatever the main process wrote of what it suffered from it.
+    A running attempt with an old heartbeat or a dead process has vanished. If a process of the attempt recorded a
+    failure, that failure is the reason: what the main process wrote may only be its consequence.
 
     Raises:
-        BadInput: there is no run, or its status.json is not of this program.
+        BadInput: there is no run, or its status.json was not written by this program.
     """
-    path = Path(output_dir, "status.json")
-    if not path.exists():
+    status = last_status(output_dir)
+    if status is None:
+        path = Path(output_dir, "status.json")
         raise BadInput("no run has left a status here", where=str(path), hint="give the output_dir of a run")
-    status = _read(Status, path)
     if status.status == "running" and _is_gone(status, time.time() if now is None else now):
         status = replace(status, status="vanished", reason="no heartbeat")
     if status.status in ("running", "completed"):
         return status
     cause = earliest_failure(read_failures(output_dir, status.attempt))
+    # "interrupted" may hide a failure: a launcher sends a SIGTERM to the others when one process has failed.
     if cause is None or (status.status == "interrupted" and not _preceded(cause, status)):
         return status
     return replace(status, status="failed", reason=cause.reason)
 
 
 def last_attempt(output_dir: Path | str) -> int | None:
-    """The number of the attempt that wrote status.json last; None if none ever did.
+    """The number of the attempt that wrote status.json last; None if there is no such file.
 
     Raises:
-        BadInput: the file is not of this program.
+        BadInput: the file was not written by this program.
+    """
+    written = last_status(output_dir)
+    return None if written is None else written.attempt
+
+
+def last_status(output_dir: Path | str) -> Status | None:
+    """The content of status.json, as it was written; None if there is no such file.
+
+    Raises:
+        BadInput: the file was not written by this program.
     """
     path = Path(output_dir, "status.json")
-    return _read(Status, path).attempt if path.exists() else None
+    return read_record(Status, path) if path.exists() else None
 
 
 def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> None:
@@ -226,9 +213,8 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
     Raises:
         OSError: the disk refuses it. BadInput: the status is not of this program.
     """
-    path = Path(output_dir, "status.json")
-    if path.exists():
-        status = _read(Status, path)
+    status = last_status(output_dir)
+    if status is not None:
         kept = _kept_path(output_dir, status.attempt)
         make_folders(kept.parent)
         status = replace(status, step=max(status.step, step), heartbeat=max(status.heartbeat, time))
@@ -238,29 +224,18 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
 def kept_status(output_dir: Path | str, attempt: int) -> Status | None:
     """How an attempt that others followed stood last: `running` if it was killed. None if that was not kept."""
     try:
-        return _read(Status, _kept_path(output_dir, attempt))
+        return read_record(Status, _kept_path(output_dir, attempt))
     except (BadInput, FileNotFoundError):
         return None
 
 
 def _kept_path(output_dir: Path | str, attempt: int) -> Path:
-    return Path(output_dir, "attempts", str(attempt), "status.json")
+    return attempt_folder(output_dir, attempt) / "status.json"
 
 
 def _preceded(cause: Failure, interruption: Status) -> bool:
-    """Whether a failure came before a stop that looks clean: the SIGTERM was a launcher's, because of it."""
+    """Whether a failure came before a stop that looks clean: it made a launcher send the SIGTERM."""
     return cause.reason != PEER_LOST and cause.time < interruption.heartbeat
-
-
-def _read(kind: type[Record], path: Path) -> Record:
-    """The record in a file. A newer version may have written more into it than `kind` knows."""
-    try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        return kind(**{field.name: value[field.name] for field in fields(kind) if field.name in value})
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"no {kind.__name__.lower()} of a run: {error}", where=str(path), hint="move it away") from error
 
 
 def _is_gone(status: Status, now: float) -> bool:
@@ -269,46 +244,11 @@ def _is_gone(status: Status, now: float) -> bool:
     return status.pid_space == pid_space() and not is_alive(status.pid)
 
 
-def write_failure(output_dir: Path | str, attempt: int, process_index: int, failure: Failure) -> Path:
-    """Write why this process fails, before anything else is tried. A file that exists is the earlier truth.
-
-    Raises:
-        OSError: the disk refuses it.
-    """
-    path = Path(output_dir, "attempts", str(attempt), f"process_{process_index}.json")
-    if not path.exists():
-        make_folders(path.parent)
-        write_json(path, asdict(failure))
-    return path
-
-
-def read_failures(output_dir: Path | str, attempt: int) -> list[Failure]:
-    """The failures that the processes of an attempt have written, by process index."""
-    found = Path(output_dir, "attempts", str(attempt)).glob("process_*.json")
-    told = [(path.stem.removeprefix("process_"), path) for path in found]
-    numbered = {int(number): path for number, path in told if number.isdecimal()}
-    return [_read_failure(path, index) for index, path in sorted(numbered.items())]
-
-
-def _read_failure(path: Path, process_index: int) -> Failure:
-    """One that cannot be read still says which process failed, and when."""
-    try:
-        return _read(Failure, path)
-    except BadInput as error:
-        return Failure("unreadable", f"{error.what} ({path})", process_index, path.stat().st_mtime)
-
-
-def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The cause: the earliest failure. To have lost a peer is none as long as any other is known, because the
-    clocks of two machines may disagree."""
-    return min(failures, key=lambda failure: (failure.reason == PEER_LOST, failure.time), default=None)
-
-
 def is_alive(pid: int, started: float | None = None) -> bool:
-    """Whether a process of this machine exists and is not merely waiting to be reaped.
+    """Whether a process of this machine exists and is not a zombie.
 
     Args:
-        started: unix seconds of its start, where they are known: a later process of the same number is another one.
+        started: unix seconds of its start, if known: a later process with the same pid is another process.
     """
     try:
         process = psutil.Process(pid)
@@ -322,9 +262,9 @@ def is_alive(pid: int, started: float | None = None) -> bool:
 
 
 def pid_space() -> str:
-    """Names the set of processes in which a pid is unique: host, boot and PID namespace."""
+    """The scope in which a pid is unique, as text: host, boot and PID namespace."""
     names = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # Linux only; elsewhere the host has to do
+    with contextlib.suppress(OSError):  # on Linux only; on other systems the host must suffice
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         names.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(names)

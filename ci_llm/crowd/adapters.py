@@ -1,8 +1,8 @@
 """K LoRA agents on one frozen base: one storage, per-agent parameters, PEFT's files.
 
-All trainable numbers of the crowd live in ONE tensor `weights [K, P]`, row k being agent k; the gradients in one more.
-Every module's parameters are views into it, so that norms, clipping, reduction, snapshots and the optimizer work on
-rows, and an agent whose gradient is None keeps its bits while the others move.
+All trainable numbers of the crowd are in ONE tensor `weights [K, P]`, whose row k is agent k; the gradients are in a
+second one. Every module's parameters are views of it. So norms, clipping, reduction, snapshots and the optimizer work
+on rows, and an agent whose gradient is None keeps its bits while the others change.
 
 Legend: K agents, P parameters of one agent, r rank.
 """
@@ -20,12 +20,19 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.lora import LoraSettings, StackedLoRALinear
-from ci_llm.crowd.targets import find_targets, leaves_some_out
+from ci_llm.crowd.targets import find_targets, shortest_names
 from ci_llm.errors import ForeignCheckpoint, ModelError
 
 
 class AgentStorage:
-    """The crowd's trainable numbers, `weights [K, P]` and `gradients [K, P]`, and the modules that look into them."""
+    """The crowd's trainable numbers and the modules that hold views of them.
+
+    Attributes:
+        layers: the adapted modules by their name in the base.
+        weights: [K, P], fp32, or fp64 on an fp64 base.
+        gradients: [K, P], like `weights`.
+        rows: K parameters [P], views of the rows of `weights`, for the optimizer.
+    """
 
     def __init__(self, layers: Mapping[str, StackedLoRALinear], settings: LoraSettings) -> None:
         self.layers = dict(layers)
@@ -38,10 +45,10 @@ class AgentStorage:
         try:
             self.weights = torch.zeros(settings.num_agents, size, dtype=dtype, device=device)
             self.gradients = torch.zeros_like(self.weights)
-        except (RuntimeError, MemoryError) as error:  # allocators have no narrower word, and nothing else is done here
+        except (RuntimeError, MemoryError) as error:  # allocators raise nothing narrower; only they run here
             raise _too_many(settings, size * dtype.itemsize) from error
         self._mask: Tensor | None = None
-        self._name_views()
+        self._bind_weights()
         self.rows = [nn.Parameter(row) for row in self.weights]
 
     def _views(self, storage: Tensor) -> Iterator[tuple[StackedLoRALinear, Tensor, Tensor]]:
@@ -57,7 +64,8 @@ class AgentStorage:
             )
             start = end
 
-    def _name_views(self) -> None:
+    def _bind_weights(self) -> None:
+        """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""
         for module, a, b in self._views(self.weights):
             module.stacked = (a, b)
             for k in range(self.settings.num_agents):
@@ -70,7 +78,7 @@ class AgentStorage:
 
     @torch.no_grad()
     def restack(self) -> None:
-        """Gather the parameters into one storage again, after `.to()` gave each a storage of its own."""
+        """Copy the parameters into one storage again, after `.to()` gave each a storage of its own."""
         module = next(iter(self.layers.values()))
         example = module.lora_A["agent0"]
         fresh = torch.empty(self.weights.shape, dtype=example.dtype, device=example.device)
@@ -80,13 +88,17 @@ class AgentStorage:
                 b[k].copy_(layer.lora_B[f"agent{k}"])
         self.weights, self.gradients = fresh, torch.zeros_like(fresh)
         self._mask = None
-        self._name_views()
+        self._bind_weights()
+        # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
         for row, data in zip(self.rows, self.weights, strict=True):
             row.data = data
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """A uniform as in PEFT (kaiming, a = √5), B zero; agent k draws from its own generator, whatever K is."""
+        """Draw A uniformly as PEFT does (Kaiming, a = √5) and set B to zero.
+
+        Agent k draws from a generator of its own, so that it starts the same whatever K is.
+        """
         self.weights.zero_()
         for k in range(self.settings.num_agents):
             agent = k if self.settings.initialize_adapters_rand else 0
@@ -96,8 +108,13 @@ class AgentStorage:
                 a[k].copy_(torch.empty(a[k].shape).uniform_(-bound, bound, generator=generator))
 
     def begin_step(self, step: int) -> None:
-        """Zero the gradients, hang them into the parameters, and draw this step's DropConnect masks per agent."""
+        """Zero the gradients, assign them to the parameters, and draw this step's DropConnect masks per agent.
+
+        Args:
+            step: the optimizer step, which keys the masks.
+        """
         self.gradients.zero_()
+        # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
         for module, a, b in self._views(self.gradients):
             for k in range(self.settings.num_agents):
                 module.lora_A[f"agent{k}"].grad, module.lora_B[f"agent{k}"].grad = a[k], b[k]
@@ -109,48 +126,49 @@ class AgentStorage:
     def _draw_masks(self, step: int) -> None:
         if self._mask is None:
             self._mask = torch.empty_like(self.weights)
-            self._hang_masks(self._mask)
+            self._bind_masks(self._mask)
         for k, row in enumerate(self._mask):
             generator = generator_for(self.settings.seed, "dropconnect", step, k)
             row.copy_(torch.empty(row.shape).bernoulli_(self._keep, generator=generator) / self._keep)
 
     def draw_masks_of_pass(self) -> None:
-        """DropConnect masks of one forward pass, from the global generator as dropout's are.
+        """Draw DropConnect masks for one forward pass, from the global generator as dropout does.
 
-        For loops that know nothing of `begin_step`: where a step was begun, its masks hold.
+        This serves loops that never call `begin_step`; after `begin_step`, the masks of that step stay in force.
         """
         if self.settings.dropconnect and self._mask is None:
-            # Fresh storage, because the backward pass of an earlier forward pass may still need its own.
-            self._hang_masks(torch.empty_like(self.weights).bernoulli_(self._keep).div_(self._keep))
+            # A fresh tensor, because the backward pass of an earlier forward pass may still need the old masks.
+            self._bind_masks(torch.empty_like(self.weights).bernoulli_(self._keep).div_(self._keep))
 
     @property
     def _keep(self) -> float:
         return 1 - self.settings.dropconnect
 
-    def _hang_masks(self, masks: Tensor) -> None:
+    def _bind_masks(self, masks: Tensor) -> None:
         for module, a, b in self._views(masks):
             module.masks = (a, b)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Scale each agent's gradient to at most `max_norm`; None: leave it.
+        """Scale each agent's gradient to a norm of at most `max_norm`; None leaves the gradients as they are.
 
         Returns:
-            [K] the norms before, on the device: nothing here waits for it.
+            [K] the norms before clipping, on the device; the call does not wait for the device.
         """
         norms: Tensor = torch.linalg.vector_norm(self.gradients, dim=1)
         if max_norm is not None:
-            exact = norms.double()  # so that a factor is rounded once
+            exact = norms.double()  # a factor is then rounded once, when it is cast back
             factors = torch.where(exact > max_norm, max_norm / (exact + 1e-6), 1.0)
             self.gradients.mul_(factors.to(self.gradients.dtype)[:, None])
         return norms
 
     def leave_out(self, agents: Sequence[int]) -> None:
-        """Keep the bits of these agents in the next optimizer step: a zero gradient would still move them."""
+        """Keep the bits of these agents in the next optimizer step: weight decay and moments would change them even
+        with a zero gradient."""
         for k in agents:
             self.rows[k].grad = None
 
     def agent_tensors(self, k: int) -> dict[str, Tensor]:
-        """Agent k under PEFT's names, as views: what `adapter_model.safetensors` holds."""
+        """The tensors of agent k by PEFT's names, as views: the content of `adapter_model.safetensors`."""
         tensors = {}
         for name, module in self.layers.items():
             tensors[f"base_model.model.{name}.lora_A.weight"] = module.lora_A[f"agent{k}"].detach()
@@ -159,7 +177,12 @@ class AgentStorage:
 
     @torch.no_grad()
     def load_agent(self, k: int, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Copy PEFT tensors into agent k; every tensor must be there, with its shape, and no other.
+        """Copy PEFT tensors into agent k. Names and shapes must be exactly those of the agent.
+
+        Args:
+            k: index of the agent.
+            tensors: by PEFT's names, see `agent_tensors`.
+            where: the source, for the error.
 
         Raises:
             ForeignCheckpoint: names or shapes differ.
@@ -180,7 +203,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     """Freeze `model`, replace its target modules by stacked ones and return their storage, initialised.
 
     Raises:
-        ModelError: `target_modules` matches nothing, or something that is not a linear layer.
+        ModelError: `target_modules` matches nothing, or something that is not a linear layer; or memory does not hold
+            the agents.
     """
     model.requires_grad_(False)
     layers = {}
@@ -209,9 +233,6 @@ def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: st
 
     adapted = {n: m for n, m in model.named_modules() if isinstance(m, StackedLoRALinear)}
     conv = any(isinstance(m.base_layer, Conv1D) for m in adapted.values())
-    targets = settings.target_modules
-    if targets == "all-linear" and leaves_some_out(model):
-        targets = tuple(adapted)
     bias: Literal["none"] = "none"
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -223,7 +244,7 @@ def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: st
         use_rslora=settings.use_rslora,
         fan_in_fan_out=conv,
         bias=bias,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=list(shortest_names(model, adapted.keys())),
     ).to_dict()
     plain = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
     return {k: v for k, v in plain.items() if v is not None}

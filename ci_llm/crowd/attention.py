@@ -1,7 +1,9 @@
-"""Attention over packed rows: each row sees itself and nothing else, whatever lies beside it.
+"""Attention over packed rows: the tokens of a row attend to their own row only.
 
-Registered with Transformers' attention interface under the name `PACKED`, so that model code stays untouched.
-Legend: R rows of the batch (the K agents), H heads, G key/value heads, N packed tokens, T tokens of one row, D head.
+It is registered with Transformers' attention interface under the name `PACKED`, so that no model code is changed.
+
+Legend: R rows of the batch (the K agents), H heads, G key/value heads, N packed tokens, T tokens of one packed row,
+D width of a head.
 """
 
 from __future__ import annotations
@@ -21,21 +23,25 @@ EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the 
 
 
 class Segments:
-    """Where the packed rows begin and end, and the masks that their lengths need (made once per pass)."""
+    """Where the packed rows begin and end, and the masks for their lengths, each made once per pass.
+
+    Args:
+        bounds: 0 and the end of every row, in packed tokens.
+    """
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self.lengths = [end - start for start, end in pairwise(bounds)]
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive causal mask [T, T]; with a window, a position sees itself and `window - 1` before it."""
+        """Additive causal mask [T, T]; with a window, a position attends to itself and `window - 1` before it."""
         key = (length, window, like.dtype, like.device)
         if key not in self._masks:
             mask = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device)
-            seen = torch.ones_like(mask, dtype=torch.bool).tril()
+            visible = torch.ones_like(mask, dtype=torch.bool).tril()
             if window is not None:
-                seen = seen.triu(1 - window)
-            self._masks[key] = mask.masked_fill(seen, 0.0)
+                visible = visible.triu(1 - window)
+            self._masks[key] = mask.masked_fill(visible, 0.0)
         return self._masks[key]
 
 
@@ -57,22 +63,23 @@ def packed_attention(
 
     Args:
         query: [R, H, N, D]; key and value: [R, G, N, D], G dividing H.
-        segments: the rows; reaches us as a keyword argument of the model's forward.
+        segments: the packed rows; a keyword argument of the model's forward, which the layers pass on.
+        scaling: of the scores; None: 1/√D.
 
     Returns:
-        [R, N, H, D], as the interface asks, and no weights.
+        [R, N, H, D], as the interface requires, and None for the attention weights.
 
     Raises:
-        TypeError: the model does not hand keyword arguments down, or uses attention sinks; the start-up check
-            then takes the padded way.
+        TypeError: the model does not pass keyword arguments on, or uses attention sinks; the trial at the start then
+            takes the padded route.
     """
-    if segments is None or s_aux is not None:
-        raise TypeError("packed attention needs `segments` from the model's forward, and knows no attention sinks")
+    if segments is None or s_aux is not None:  # without rows or with sinks the result would silently be wrong
+        raise TypeError("packed attention needs `segments` from the model's forward, and supports no attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
     for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
-        window = sliding_window if sliding_window and sliding_window < length else None
+        window = sliding_window if sliding_window and sliding_window < length else None  # else it hides nothing
         explicit = softcap or (length <= EXPLICIT_UP_TO and not q.is_cuda)
         attend = _explicit if explicit else _fused
         mask = segments.mask(length, window, q) if explicit or window else None
@@ -83,6 +90,7 @@ def packed_attention(
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
 ) -> Tensor:
+    """One packed row by PyTorch's kernel: q [R, H, T, D], k and v [R, G, T, D] -> [R, H, T, D]."""
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -91,6 +99,7 @@ def _fused(
 def _explicit(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
 ) -> Tensor:
+    """The same by matrix products, which also allows a soft cap, and is faster for short rows on a CPU."""
     assert mask is not None
     rows, heads, length, width = q.shape
     if k.shape[1] != heads:
@@ -101,6 +110,7 @@ def _explicit(
         scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
     else:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    # The softmax is computed in fp32 at least, as in Transformers' own explicit attention.
     weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
     return torch.bmm(weights.to(v.dtype), v).view(rows, heads, length, width)
 

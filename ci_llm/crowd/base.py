@@ -1,4 +1,4 @@
-"""The frozen base model and its tokenizer: found, loaded, fingerprinted. Nothing is executed from a model's folder."""
+"""The frozen base model and its tokenizer: find, load, fingerprint. No code of a model's folder is executed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: What a folder raises that is not whole. No RuntimeError: memory may have run out, which is no fault of the folder.
+#: What loading an incomplete or damaged folder raises. RuntimeError is left out: it also stands for exhausted memory.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, ImportError, EOFError),
     *(SafetensorError, StrictDataclassError, UnpicklingError),
@@ -43,7 +44,7 @@ class Base:
     Attributes:
         name: what `from_pretrained` opens.
         fingerprint: of its weights, bit by bit.
-        rounded_fingerprint: of its weights rounded to bf16, which is the same in whatever precision they were loaded.
+        rounded_fingerprint: of its weights rounded to bf16; it does not depend on the precision they were loaded in.
     """
 
     model: PreTrainedModel
@@ -58,18 +59,20 @@ class Base:
 
 
 def short_name(name: str) -> str:
-    """`embedded` for the base shipped with this package: its path is another one wherever the package is installed."""
+    """`embedded` for the base shipped with this package, whose path differs between installations."""
     return "embedded" if Path(name).parts[-3:] == BASE_FOLDER.parts[-3:] else name
 
 
 def load_base(model_name: str, model_dtype: str | None = None, device: torch.device | str = "cpu") -> Base:
-    """Load a causal language model by hub id or folder; `embedded` is the one shipped with this package.
+    """Load a causal language model.
 
     Args:
+        model_name: hub id, folder, or `embedded` for the base shipped with this package.
         model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
+        device: where the model goes.
 
     Raises:
-        ModelError: not found, not readable, not whole, or not a causal language model.
+        ModelError: the model is not found, not readable, not complete, or no causal language model.
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     transformers_logging.disable_progress_bar()
@@ -82,12 +85,12 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
             dtype=_dtype(model_dtype, torch.device(device)),
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to be named below, with those that are missing
-            # The fused kernels leave out Gemma 2's soft cap without a word.
+            ignore_mismatched_sizes=True,  # `_require_whole` names them, with those that are missing
+            # The fused kernels silently leave out Gemma 2's soft cap.
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
         )
     except _UNREADABLE as error:
-        raise explained(model_name, error) from error
+        raise load_error(model_name, error) from error
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
@@ -95,7 +98,7 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
 
 
 def _require_whole(model_name: str, absent: list[str]) -> None:
-    """Transformers fills what it does not find with random numbers; agents would learn on another base every time."""
+    """Refuse a base with missing weights: Transformers fills them with random numbers, other ones at every start."""
     if absent:
         raise ModelError(
             f"{len(absent)} weights of the base are missing or of another shape, the first is {min(absent)}",
@@ -105,39 +108,39 @@ def _require_whole(model_name: str, absent: list[str]) -> None:
 
 
 def _dtype(model_dtype: str | None, device: torch.device) -> torch.dtype | str:
-    """The checkpoint's own precision is for GPUs: half of it is slow on many CPUs."""
+    """The dtype to load in: by default the checkpoint's own on a GPU, and fp32 on a CPU, where 16 bits are slow."""
     if model_dtype is not None:
         return DTYPES[model_dtype]
     return "auto" if device.type == "cuda" else torch.float32
 
 
 def load_architecture(model_name: str) -> PreTrainedConfig:
-    """The shape of a base, without its weights.
+    """The configuration of a base, without its weights.
 
     Raises:
-        ModelError: not found, not readable, or not a causal language model.
+        ModelError: the base is not found, not readable, or no causal language model.
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except _UNREADABLE as error:
-        raise explained(model_name, error) from error
+        raise load_error(model_name, error) from error
     if config.is_encoder_decoder:
         raise _not_causal(model_name, config.model_type)
     return config
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """Tokens that a row can have; None where the family has no limit."""
+    """The largest number of tokens of a row; None if the family has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
-    """Refuse rows that the base has no positions for.
+    """Refuse rows that are longer than the base's positions.
 
     Raises:
-        ConfigError: with the length that it can take.
+        ConfigError: with the largest length in its hint.
     """
     limit = positions_of(config)
     if limit is not None and max_seq_length > limit:
@@ -151,11 +154,11 @@ def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
 def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
 
-    Agents on the base do not count, so that it has the same one before and after they are attached.
+    Agents on the base do not count: it has the same fingerprint before and after they are attached.
 
     Args:
-        rounded: of the values in bf16, the coarsest precision a base is loaded in: half and single precision of the
-            same weights then agree, as rounding what is rounded already changes nothing.
+        rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in
+            half and in single precision then have the same fingerprint, because rounding twice changes nothing.
     """
     digest = hashlib.sha256()
     named = model.state_dict().items()
@@ -176,18 +179,25 @@ def _not_causal(model_name: str, kind: str) -> ModelError:
     )
 
 
-def explained(model_name: str, error: Exception) -> ModelError:
-    """What Transformers could not load, in a sentence with a hint."""
+def load_error(model_name: str, error: Exception) -> ModelError:
+    """The error for a base that Transformers could not load.
+
+    Args:
+        model_name: as it was given.
+        error: what Transformers raised.
+    """
     text = str(error).strip()
     if "Unrecognized configuration class" in text:
         kind = re.search(r"<class '[\w.]*?(\w+)'>", text)
         return _not_causal(model_name, kind.group(1) if kind else "unknown")
-    folder = Path(model_name).exists()
+    what = f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}"
+    place = Path(model_name)
+    if place.exists():
+        hint = "the folder needs config.json, model.safetensors and a tokenizer"
+        return ModelError(what, where=f"model_name: {model_name}", hint=hint)
     return ModelError(
-        f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}",
-        where=f"model_name: {model_name}",
-        hint="the folder needs config.json, model.safetensors and a tokenizer"
-        if folder
-        else "give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
+        what if may_be_on_hub(model_name) else "there is no such folder",
+        where=f"model_name: {model_name} (nothing of this name at {place.absolute()})",
+        hint="give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
         "model_name=embedded, which needs no network",
     )

@@ -1,11 +1,11 @@
-"""Adapters that others have written, read into one form: PEFT's folders, and those of the first CI-LLM.
+"""Adapters written by other programs, read into one form: folders of PEFT and of the first CI-LLM.
 
     adapter_config.json, adapter_model.safetensors     PEFT; or adapter_model.bin
-    agent0/, agent1/, ...                              each of them PEFT's
-    ci_llm_meta_config.json, agent<i>_weights.pth      the first CI-LLM, as it meant to write
-    ci_llm_meta_config.json, model.safetensors         the same, as it did write: the whole model, adapters included
+    agent0/, agent1/, ...                              PEFT, one folder per agent
+    ci_llm_meta_config.json, agent<i>_weights.pth      the first CI-LLM: the files that its code names
+    ci_llm_meta_config.json, model.safetensors         the same: the whole model with the adapters, as it really saves
 
-Nothing is executed: what is a pickle is read with `weights_only=True`, which knows tensors and containers alone.
+Nothing is executed: a pickle is read with `weights_only=True`, which allows tensors and containers only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ WHOLE_MODEL = "model.safetensors"
 
 _TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
 
-# Where the name of an agent begins with that of another, PEFT once gave the files of agent1 the tensors of agent10.
+# If the name of one agent begins with that of another, older PEFT put tensors of agent10 into the files of agent1.
 _LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
 
-# Keys with which PEFT makes something else of an adapter, and what they are in a plain one.
+# Keys of adapter_config.json that change what an adapter computes, with their values in plain LoRA (here: empty).
 _PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
     (
         "rank_pattern",
@@ -50,18 +50,21 @@ _PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
     )
 )
 
-# Starts that take out of the base what they put into the adapter: on the base as it is, it is another model.
+# Initialisations that subtract from the base what they put into the adapter: on the original base it is another model.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
-class ForeignAdapter:
-    """One adapter, whoever wrote it.
+class ExternalAdapter:
+    """One adapter, in the form of PEFT's files.
 
     Attributes:
-        tensors: `base_model.model.<module>.lora_<A|B>.weight`, as PEFT names them in its files.
-        base_name: what it says it was trained on; None if it does not say.
-        prompts: how its training worded its rows, as far as that is known.
+        source: the folder it was read from.
+        tensors: `base_model.model.<module>.lora_<A|B>.weight` -> A [r, in] or B [out, r].
+        rank: r.
+        alpha: `lora_alpha`.
+        base_name: the base that it names; None if it names none.
+        prompts: the form of prompts in its training, as far as it is known.
     """
 
     source: Path
@@ -75,15 +78,15 @@ class ForeignAdapter:
 
     @property
     def modules(self) -> frozenset[str]:
-        """Names of the modules of the base that carry it."""
+        """Names of the adapted modules of the base."""
         return frozenset(match["module"] for name in self.tensors if (match := _TENSOR.fullmatch(name)))
 
 
-def read_adapters(source: Path) -> list[ForeignAdapter]:
+def read_adapters(source: Path) -> list[ExternalAdapter]:
     """Every adapter of a folder, in the order of its agents.
 
     Raises:
-        ModelError: there is none, one cannot be read, or is of a kind that agents cannot be.
+        ModelError: there is no adapter, one cannot be read, or one is no plain LoRA.
     """
     if (source / META).is_file() and not (source / "agent0" / CONFIG).is_file():
         return _read_original(source)
@@ -98,11 +101,11 @@ def read_adapters(source: Path) -> list[ForeignAdapter]:
 
 
 def _numbered(source: Path) -> list[Path]:
-    """agent0, agent1, ...: as many as there are, so that one missing among them is an error and no end."""
+    """agent0, agent1, ... for as many agents as there are folders, so that a gap in the numbers becomes an error."""
     return [source / f"agent{k}" for k in range(len(list(source.glob(f"agent[0-9]*/{CONFIG}"))))]
 
 
-def _read_peft(folder: Path) -> ForeignAdapter:
+def _read_peft(folder: Path) -> ExternalAdapter:
     config = _read_json(folder / CONFIG)
     odd = [f"{key}: {config[key]}" for key, value in _PLAIN.items() if config.get(key) and config[key] != value]
     if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
@@ -111,7 +114,7 @@ def _read_peft(folder: Path) -> ForeignAdapter:
         raise ModelError(
             f"agents are plain LoRA of one rank, and this adapter has {', '.join(odd)}",
             where=str(folder / CONFIG),
-            hint="give one without it; PEFT's save_pretrained makes plain LoRA of PiSSA, OLoRA and CorDA",
+            hint="give a plain LoRA adapter; PEFT's save_pretrained converts PiSSA, OLoRA and CorDA",
         )
     file = next((folder / f"adapter_model{end}" for end in (".safetensors", ".bin") if _has(folder, end)), None)
     if file is None:
@@ -123,11 +126,11 @@ def _has(folder: Path, ending: str) -> bool:
     return (folder / f"adapter_model{ending}").is_file()
 
 
-def _read_original(source: Path) -> list[ForeignAdapter]:
+def _read_original(source: Path) -> list[ExternalAdapter]:
     meta = _read_json(source / META)
     count = meta.get("K_agents")
     if not isinstance(count, int) or count < 1:
-        raise ModelError("it does not say how many agents there are (K_agents)", where=str(source / META), hint=_WHOLE)
+        raise ModelError("the number of agents (K_agents) is missing or below 1", where=str(source / META), hint=_WHOLE)
     files = [source / f"agent{k}_weights.pth" for k in range(count)]
     missing = [file.name for file in files if not file.is_file()]
     if not missing:
@@ -144,12 +147,12 @@ def _read_original(source: Path) -> list[ForeignAdapter]:
 
 
 def _agents_of(file: Path, count: int) -> list[dict[str, Tensor]]:
-    """The adapters among the weights of a whole model; only they are read."""
+    """The adapters in a file with the weights of a whole model; only their tensors are read."""
     agents: list[dict[str, Tensor]] = [{} for _ in range(count)]
     places = {f"agent{k}": agent for k, agent in enumerate(agents)}
     try:
         with safetensors.safe_open(file, "pt") as model:
-            for name in model.keys():  # noqa: SIM118  it is no dict
+            for name in model.keys():  # noqa: SIM118 - safetensors' handle has keys() and is not iterable
                 match = _TENSOR.fullmatch(name)
                 if match and match["agent"] in places:
                     places[match["agent"]][_peft_name(match)] = model.get_tensor(name)
@@ -168,9 +171,9 @@ def _adapter(
     tensors: Mapping[str, Tensor],
     base_name: str | None,
     prompts: Literal["chat", "text"],
-) -> ForeignAdapter:
+) -> ExternalAdapter:
     try:
-        adapter = ForeignAdapter(
+        adapter = ExternalAdapter(
             source,
             tensors,
             rank=int(config["r"]),
@@ -192,10 +195,10 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)  # type: ignore[no-any-return]
         value = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the reader of pickles raises whatever the file makes it raise
+    except Exception as error:  # a damaged pickle can make torch.load raise an exception of any type
         raise _unreadable(file, error) from error
     if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
-        raise ModelError("this is no dict of tensors", where=str(file), hint=_WHOLE)
+        raise ModelError("the file holds no dict of tensors", where=str(file), hint=_WHOLE)
     return value
 
 
@@ -205,11 +208,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _unreadable(file, error) from error
     if not isinstance(value, dict):
-        raise ModelError("this is no JSON object", where=str(file), hint=_WHOLE)
+        raise ModelError("the file holds no JSON object", where=str(file), hint=_WHOLE)
     return value
 
 
-_WHOLE = "give a folder as it was saved, whole"
+_WHOLE = "give the complete folder as it was saved"
 
 
 def _unreadable(file: Path, error: Exception) -> ModelError:

@@ -1,9 +1,10 @@
-"""The crowd writes: all agents read the same text in lock-step, and every next token is chosen for all of them at once.
+"""Generation by the crowd: all agents read the same text, and each next token is chosen once for all of them.
 
-Every prompt stands in the batch once per agent, agent-major, as the stacked adapters want it. Transformers' own
-`generate` carries cache, positions and padding, for every family it knows; one logits processor makes K opinions one.
+Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it. Transformers' own
+`generate` manages cache, positions and padding for every family. One logits processor replaces the K distributions of a
+row by the token that the crowd chose, so that all K copies of the row go on with the same text.
 
-Legend: K agents, B prompts, V vocabulary.
+Legend: K agents, B prompts, R rows per agent (B, or 2·B with the agents' own texts), T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers.generation import (
 )
 
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.aggregators import AGGREGATORS, aggregate
 from ci_llm.crowd.base import positions_of
 from ci_llm.crowd.numerics import distance, tolerance
 from ci_llm.errors import BadInput, DataError, ModelError
@@ -40,9 +41,13 @@ class Decoding:
     """How the crowd chooses a token, and when it stops.
 
     Args:
+        max_new_tokens: at most so many tokens per text.
         ends: token ids that end a text; they are not part of it.
+        aggregator: a module of `ci_llm.crowd.aggregators`.
+        do_sample: draw tokens; otherwise take the most probable one.
         temperature, top_k, top_p: applied to the crowd's distribution, in this order, if `do_sample`.
-        seed: every prompt draws from a generator of its own, whichever prompts stand beside it.
+        seed: of sampling. Every prompt draws from a generator of its own, so that a sample does not depend on the
+            prompts beside it.
 
     Raises:
         BadInput: a value out of range.
@@ -50,7 +55,7 @@ class Decoding:
 
     max_new_tokens: int = 256
     ends: frozenset[int] = frozenset()
-    aggregator: Aggregator = "probability"
+    aggregator: str = "probability"
     do_sample: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
@@ -58,18 +63,18 @@ class Decoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        asked = {
+        requirements = {
             "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "aggregator must be probability or logit": self.aggregator in ("probability", "logit"),
-            "temperature must be above 0 (do_sample=False takes the likeliest token)": self.temperature > 0,
+            f"aggregator must be {' or '.join(AGGREGATORS)}": self.aggregator in AGGREGATORS,
+            "temperature must be above 0 (do_sample=False takes the most probable token)": self.temperature > 0,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "top_k must be at least 1, or None": self.top_k is None or self.top_k >= 1,
         }
-        if wrong := [words for words, right in asked.items() if not right]:
-            raise BadInput("; ".join(wrong), where="how to generate", hint="change the values named")
+        if broken := [text for text, holds in requirements.items() if not holds]:
+            raise BadInput("; ".join(broken), where="generation settings", hint="change the values named")
 
     def warpers(self) -> LogitsProcessorList:
-        """What narrows a distribution before a token is drawn from it."""
+        """What changes the crowd's distribution before a token is drawn from it, in the order of application."""
         wanted = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
         if self.top_k is not None:
             wanted.append(TopKLogitsWarper(self.top_k))
@@ -79,93 +84,100 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Written:
+class Generated:
     """What follows each of the B prompts: token ids without the end.
 
     Attributes:
-        together: [B], written by the crowd.
-        alone: [K][B], each agent's own greedy text; empty where nobody asked for it.
+        crowd: [B] texts of the crowd.
+        agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
     """
 
-    together: list[list[int]]
-    alone: list[list[list[int]]]
+    crowd: list[list[int]]
+    agents: list[list[list[int]]]
 
 
-def write(
+def generate_ids(
     model: PreTrainedModel,
     num_agents: int,
     prompts: Sequence[TokenIds],
     decoding: Decoding,
     *,
     pad_id: int,
-    alone: bool = False,
+    include_agents: bool = False,
     first_prompt: int = 0,
     stop: Callable[[], bool] = lambda: False,
-) -> Written:
-    """Continue every prompt, by the crowd, and with `alone` also by each agent on its own, all in one batch.
+) -> Generated:
+    """Continue every prompt by the crowd, and on request also by each agent alone, all in one batch.
 
-    All texts end where the longest prompt has used up the base's positions.
+    All texts end when the longest prompt has used up the base's positions.
 
     Args:
         model: in evaluation mode, with its own attention; its rows are agent-major.
-        first_prompt: number of the first prompt, where a longer list comes in parts; it keys the generators.
-        stop: asked before every token; True ends all texts where they stand.
+        num_agents: K, the agents that `model` carries.
+        prompts: B lists of token ids.
+        pad_id: token id that fills the left side of shorter prompts.
+        include_agents: also continue every prompt by each agent alone, greedily.
+        first_prompt: number of the first prompt in a longer list that is generated in parts; it keys the generators.
+        stop: called before every token; True ends all texts at that point.
 
     Raises:
         DataError: a prompt is empty, or longer than the base can read.
+        ModelError: every agent's logits hold NaN.
     """
-    room = _room(model, prompts, first_prompt)
-    rows = [*prompts, *prompts] if alone else list(prompts)
+    free = _free_positions(model, prompts, first_prompt)
+    # With the agents' own texts every prompt stands twice: first for each agent alone, then for the crowd.
+    rows = [*prompts, *prompts] if include_agents else list(prompts)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
-    voice = _OneVoice(num_agents, len(rows) - len(prompts), decoding, first_prompt)
-    with _nothing_inherited(model):
+    choice = _CrowdChoice(num_agents, len(rows) - len(prompts), decoding, first_prompt)
+    with _blank_generation_config(model):
         everything = model.generate(
             input_ids=ids,
             attention_mask=mask,
             generation_config=GenerationConfig(
-                max_new_tokens=min(decoding.max_new_tokens, room),
+                max_new_tokens=min(decoding.max_new_tokens, free),
                 eos_token_id=sorted(decoding.ends) or None,
                 pad_token_id=pad_id,
-                do_sample=False,
+                do_sample=False,  # the processor leaves one token per row, which also holds for sampling
                 use_cache=True,
             ),
-            logits_processor=LogitsProcessorList([voice]),
-            stopping_criteria=StoppingCriteriaList([_Asked(stop)]),
+            logits_processor=LogitsProcessorList([choice]),
+            stopping_criteria=StoppingCriteriaList([_StopOnRequest(stop)]),
         )
     new = everything[:, ids.shape[1] :].view(num_agents, len(rows), -1).tolist()
+    # The crowd's rows are equal under every agent, so those of the first agent are taken.
     texts = [[_until(decoding.ends, row) for row in agent] for agent in new]
-    own = [agent[: len(prompts)] for agent in texts] if alone else []
-    return Written(together=texts[0][-len(prompts) :], alone=own)
+    own = [agent[: len(prompts)] for agent in texts] if include_agents else []
+    return Generated(crowd=texts[0][-len(prompts) :], agents=own)
 
 
 def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
     """Whether the base continues a prompt beside a longer one as it does alone.
 
-    Some families count pads as positions, or mix them into their states, and say nothing.
+    Some families count pads as positions, or mix them into their states, and raise no error.
     """
     short, long = [[1, 2, 3]], [[1, 2, 3, 4, 5, 6, 7]]
     alone, beside = (_scores(model, num_agents, rows, pad_id) for rows in (short, short + long))
-    return distance(beside, alone) <= tolerance(alone.dtype, model.dtype)  # not with NaN in it
+    return distance(beside, alone) <= tolerance(alone.dtype, model.dtype)  # False if one of them holds NaN
 
 
 def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:
-    """[V] of the second token that follows the first row: after a full pass, and one over the cache."""
+    """Logits [V] of the second new token of the first row, which depend on a full pass and on a pass over the cache."""
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
     wanted = GenerationConfig(
         max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
     )
-    with _nothing_inherited(model):
+    with _blank_generation_config(model):
         return model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted).logits[1][0]  # type: ignore[no-any-return]
 
 
 def num_positions(model: PreTrainedModel) -> int:
-    """Tokens that the base was made to read; no limit where its family has none."""
+    """The largest number of tokens that the base can read; `sys.maxsize` if its family has no limit."""
     limit = positions_of(model.config)
     return sys.maxsize if limit is None else limit
 
 
-class _OneVoice(LogitsProcessor):  # type: ignore[misc]
-    """Puts one choice in place of the K opinions on a row, from row `first` of every agent on; the others stay."""
+class _CrowdChoice(LogitsProcessor):  # type: ignore[misc]
+    """Replaces the K distributions of a row by the crowd's choice, except in the first `first` rows of every agent."""
 
     def __init__(self, num_agents: int, first: int, decoding: Decoding, first_prompt: int) -> None:
         self._num_agents, self._first, self._decoding, self._first_prompt = num_agents, first, decoding, first_prompt
@@ -173,19 +185,24 @@ class _OneVoice(LogitsProcessor):  # type: ignore[misc]
         self._generators: list[torch.Generator] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[K·rows, V] logits -> the same, the crowd's rows with 0 at the token chosen and -inf elsewhere."""
-        opinions = scores.view(self._num_agents, -1, scores.shape[-1])
-        own, shared = opinions[:, : self._first], opinions[:, self._first :]
-        crowd = aggregate(_healthy(shared).log_softmax(-1), self._decoding.aggregator)
+        """[K·R, V] logits -> [K·R, V], with 0 at the chosen token and -inf elsewhere in the crowd's rows."""
+        per_agent = scores.view(self._num_agents, -1, scores.shape[-1])  # [K, R, V]
+        own, shared = per_agent[:, : self._first], per_agent[:, self._first :]
+        crowd = aggregate(_without_nan(shared).log_softmax(-1), self._decoding.aggregator)  # [B, V]
         chosen = self._draw(input_ids, crowd) if self._decoding.do_sample else crowd.argmax(-1)
-        voice = torch.full_like(crowd, float("-inf")).scatter_(-1, chosen[:, None], 0.0)
-        return torch.cat([own, voice.expand(self._num_agents, -1, -1)], dim=1).view_as(scores)
+        forced = torch.full_like(crowd, float("-inf")).scatter_(-1, chosen[:, None], 0.0)
+        return torch.cat([own, forced.expand(self._num_agents, -1, -1)], dim=1).view_as(scores)
 
     def _draw(self, input_ids: Tensor, crowd: Tensor) -> Tensor:
-        """One token per row [B, V] -> [B], by the inverse of the distribution function: one number per row."""
-        steps = self._warpers(input_ids[: len(crowd)], crowd).double().softmax(-1).cumsum(-1)
+        """One token per row, [B, V] -> [B], by inverse transform sampling.
+
+        `torch.multinomial` would draw for the whole batch from one generator, and a sample would depend on its batch.
+        """
+        # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
+        cumulative = self._warpers(input_ids[: len(crowd)], crowd).double().softmax(-1).cumsum(-1)
         heights = torch.stack([torch.rand(1, generator=g) for g in self._own_generators(len(crowd))])
-        return torch.searchsorted(steps, heights.to(steps) * steps[:, -1:], right=True).squeeze(-1)
+        # The last sum differs from 1 by rounding, so the numbers are scaled to it.
+        return torch.searchsorted(cumulative, heights.to(cumulative) * cumulative[:, -1:], right=True).squeeze(-1)
 
     def _own_generators(self, prompts: int) -> list[torch.Generator]:
         if not self._generators:
@@ -194,20 +211,21 @@ class _OneVoice(LogitsProcessor):  # type: ignore[misc]
         return self._generators
 
 
-def _healthy(opinions: Tensor) -> Tensor:
-    """The opinions of the agents that have numbers: one agent's NaN must not silence all others."""
-    silent = opinions.isnan().flatten(1).any(1)
-    if silent.all():
+def _without_nan(per_agent: Tensor) -> Tensor:
+    """The logits of the agents that have no NaN, [K, B, V] -> [K', B, V]: one agent's NaN would spread to the mean."""
+    has_nan = per_agent.isnan().flatten(1).any(1)
+    if has_nan.all():
         raise ModelError(
-            "every agent answers NaN",
+            "the logits of every agent hold NaN",
             where="generation",
-            hint="the base may not bear padded rows in its precision: one prompt at a time, or another model_dtype",
+            hint="the base may make NaN of padded rows in its precision: give one prompt at a time, or another"
+            " model_dtype",
         )
-    return opinions[~silent]
+    return per_agent[~has_nan]
 
 
-class _Asked(StoppingCriteria):  # type: ignore[misc]
-    """Ends every row once somebody asks to stop."""
+class _StopOnRequest(StoppingCriteria):  # type: ignore[misc]
+    """Ends every row as soon as `stop` returns True."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self._stop = stop
@@ -217,8 +235,8 @@ class _Asked(StoppingCriteria):  # type: ignore[misc]
 
 
 @contextmanager
-def _nothing_inherited(model: PreTrainedModel) -> Iterator[None]:
-    """A base's own generation settings (sampling, repetition penalty, ...) would fill in whatever we leave open."""
+def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Hide the base's own generation settings: Transformers fills every value that is not given from them."""
     kept, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -226,8 +244,8 @@ def _nothing_inherited(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = kept
 
 
-def _room(model: PreTrainedModel, prompts: Sequence[TokenIds], first_prompt: int) -> int:
-    """New tokens for which the base has positions, beside the longest prompt."""
+def _free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], first_prompt: int) -> int:
+    """How many new tokens the base has positions for after the longest prompt."""
     lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
     longest = max(lengths)
 
@@ -244,7 +262,7 @@ def _room(model: PreTrainedModel, prompts: Sequence[TokenIds], first_prompt: int
 
 
 def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask [rows, T]; pads stand to the left, so that all rows end at the same column."""
+    """Ids and attention mask, each [R, T]; pads stand to the left, so that all rows end at the same column."""
     length = max(map(len, rows))
     ids = torch.full((len(rows), length), pad_id)
     mask = torch.zeros_like(ids)
@@ -255,5 +273,6 @@ def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]
 
 
 def _until(ends: frozenset[int], tokens: list[int]) -> list[int]:
+    """The tokens before the first end."""
     end = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:end]

@@ -1,8 +1,9 @@
-"""From final hidden states to log-probabilities of the targets, without ever holding all logits.
+"""From final hidden states to log-probabilities of the targets, without holding all logits at once.
 
-The head is frozen, so the gradient with respect to a hidden state is a row of (onehot - softmax) W, which is made in
-the forward pass chunk by chunk; the backward pass only scales it (the idea of Liger's and Cut Cross-Entropy's fused
-linear losses, here with one weight per token, so that any function of the log-probabilities may follow).
+The head is frozen, so the gradient with respect to a hidden state is a row of (onehot - softmax) W. The forward pass
+computes it chunk by chunk, and the backward pass only scales it. The idea is that of the fused linear losses of Liger
+(Hsu et al., 2024) and of Cut Cross-Entropy (Wijmans et al., 2024); here every token has a weight of its own in the
+backward pass, so that any function of the log-probabilities may follow.
 
 Legend: K agents, S targets, R = K·S rows, D hidden width, V vocabulary.
 """
@@ -22,16 +23,23 @@ LOGITS_PER_CHUNK = 8_388_608  # 256 rows of a 32k vocabulary, 32 MB in fp32
 
 @dataclass(frozen=True)
 class Head:
-    """A frozen output layer: logits = cap · tanh(scale · (h Wᵀ + b) / cap), scale and cap where the family has them."""
+    """A frozen output layer: logits = softcap · tanh(scale · (h Wᵀ + b) / softcap).
 
-    weight: Tensor  # [V, D]
+    Attributes:
+        weight: [V, D].
+        bias: [V], if the family has one.
+        scale: 1 in families without one.
+        softcap: None in families without one; the logits are then scale · (h Wᵀ + b).
+    """
+
+    weight: Tensor
     bias: Tensor | None
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
-        """Read the head and its family's scaling (Granite, Cohere) and soft cap (Gemma) off a model."""
+        """The head of a model, with its family's scaling (Granite, Cohere) and soft cap (Gemma)."""
         layer, config = model.get_output_embeddings(), model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         return cls(
@@ -42,41 +50,46 @@ class Head:
         )
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., D] -> [..., V] in fp32 (fp64 where the states are)."""
+        """States [..., D] -> logits [..., V], in fp32, or in fp64 for states in fp64."""
         weight, bias = self.weight.to(states.dtype), _cast(self.bias, states.dtype)
         z = torch.nn.functional.linear(states.flatten(0, -2), weight, bias)
         z = self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
         return z.view(*states.shape[:-1], z.shape[-1])
 
     def shape_logits(self, z: Tensor) -> Tensor:
+        """Apply scale and soft cap to h Wᵀ + b; any shape."""
         if self.scale != 1.0:
             z = z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
     def chunks(self, rows: int) -> Iterator[slice]:
+        """Slices of `rows` whose logits fit into `LOGITS_PER_CHUNK` numbers, or 16 rows for a very large vocabulary."""
         size = max(16, LOGITS_PER_CHUNK // self.weight.shape[0])
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 class _TargetLogProbs(torch.autograd.Function):
+    """States [R, D] and targets [R] -> log-probabilities [R]; its own gradient with respect to the states."""
+
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, head: Head) -> Tensor:
         rows = states.shape[0]
         wide = torch.promote_types(states.dtype, torch.float32)
         log_probs = torch.empty(rows, dtype=wide, device=states.device)
         slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        # Once and not in every chunk: a large vocabulary makes both many and expensive.
+        # Cast once and not per chunk: with a large vocabulary there are many chunks, and each cast is expensive.
         head = replace(head, weight=head.weight.to(states.dtype))
         for chunk in head.chunks(rows):
             z = head.logits(states[chunk])
             index = targets[chunk, None]
-            # The slope of the cap must be read before z is overwritten.
+            # The derivative of the soft cap needs z, which is overwritten below.
             bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
-            peak = z.amax(1, keepdim=True)
+            peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow
             wanted = z.gather(1, index) - peak
-            total = z.sub_(peak).exp_().sum(1, keepdim=True)
+            total = z.sub_(peak).exp_().sum(1, keepdim=True)  # in place: z is the largest tensor of the pass
             log_probs[chunk] = (wanted - total.log()).squeeze(1)
             if slopes is not None:
+                # z becomes scale · (onehot - softmax), the gradient of the log-probability before the soft cap.
                 z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
                 if bend is not None:
                     z.mul_(bend)
@@ -97,9 +110,10 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head) -> Tensor:
     Args:
         states: [K, S, D] hidden states at the positions that predict the targets.
         targets: [S] token ids.
+        head: the frozen output layer.
 
     Returns:
-        [K, S], differentiable in `states`; in fp32, or fp64 where the states are.
+        [K, S] in nats, differentiable in `states`; fp32, or fp64 for states in fp64.
     """
     agents, count, width = states.shape
     device = states.device.type

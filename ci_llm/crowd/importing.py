@@ -1,4 +1,4 @@
-"""Existing PEFT adapters become a crowd, or the start of its agents."""
+"""Import: existing PEFT adapters become the agents of one crowd, committed as a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.external_adapters import ForeignAdapter, read_adapters
+from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
 from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.targets import linear_layers
+from ci_llm.crowd.targets import shortest_names
 from ci_llm.errors import ModelError
 
 
@@ -23,16 +21,18 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     """Make the adapters of one or more folders the agents of one crowd, and commit it as `target`.
 
     Args:
-        sources: see `foreign.py` for what can be read; their adapters are counted through, in this order.
-        base_model: hub id or folder of the base; by default what the adapters say.
+        sources: folders that `read_adapters` can read; the agents are numbered in this order.
+        target: folder of the new checkpoint, which must not exist.
+        base_model: hub id or folder of the base; by default the one that the adapters name.
 
     Raises:
-        ModelError: no adapter, adapters that differ in rank, scale, modules or base, or no base.
-        ForeignCheckpoint: an adapter that does not fit the base.
+        ModelError: `target` exists; there is no adapter; adapters differ in rank, scale, modules or base; or the base
+            is not found.
+        ForeignCheckpoint: an adapter does not fit the base.
         CheckpointError: `target` cannot be written.
     """
     if os.path.lexists(target):
-        raise ModelError("there is something here already", where=str(target), hint="give a folder that is not there")
+        raise ModelError("this path exists already", where=str(target), hint="give a path that does not exist")
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
@@ -42,7 +42,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         alpha=adapters[0].alpha,
         dropout=adapters[0].dropout,
         use_rslora=adapters[0].use_rslora,
-        target_modules=_targets(base.model, adapters[0]),
+        target_modules=shortest_names(base.model, adapters[0].modules),
     )
     crowd = Crowd(base.model, settings, base.name, base.tokenizer.pad_token_id or 0)
     crowd.prompter = Prompter(base.tokenizer, adapters[0].prompts)
@@ -53,7 +53,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     return crowd
 
 
-def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
+def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
     first = adapters[0]
     for adapter in adapters[1:]:
         odd = [
@@ -65,13 +65,13 @@ def _require_alike(adapters: Sequence[ForeignAdapter]) -> None:
             odd.append(f"adapted modules ({len(first.modules)} and {len(adapter.modules)})")
         if odd:
             raise ModelError(
-                f"the agents of a crowd are alike, and these two differ in {', '.join(odd)}",
+                f"the agents of a crowd have the same shape, and these two adapters differ in {', '.join(odd)}",
                 where=f"{first.source}, {adapter.source}",
-                hint="import those that are alike",
+                hint="import adapters of the same shape together",
             )
 
 
-def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
+def _base_name(adapters: Sequence[ExternalAdapter]) -> str:
     names = sorted({adapter.base_name for adapter in adapters if adapter.base_name})
     if len(names) == 1:
         return names[0]
@@ -80,49 +80,3 @@ def _base_name(adapters: Sequence[ForeignAdapter]) -> str:
         where=str(adapters[0].source),
         hint="give it: --base-model NAME_OR_FOLDER, the base they were trained on",
     )
-
-
-def _targets(model: PreTrainedModel, adapter: ForeignAdapter) -> tuple[str, ...]:
-    """The shortest names by which PEFT's rules find exactly the modules that the adapter has tensors for."""
-    names = tuple(sorted({name.rpartition(".")[2] for name in adapter.modules}))
-    reached = {name for name in linear_layers(model) if name.rpartition(".")[2] in names}
-    return names if reached == adapter.modules else tuple(sorted(adapter.modules))
-
-
-# ---------------------------------------------------------------------------------------------------- init from
-
-
-def start_from(crowd: Crowd, folder: Path) -> str:
-    """Fill the agents from `folder/agent<k>`, or all of them from the one adapter that lies in `folder`.
-
-    Returns:
-        what was found, in words.
-
-    Raises:
-        ModelError: there is no adapter, one that cannot be read, another number of them, or one of another scale.
-        ForeignCheckpoint: one of another rank, of other target modules, or for another base.
-    """
-    adapters = read_adapters(folder)
-    if len(adapters) not in (1, crowd.num_agents):
-        raise ModelError(
-            f"{len(adapters)} adapters are here, and num_agents is {crowd.num_agents}",
-            where=f"init_from: {folder}",
-            hint=f"num_agents={len(adapters)}, or the folder of one adapter for all agents",
-        )
-    for k in range(crowd.num_agents):
-        adapter = adapters[k % len(adapters)]
-        _check_scale(crowd, adapter)
-        crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
-    every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
-    return f"starting from {folder}: {every}"
-
-
-def _check_scale(crowd: Crowd, adapter: ForeignAdapter) -> None:
-    there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, crowd.settings))
-    odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
-    if odd:
-        raise ModelError(
-            f"the adapter would act with another scale: {'; '.join(odd)}",
-            where=str(adapter.source),
-            hint="set lora_alpha and use_rslora to the adapter's own",
-        )

@@ -1,4 +1,7 @@
-"""Which way rows can go through a base: tried at the start against the base's own forward, never believed.
+"""The route of rows through a base, packed or padded, chosen by a trial against the base's own forward pass.
+
+A family may accept packed rows and still compute something else. So nothing is assumed about a family: at the start one
+short batch goes both ways, and the logits are compared.
 
 Legend: K agents, N packed tokens, V vocabulary.
 """
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ci_llm.crowd.numerics import describe_error, distance, tolerance, unusable
+from ci_llm.crowd.numerics import describe_error, distance, tolerance, unusable_base
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ModelError
 
@@ -24,20 +27,20 @@ Route = Literal["packed", "padded"]
 
 
 def choose_route(crowd: Crowd) -> str | None:
-    """Try one short batch through the base's own forward and through ours, and take the way that agrees.
+    """Compare one short batch through the base's own forward pass with both routes, and take the first that agrees.
 
     Returns:
-        why the padded way was taken, or None for the packed one.
+        why the padded route was taken, or None for the packed one.
 
     Raises:
-        ModelError: the base cannot run with agents, sees the future, or no way of ours reproduces its logits.
+        ModelError: the base cannot run with agents, is not causal, or neither route reproduces its logits.
     """
-    with _noisy_agents(crowd), torch.no_grad():
+    with _random_agents(crowd), torch.no_grad():
         batch = _probe(crowd.model, crowd.device)
         try:
             wanted = _reference(crowd, batch)
         except Exception as error:
-            raise unusable(
+            raise unusable_base(
                 crowd.model, crowd.base_name, f"cannot read a short batch with agents on it ({describe_error(error)})"
             ) from error
         _refuse_non_causal(crowd, batch)
@@ -46,21 +49,21 @@ def choose_route(crowd: Crowd) -> str | None:
         for crowd.route in routes:
             try:
                 found = crowd.head.logits(crowd.states(batch))
-            except Exception as error:  # noqa: BLE001 - each family has its own words for rows it does not expect
+            except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
                 reason = describe_error(error)
                 continue
             gap = distance(found, wanted)
             if gap <= tolerance(found.dtype, crowd.model.dtype):
                 return reason
             reason = f"{crowd.route} rows change its logits by {gap:.1e}"
-    raise unusable(
+    raise unusable_base(
         crowd.model, crowd.base_name, f"computes its logits in a way this program does not reproduce ({reason})"
     )
 
 
 @contextmanager
-def _noisy_agents(crowd: Crowd) -> Iterator[None]:
-    """Agents that differ, for a moment: with B = 0 a check would not see whose adapter was applied to whom."""
+def _random_agents(crowd: Crowd) -> Iterator[None]:
+    """Give the agents random weights for the trial: with B = 0 a mix-up of adapters would change nothing."""
     weights, training = crowd.agents.weights, crowd.training
     kept, generator = weights.clone(), torch.Generator().manual_seed(0)
     weights.copy_(torch.randn(kept.shape, generator=generator) * 0.05)
@@ -73,20 +76,21 @@ def _noisy_agents(crowd: Crowd) -> Iterator[None]:
 
 
 def _reference(crowd: Crowd, batch: Batch) -> Tensor:
-    """[K, N, V]: each agent alone, each row alone, through the model's own forward."""
+    """Logits [K, N, V] of the model's own forward pass, for each agent and each row separately."""
     rows = [batch.input_ids[s:e][None] for s, e in zip(batch.bounds, batch.bounds[1:], strict=False)]
     logits = []
     for k in range(crowd.num_agents):
-        with crowd.solo(k) as model:
+        with crowd.active_agent(k) as model:
             logits.append(torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]))
     return torch.stack(logits)
 
 
 def _refuse_non_causal(crowd: Crowd, batch: Batch) -> None:
+    """Change the last token of a row, and refuse the base if logits before it change."""
     row = batch.input_ids[: batch.bounds[1]][None]
     other = row.clone()
     other[0, -1] = (other[0, -1] + 1) % crowd.model.get_input_embeddings().weight.shape[0]
-    with crowd.solo(0) as model:
+    with crowd.active_agent(0) as model:
         first, second = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (row, other))
     if distance(first, second) > tolerance(first.dtype, crowd.model.dtype):
         raise ModelError(

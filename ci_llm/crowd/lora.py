@@ -1,6 +1,10 @@
-"""One frozen linear layer with K low-rank adapters: the layer, and the own autograd Functions behind it.
+"""One frozen linear layer with K low-rank adapters: the module and its autograd Functions.
 
-Legend: K agents, N rows of activations per agent, r rank.
+LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Rank-stabilised scaling: Kalajdzievski,
+"A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023.
+
+Legend: K agents, N rows of activations per agent, r rank, in and out features. x, z [K, N, in], h [K, N, r],
+A [K, r, in], B [K, out, r], W [out, in].
 """
 
 from __future__ import annotations
@@ -19,7 +23,19 @@ from ci_llm.errors import ModelError
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What every agent looks like, in PEFT's words."""
+    """Number and shape of the agents; the words are PEFT's.
+
+    Args:
+        num_agents: K.
+        rank: r of each adapter.
+        alpha: see `scaling`.
+        dropout: probability of dropping an input of an adapter.
+        dropconnect: probability of dropping a weight of an adapter.
+        target_modules: "all-linear", a regular expression, or suffixes of module names.
+        use_rslora: see `scaling`.
+        initialize_adapters_rand: every agent draws its own start; otherwise all start as agent 0.
+        seed: of the start and of the DropConnect masks.
+    """
 
     num_agents: int = 4
     rank: int = 8
@@ -33,13 +49,18 @@ class LoraSettings:
 
     @property
     def scaling(self) -> float:
+        """The factor of B A: alpha / r, or alpha / √r with `use_rslora`."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
-    Saves x and the rank-r product only. Works in the dtype of x; gradients come back in the dtype of A and B.
+    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. It computes in the dtype of x; the gradients
+    of A and B have the dtype of A and B.
+
+    `parameters` are the same numbers as `stacked`, agent by agent. They are arguments because autograd routes gradients
+    to arguments, and the gradients are returned for them.
     """
 
     @staticmethod
@@ -58,7 +79,9 @@ class _FusedLinear(torch.autograd.Function):
         a, b = _effective(stacked, masks, x.dtype)
         z = x if dropped is None else dropped
         h = torch.bmm(z, a.mT)
+        # One product with W for the rows of all agents: this is where the fused pass saves time.
         y = nn.functional.linear(x.reshape(agents * rows, width), weight, bias)
+        # In place, because y is the largest tensor here and autograd does not need its value before the sum.
         y = y.view(agents, rows, -1).baddbmm_(h, b.transpose(1, 2), alpha=scaling)
         ctx.save_for_backward(z, weight, a, b, h)
         ctx.scaling, ctx.masks, ctx.dropped, ctx.dtype = (
@@ -79,6 +102,7 @@ class _FusedLinear(torch.autograd.Function):
         grad_x = grad_z = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
+        # Without dropout z is x, so both parts of the gradient belong to the same input.
         if ctx.dropped:
             grad_z = torch.bmm(grad_h, a)
         elif grad_x is not None:
@@ -87,7 +111,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _LowRank(torch.autograd.Function):
-    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for bases that are not a plain nn.Linear (Conv1D, quantised)."""
+    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for base layers that are no plain nn.Linear (Conv1D, quantised)."""
 
     @staticmethod
     def forward(
@@ -117,6 +141,7 @@ class _LowRank(torch.autograd.Function):
 def _effective(
     stacked: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor] | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """A and B with this step's DropConnect masks, in the dtype of the computation."""
     a, b = stacked
     if masks is not None:
         a, b = a * masks[0], b * masks[1]
@@ -124,24 +149,26 @@ def _effective(
 
 
 def _low_rank_gradients(grad: Tensor, z: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, ...]:
-    """Gradients of A and B and of h = z Aᵀ, of s h Bᵀ."""
-    # The long side last, in memory as well: MKL is up to four times slower the other way round.
+    """Gradients of A [K, r, in], B [K, out, r] and h [K, N, r], where h = z Aᵀ and the output is s h Bᵀ."""
+    # The longer dimension is the last one, in memory as well: MKL is up to four times slower otherwise.
     grad_h = torch.bmm(grad, b.mT.contiguous().mT).mul_(scaling)
     grad_b = torch.bmm(h.mT, grad).mul_(scaling).mT
     return torch.bmm(grad_h.mT, z), grad_b, grad_h
 
 
 def _per_agent(ctx: Any, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    """The gradients in the order of `parameters`: A of every agent, then B of every agent."""
     grad_a, grad_b = grad_a.to(ctx.dtype), grad_b.to(ctx.dtype)
     if ctx.masks is not None:
         grad_a, grad_b = grad_a * ctx.masks[0], grad_b * ctx.masks[1]
     return (*grad_a.unbind(0), *grad_b.unbind(0))
 
 
-class _Kind:
-    """The weight of an adapted layer, of which a base may ask what it is made of, and nothing else.
+class _WeightMetadata:
+    """Stands for the weight of an adapted layer: a base may read its dtype, device and shape, and nothing else.
 
-    Some bases multiply with a layer's weight themselves: the agents on that layer would learn nothing, without a word.
+    Some bases multiply by a layer's weight themselves. The agents on that layer would then have no effect and learn
+    nothing, so any other access raises an error.
     """
 
     def __init__(self, weight: Tensor, name: str) -> None:
@@ -164,10 +191,18 @@ class _Kind:
 class StackedLoRALinear(nn.Module):
     """A frozen linear layer with K low-rank adapters, one per agent.
 
-    Input [K·B, ..., in], agent-major (all rows of agent 0 first); output [K·B, ..., out]. With `solo` set to k, all
-    rows belong to agent k. The module's parameters `lora_A.agent<k> [r, in]` and `lora_B.agent<k> [out, r]` are views
-    into the crowd's storage; `stacked` are the same numbers as [K, r, in] and [K, out, r]. `name` is the layer's own in
-    the base, for messages.
+    Input [K·B, ..., in], agent-major (all rows of agent 0 first); output [K·B, ..., out].
+
+    Args:
+        base_layer: the frozen layer.
+        settings: number and shape of the agents.
+        name: of the layer in the base, for messages.
+
+    Attributes:
+        lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
+        stacked: the same numbers as A [K, r, in] and B [K, out, r].
+        masks: DropConnect masks of the same shapes, or None.
+        active_agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
     """
 
     def __init__(self, base_layer: nn.Module, settings: LoraSettings, name: str) -> None:
@@ -180,11 +215,11 @@ class StackedLoRALinear(nn.Module):
         self.lora_B = nn.ParameterDict()
         self.stacked: tuple[Tensor, Tensor] | None = None
         self.masks: tuple[Tensor, Tensor] | None = None
-        self.solo: int | None = None
+        self.active_agent: int | None = None
 
     @property
-    def weight(self) -> _Kind:
-        return _Kind(self.base_layer.weight, self.name)  # type: ignore[arg-type]
+    def weight(self) -> _WeightMetadata:
+        return _WeightMetadata(self.base_layer.weight, self.name)  # type: ignore[arg-type]
 
     @property
     def bias(self) -> Tensor | None:
@@ -194,8 +229,9 @@ class StackedLoRALinear(nn.Module):
         assert self.stacked is not None
         stacked, masks = self.stacked, self.masks if self.training else None
         parameters = (*self.lora_A.values(), *self.lora_B.values())
-        if self.solo is not None:
-            k, agents = self.solo, self.settings.num_agents
+        if self.active_agent is not None:
+            # The slices keep a leading dimension of 1, so that the code below serves one agent as it serves K.
+            k, agents = self.active_agent, self.settings.num_agents
             stacked = (stacked[0][k : k + 1], stacked[1][k : k + 1])
             masks = None if masks is None else (masks[0][k : k + 1], masks[1][k : k + 1])
             parameters = (parameters[k], parameters[agents + k])
@@ -220,7 +256,7 @@ class StackedLoRALinear(nn.Module):
             weight = base.weight.to(x.dtype)
             return _FusedLinear.apply(x, dropped, weight, bias, stacked, masks, scaling, *parameters)  # type: ignore[no-any-return]
         z = x if dropped is None else dropped
-        # Autocast, if it is on, casts the base's own weights; the adapters have the dtype of x by themselves.
+        # Autocast, if it is on, casts the base's weights; `_LowRank` casts the adapters to the dtype of its input.
         return base(x) + _LowRank.apply(z, stacked, masks, scaling, *parameters)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""The crowd: one frozen base, K agents, one pass. What a training loop, an evaluation or a user calls.
+"""The crowd as a module: one frozen base, K agents, one fused pass. Loops, evaluations and users call this.
 
 Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabulary, T padded length.
 """
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import adapter_config, attach
-from ci_llm.crowd.aggregate import Aggregator
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
-from ci_llm.crowd.generation import Decoding, TokenIds, Written, is_padding_invariant, write
+from ci_llm.crowd.generation import Decoding, Generated, TokenIds, generate_ids, is_padding_invariant
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
-from ci_llm.crowd.numerics import describe_error, unusable
+from ci_llm.crowd.numerics import describe_error, unusable_base
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.data.batches import Batch, padded
@@ -35,7 +34,7 @@ class CrowdOutput:
     """What one fused pass returns.
 
     Attributes:
-        log_probs: [K, S] log-probability of every target under every agent.
+        log_probs: [K, S] log-probability of every target under every agent, in nats; fp32, or fp64 on an fp64 base.
         states: [K, N, D] final hidden states, in packed order.
     """
 
@@ -44,7 +43,7 @@ class CrowdOutput:
 
     @property
     def loss(self) -> Tensor:
-        """Sum over the agents of each one's mean cross-entropy: what K separate runs would minimise."""
+        """[] the sum over agents of the mean cross-entropy: the K terms that K separate runs would minimise."""
         return -self.log_probs.mean(1).sum()
 
 
@@ -54,6 +53,15 @@ class Crowd(nn.Module):
     `forward(batch)` runs the base once over K copies of the packed rows. The base's parameters stay frozen; the
     agents' are registered parameters, so `crowd.parameters()`, `.to()`, DistributedDataParallel and
     `accelerator.prepare` work as for any module.
+
+    Args:
+        model: the base; its target modules are replaced in place.
+        settings: number and shape of the agents.
+        base_name: hub id or folder under which `from_pretrained` will find the base again.
+        pad_id: token id that fills padded rows.
+
+    Raises:
+        ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
@@ -66,7 +74,7 @@ class Crowd(nn.Module):
         self.model = model
         self._native_attention = model.config._attn_implementation
         self.route = "packed"
-        self._bears_padding: bool | None = None  # in generation; None: no batch has asked yet
+        self._padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
     @classmethod
     def from_pretrained(
@@ -82,12 +90,13 @@ class Crowd(nn.Module):
 
     @property
     def route(self) -> Route:
-        """How rows go through the base: end to end, or side by side in a padded rectangle."""
+        """How rows go through the base: "packed" end to end, or "padded" side by side in a rectangle."""
         return self._route
 
     @route.setter
     def route(self, route: Route) -> None:
-        # For good and not for one forward pass: activation checkpointing runs the layers again in the backward pass.
+        # The setting outlives the forward pass, because activation checkpointing runs the layers again in the
+        # backward pass, and they must then take the same attention.
         self._route = route
         self.model.config._attn_implementation = PACKED if route == "packed" else self._native_attention
 
@@ -105,17 +114,18 @@ class Crowd(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Crowd:
         super()._apply(fn, recurse)
-        self.agents.restack()  # .to() and friends move every parameter on its own; make them views again
+        self.agents.restack()  # .to() moves every parameter separately; make them views of one storage again
         return self
 
     def forward(self, batch: Batch) -> CrowdOutput:
+        """Run one fused pass over the packed rows of `batch`."""
         if self.training:
             self.agents.draw_masks_of_pass()
         states = self.states(batch)
         return CrowdOutput(target_log_probs(states[:, batch.predict_from], batch.targets, self.head), states)
 
     def states(self, batch: Batch) -> Tensor:
-        """Final hidden states [K, N, D] of every agent, in packed order, whichever route the base can take."""
+        """Final hidden states [K, N, D] of every agent, in packed order on either route."""
         return self._packed(batch) if self.route == "packed" else self._padded(batch)
 
     def _packed(self, batch: Batch) -> Tensor:
@@ -128,14 +138,14 @@ class Crowd(nn.Module):
 
     def _padded(self, batch: Batch) -> Tensor:
         inputs, (rows, columns) = padded(batch, self.pad_id)
-        # No attention mask: pads stand to the right, where a causal model never looks, and a mask that leaves a pad
-        # nothing to look at turns its state, and then everything, into NaN in some families.
+        # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
+        # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
         repeated = {name: inputs[name].repeat(self.num_agents, 1) for name in ("input_ids", "position_ids")}
         states = self.model.base_model(**repeated, use_cache=False).last_hidden_state
         return states.unflatten(0, (self.num_agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
 
-    def recompute_layers(self) -> None:
-        """Keep the inputs of the base's layers only, and compute the rest again in the backward pass."""
+    def gradient_checkpointing_enable(self) -> None:
+        """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
         self.model.activation_checkpointing_enable({"use_reentrant": False})
 
     def generate(
@@ -143,7 +153,7 @@ class Crowd(nn.Module):
         prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 256,
-        aggregator: Aggregator = "probability",
+        aggregator: str = "probability",
         do_sample: bool = False,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -151,50 +161,65 @@ class Crowd(nn.Module):
         seed: int | None = None,
         batch_size: int = 16,
     ) -> list[str]:
-        """What the crowd answers to each prompt, one token at a time chosen from the agents' common distribution.
+        """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
 
         Args:
             prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training.
-            seed: of sampling; None takes another one each time.
+            max_new_tokens: at most so many tokens per answer.
+            aggregator: a module of `ci_llm.crowd.aggregators`: probability or logit.
+            do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise take the most probable one.
+            seed: of sampling; None takes another one in each call.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
+
+        Returns:
+            one answer per prompt, in order.
 
         Raises:
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
             BadInput: a value is out of range, or a prompt cannot be used.
         """
         if self.prompter is None:
-            raise ModelError("this crowd knows token ids, no words", hint="set crowd.prompter = Prompter(tokenizer)")
+            raise ModelError(
+                "this crowd has no tokenizer",
+                where="Crowd.generate",
+                hint="set crowd.prompter = ci_llm.Prompter(tokenizer), or take Crowd.generate_ids",
+            )
         if batch_size < 1:
-            raise BadInput("batch_size must be at least 1", where="how to generate", hint="change the value named")
+            raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
         seed = torch.Generator().seed() if seed is None else seed
         ends = self.prompter.ends
         decoding = Decoding(max_new_tokens, ends, aggregator, do_sample, temperature, top_p, top_k, seed)
         rows = [self.prompter.ids(prompt) for prompt in prompts_of(prompts)]
         answers: list[list[int]] = []
         for at in range(0, len(rows), batch_size):
-            answers += self.write(rows[at : at + batch_size], decoding, first_prompt=at).together
+            answers += self.generate_ids(rows[at : at + batch_size], decoding, first_prompt=at).crowd
         return [self.prompter.text(ids) for ids in answers]
 
-    def write(
+    def generate_ids(
         self,
         prompts: Sequence[TokenIds],
         decoding: Decoding,
         *,
-        alone: bool = False,
+        include_agents: bool = False,
         first_prompt: int = 0,
         stop: Callable[[], bool] = lambda: False,
-    ) -> Written:
-        """`generate` for one batch of token ids; see `ci_llm.crowd.generation.write` for arguments and errors."""
+    ) -> Generated:
+        """`generate` for one batch of token ids; see `ci_llm.crowd.generation.generate_ids`.
+
+        Raises:
+            ModelError: the base cannot generate.
+            DataError: a prompt is empty, or longer than the base can read.
+        """
         route, training = self.route, self.training
-        self.route = "padded"  # with the model's own attention, which knows caches
+        self.route = "padded"  # packed attention has no cache of keys and values; the model's own attention has
         self.eval()
-        how: dict[str, Any] = {"pad_id": self.pad_id, "alone": alone, "stop": stop}
+        how: dict[str, Any] = {"pad_id": self.pad_id, "include_agents": include_agents, "stop": stop}
         try:
-            if self._bears_padding is None and len({*map(len, prompts)}) > 1:
-                self._bears_padding = is_padding_invariant(self.model, self.num_agents, self.pad_id)
-            size = 1 if self._bears_padding is False else len(prompts)
+            if self._padding_invariant is None and len({*map(len, prompts)}) > 1:
+                self._padding_invariant = is_padding_invariant(self.model, self.num_agents, self.pad_id)
+            size = 1 if self._padding_invariant is False else len(prompts)
             parts = [
-                write(
+                generate_ids(
                     self.model,
                     self.num_agents,
                     prompts[at : at + size],
@@ -204,35 +229,42 @@ class Crowd(nn.Module):
                 )
                 for at in range(0, len(prompts), size)
             ]
-        except Exception as error:  # each family has its own words for what it cannot do
-            raise unusable(self.model, self.base_name, f"cannot write ({describe_error(error)})") from error
+        except Exception as error:  # families raise errors of every kind for what they do not support
+            raise unusable_base(self.model, self.base_name, f"cannot generate ({describe_error(error)})") from error
         finally:
             self.route = route
             self.train(training)
-        own = [[text for part in parts for text in part.alone[k]] for k in range(self.num_agents)] if alone else []
-        return Written([text for part in parts for text in part.together], own)
+        agents = range(self.num_agents if include_agents else 0)
+        return Generated(
+            crowd=[text for part in parts for text in part.crowd],
+            agents=[[text for part in parts for text in part.agents[k]] for k in agents],
+        )
 
     @contextmanager
-    def solo(self, agent: int) -> Iterator[PreTrainedModel]:
-        """The plain model with its own attention and one agent's adapter in place; every row is that agent's."""
+    def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:
+        """Give the plain model, with its own attention and with the adapter of `agent` active for every row."""
         config, route_attention = self.model.config, self.model.config._attn_implementation
         layers = self.agents.layers.values()
         for layer in layers:
-            layer.solo = agent
+            layer.active_agent = agent
         config._attn_implementation = self._native_attention
         try:
             yield self.model
         finally:
             config._attn_implementation = route_attention
             for layer in layers:
-                layer.solo = None
+                layer.active_agent = None
 
     def choose_route(self) -> str | None:
-        """Take the way for rows that gives the base's own logits; see `ci_llm.crowd.layout.choose_route`."""
+        """Take the route that reproduces the base's own logits; see `ci_llm.crowd.layout.choose_route`."""
         return choose_route(self)
 
     def meta(self, fingerprint: str) -> dict[str, Any]:
-        """`ci_llm_meta_config.json`: what it takes to build this crowd again."""
+        """The content of `ci_llm_meta_config.json`, from which this crowd can be built again.
+
+        Args:
+            fingerprint: of the base, see `fingerprint_of`.
+        """
         settings = asdict(self.settings)
         targets = settings["target_modules"]
         settings["target_modules"] = targets if isinstance(targets, str) else list(targets)
@@ -247,7 +279,7 @@ class Crowd(nn.Module):
         }
 
     def adapter_files(self) -> dict[str, Any]:
-        """Every agent in PEFT's layout, keyed by the names of the files without their endings."""
+        """Every agent in PEFT's layout: file names without their endings -> tensors or JSON."""
         config = adapter_config(self.model, self.settings, self.base_name)
         files: dict[str, Any] = {}
         for k in range(self.num_agents):

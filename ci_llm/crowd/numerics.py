@@ -1,4 +1,4 @@
-"""Whether two passes through a base agree, and what to say of a base that cannot be used."""
+"""Whether two passes through a base agree, and the error for a base that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from ci_llm.errors import CiLlmError, ModelError
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, as a share of the largest number wanted."""
+    """The largest absolute difference, divided by the largest absolute value of `wanted`; NaN if one holds NaN."""
     found, wanted = found.double(), wanted.double()
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def tolerance(*dtypes: torch.dtype) -> float:
-    """Half the digits of the coarsest dtype: far above rounding, far below a wrong mask.
+    """The largest `distance` that counts as equal: half the digits of the coarsest dtype.
 
-    Not under 1e-5: some families take their softmax in fp32 whatever the model's dtype is.
+    It lies far above rounding and far below the effect of a wrong mask. It is at least 1e-5, because some families
+    compute their softmax in fp32 in any dtype.
     """
     return max(1e-5, math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes)))
 
 
 def describe_error(error: Exception) -> str:
-    """The first line of what a base said; what is no answer about this base goes on as it is."""
+    """Type and first line of an error that a base raised.
+
+    Raises:
+        Exception: `error` itself, if it says nothing about the base: an error of this package, or out of memory.
+    """
     if isinstance(error, CiLlmError) or is_out_of_memory(error):
         raise error
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def unusable(model: PreTrainedModel, base_name: str, what: str) -> ModelError:
-    """An error to raise: the base does, or cannot do, what the words say."""
+def unusable_base(model: PreTrainedModel, base_name: str, what: str) -> ModelError:
+    """The error to raise for a base that cannot be used; `what` follows the name of its class."""
     return ModelError(
         f"{type(model).__name__} {what}",
         where=f"model_name: {base_name}",

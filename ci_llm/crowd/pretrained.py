@@ -1,4 +1,4 @@
-"""A saved crowd opened for use: from a checkpoint's folder to base, agents and prompts, verified on the way."""
+"""Open a saved crowd: from a checkpoint's folder to base, agents and prompts, each file verified."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.crowd.base import Base, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter
+from ci_llm.crowd.recognise import require_checkpoint
 from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint
 
 META = "ci_llm_meta_config"
@@ -23,7 +24,14 @@ META = "ci_llm_meta_config"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a checkpoint says about its crowd, with the base it stands on."""
+    """The parts of a saved crowd.
+
+    Attributes:
+        base: found and loaded, with the fingerprint that the checkpoint recorded.
+        settings: of the agents.
+        agents: K dicts of tensors by PEFT's names.
+        prompter: with the tokenizer and the form of prompts of the training.
+    """
 
     base: Base
     settings: LoraSettings
@@ -34,17 +42,20 @@ class Pretrained:
 def open_pretrained(
     folder: Path, device: torch.device | str | None = None, base_model: str | None = None
 ) -> Pretrained:
-    """Read a crowd from a committed checkpoint; its optimizer, its model card and the like stay unread.
+    """Read a crowd from a committed checkpoint. Other parts of the checkpoint, such as the optimizer, are not read.
 
     Args:
-        device: where the base goes; CUDA if there is one, otherwise the CPU.
-        base_model: hub id or folder of the base, where it is no longer found under its recorded name.
+        folder: a checkpoint, or the folder of a run: its `final_checkpoint`, or else its newest step.
+        device: where the base goes; by default CUDA if there is one, otherwise the CPU.
+        base_model: hub id or folder of the base, if it is no longer found under its recorded name.
 
     Raises:
-        DamagedCheckpoint: there is no checkpoint, or what was read is not as it was written.
-        ForeignCheckpoint: it holds no crowd, or the base found has other weights than the one trained on.
+        BadInput: there is no checkpoint.
+        DamagedCheckpoint: a file is missing or differs from its digest in the manifest.
+        ForeignCheckpoint: it holds no crowd, or the base has other weights than the one that was trained on.
         ModelError: the base is not found.
     """
+    folder = require_checkpoint(folder, str(folder), final_first=True)
     state = _verified(folder)
     if META not in state:
         raise ForeignCheckpoint(
@@ -60,7 +71,7 @@ def open_pretrained(
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """The keys that make a crowd, every byte of them compared with the manifest."""
+    """The keys of the checkpoint that a crowd is built from; every byte is compared with the manifest."""
     manifest = read_manifest(folder)
     forms = {
         key: form
@@ -89,7 +100,7 @@ def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | No
     base = load_base(name, meta["base_dtype"], device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if base.fingerprint != meta["base_fingerprint"]:
         raise ForeignCheckpoint(
-            f"the agents were trained on a base with fingerprint {meta['base_fingerprint']}; "
+            f"the agents were trained on {short_name(recorded)} with fingerprint {meta['base_fingerprint']}; "
             f"{name} has {base.fingerprint}",
             where=str(folder),
             hint="give the base they were trained on: Crowd.from_pretrained(folder, base_model=...)",

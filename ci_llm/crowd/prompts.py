@@ -1,4 +1,4 @@
-"""Prompts as the agents saw them in training: text to token ids, and token ids to text."""
+"""Prompts in the wording of the training: text to token ids, and token ids to text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ PromptForm = Literal["chat", "text"]
 Turns = Sequence[Mapping[str, str]]
 Prompt = str | Turns
 
-#: Stands where an answer would: what comes before it is the prompt. Tokenising the prompt alone may give other ids.
-#: The second is for templates whose prompt opens the thoughts.
-_STAND_INS = (Message("assistant", "A"), Message("assistant", "<think>\nA\n</think>\n\nA"))
+#: Placeholders for the answer: the tokens before one are the prompt. The prompt tokenised alone can have other ids.
+#: The second placeholder is for templates whose prompt opens a <think> block.
+_PLACEHOLDERS = (Message("assistant", "A"), Message("assistant", "<think>\nA\n</think>\n\nA"))
 
 
 class Prompter:
-    """Makes token ids of prompts, and text of answers, with one tokenizer and the chat template in force.
+    """Converts prompts to token ids and answers to text, with one tokenizer and its chat template.
 
     Args:
-        form: what a prompt that is a plain string means: "chat", what a user says, or "text", to be gone on with.
+        tokenizer: of the base.
+        form: what a plain string is: "chat", the message of a user, or "text", which the answer continues.
 
     Raises:
         ModelError: the tokenizer cannot tell which characters a token stands for.
@@ -39,25 +40,32 @@ class Prompter:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """What ends an answer: EOS, and what ends one in the chat template. Raises DataError: the template fails."""
-        return self.ends_of([self._answered((Message("user", "Q"),))] if self.form == "chat" else [])
+        """Token ids that end an answer: EOS, and the end of an answer in the chat template.
+
+        Raises:
+            DataError: the template fails.
+        """
+        return self.ends_of([self._with_placeholder((Message("user", "Q"),))] if self.form == "chat" else [])
 
     def ends_of(self, examples: Iterable[Example]) -> frozenset[int]:
-        """EOS, and every special token that the last answer of one of the examples ends with."""
+        """EOS, and every special token at the end of the last answer of one of the examples."""
         added, end_of_text = self.tokenizer.added_tokens_decoder, self.tokenizer.eos_token_id
         lasts = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples}
         special = {token for token in lasts if token in added and added[token].special}
         return frozenset(special if end_of_text is None else {*special, int(end_of_text)})
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a string, or of a chat: messages with "role" and "content", the last one not an assistant's.
+        """Token ids of a prompt.
+
+        Args:
+            prompt: a string, or a chat: messages with "role" and "content" that end with a user's turn.
 
         Raises:
             DataError: it is no chat, or the chat template fails on it.
         """
         if isinstance(prompt, str) and self.form == "text":
             return self._plain(prompt)
-        example = self._answered(_messages(prompt))
+        example = self._with_placeholder(_messages(prompt))
         return [int(token) for token in example.input_ids[: last_answer(example).start]]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -69,36 +77,36 @@ class Prompter:
         whole = text if text.startswith(begin) else begin + text
         return list(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _answered(self, messages: tuple[Message, ...]) -> Example:
-        """The chat with a stand-in for the answer, as training would see it."""
-        for stand_in in _STAND_INS:
+    def _with_placeholder(self, messages: tuple[Message, ...]) -> Example:
+        """The chat with a placeholder for the answer, encoded as in training."""
+        for placeholder in _PLACEHOLDERS:
             try:
-                return self._encoder.encode(Chat((*messages, stand_in)))
+                return self._encoder.encode(Chat((*messages, placeholder)))
             except RefusedRowError as error:
                 refusal = error
         raise DataError(
             f"The chat template cannot be used for this prompt: {refusal}.",
             where=f"{messages[-1].role}: {messages[-1].content[:60]!r}",
-            hint="give a chat that the template knows, or a tokenizer with another template",
+            hint="give a chat that the template accepts, or a tokenizer with another template",
         ) from refusal
 
 
 def last_answer(example: Example) -> slice:
-    """Where the last answer of a row stands: its last run of learned tokens."""
+    """The positions of a row's last answer: its last run of supervised tokens."""
     stop = int(np.flatnonzero(example.supervised)[-1]) + 1
-    given = np.flatnonzero(~example.supervised[:stop])  # never empty: the first token is not learned
+    given = np.flatnonzero(~example.supervised[:stop])  # never empty: the first token is not supervised
     return slice(int(given[-1]) + 1, stop)
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a list of messages is one chat, a list of strings or chats is many."""
+    """One prompt or many, as a list. A list of messages is one prompt; a list of strings or chats is many."""
     if isinstance(prompts, str) or any(isinstance(part, Mapping) for part in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def form_of(rows: Rows) -> PromptForm:
-    """What a string would have been in these rows: a user's words, or text to be gone on with."""
+    """What a string is for agents trained on these rows: "text" for plain text or completions, else "chat"."""
     first = next(row for row in rows if row is not None)
     return "text" if isinstance(first, Completion) else "chat"
 

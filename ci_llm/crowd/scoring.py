@@ -1,8 +1,8 @@
-"""How well each agent answers alone, and the crowd together: teacher-forced, one pass for all.
+"""How well each agent and the crowd answer, measured by teacher forcing: one pass for all.
 
-Exact match here means that every token of the reference solution is the most probable one given the tokens before it,
-which is the same as greedy decoding reproducing the whole solution. For the crowd it is the aggregator's distribution
-that is asked at every token, and its own solution that would be written.
+Exact match here means that every token of the reference solution is the most probable one given the tokens before it.
+Greedy decoding would then reproduce the whole solution. For the crowd, the most probable token is that of the
+aggregated distribution.
 
 Legend: K agents, S targets, V vocabulary, n rows.
 """
@@ -17,14 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
+from ci_llm.data.rows import TrainedOn
+
+#: With fewer rows, the mean of differences of 0 and 1 is far from normally distributed.
+FEWEST_ROWS = 30
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Per row: `right` bool [K+1, n] (the last line is the crowd), `nll` and `tokens` summed over the row's targets."""
+    """What each of n rows scored; index K stands for the crowd.
+
+    Attributes:
+        right: [K+1, n] bool, exact match.
+        nll: [K+1, n] fp64, nats summed over the targets of the row.
+        tokens: [n] int64, targets of the row.
+    """
 
     right: Tensor
     nll: Tensor
@@ -32,6 +42,7 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Iterable[Scores]) -> Scores:
+        """The rows of all parts, in order."""
         listed = list(parts)
         return cls(
             torch.cat([p.right for p in listed], dim=1),
@@ -41,7 +52,7 @@ class Scores:
 
     @property
     def exact_match(self) -> list[float]:
-        """K agents, then the crowd."""
+        """Share of rows that match: K agents, then the crowd."""
         return self.right.double().mean(1).tolist()
 
     @property
@@ -49,12 +60,14 @@ class Scores:
         """Nats per target token: K agents, then the crowd."""
         return (self.nll.double().sum(1) / self.tokens.sum()).tolist()
 
-    def gain(self, over: str) -> dict[str, float]:
+    def gain(self, over: str) -> dict[str, float | None]:
         """The crowd's exact match minus that of the agents' mean or of the best agent, paired over rows.
 
+        Args:
+            over: "mean" or "best". The best agent is chosen on these same rows, which favours the agent.
+
         Returns:
-            {"value", "interval95"}: the half-width of a normal 95 % interval over rows. It covers the choice of the
-            rows, not that of the seed; "best" is chosen on these very rows, which favours the agent.
+            {"value", "interval95"} of `paired_gain`. The interval covers the choice of the rows, not that of the seed.
         """
         right = self.right.double()
         agents = right[:-1]
@@ -62,18 +75,31 @@ class Scores:
         return paired_gain(right[-1], other)
 
 
-def paired_gain(one: Tensor, other: Tensor) -> dict[str, float]:
-    """The mean of `one - other` over rows, and the half-width of its normal 95 % interval; NaN for a single row."""
+def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:
+    """The mean of `one - other`, each [n], over rows, and the half-width of its normal 95 % interval.
+
+    The interval is None if the rows cannot give one: there are fewer than `FEWEST_ROWS`, or all differences are equal.
+    """
     difference = one - other
-    spread = float(difference.std()) if len(difference) > 1 else math.nan
-    return {"value": float(difference.mean()), "interval95": 1.96 * spread / math.sqrt(len(difference))}
+    spread = float(difference.std()) if len(difference) >= FEWEST_ROWS else 0.0
+    interval = 1.96 * spread / math.sqrt(len(difference)) if spread else None
+    return {"value": float(difference.mean()), "interval95": interval}
 
 
 @torch.no_grad()
 def score(
-    crowd: Crowd, batches: Iterable[Batch], aggregator: Aggregator, stop: Callable[[], bool] = lambda: False
+    crowd: Crowd, batches: Iterable[Batch], aggregator: str, stop: Callable[[], bool] = lambda: False
 ) -> Scores | None:
-    """Score every row of `batches`; None when `stop` asked to leave between two of them."""
+    """Score every row of `batches`.
+
+    Args:
+        crowd: is in training mode afterwards if it was before.
+        aggregator: a module of `ci_llm.crowd.aggregators`.
+        stop: called before every batch.
+
+    Returns:
+        the scores, of no row at all for no batch; None if `stop` returned True.
+    """
     training = crowd.training
     crowd.eval()
     lines = crowd.num_agents + 1
@@ -89,11 +115,12 @@ def score(
     return Scores.joined(parts)
 
 
-def _score_batch(crowd: Crowd, batch: Batch, aggregator: Aggregator) -> Scores:
+def _score_batch(crowd: Crowd, batch: Batch, aggregator: str) -> Scores:
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
     nll = torch.zeros_like(wrong)
+    # Chunk by chunk, because the logits of all targets of all agents need not fit into memory.
     for chunk in crowd.head.chunks(batch.num_targets):
         log_probs = crowd.head.logits(states[:, chunk]).log_softmax(-1)
         everyone = torch.cat([log_probs, aggregate(log_probs, aggregator)[None]])
@@ -105,13 +132,19 @@ def _score_batch(crowd: Crowd, batch: Batch, aggregator: Aggregator) -> Scores:
     return Scores((wrong == 0).cpu(), nll.cpu(), tokens.cpu())
 
 
-def evaluation_record(scores: Scores, task: str, aggregator: Aggregator) -> dict[str, Any]:
-    """`evaluation.json`."""
+def evaluation_record(scores: Scores, task: str, aggregator: str, trained_on: TrainedOn = "none") -> dict[str, Any]:
+    """The content of `evaluation.json`.
+
+    Args:
+        task: name of the data set.
+        trained_on: whether none, some or all of these rows were trained on.
+    """
     *agents, crowd = scores.exact_match
     *agent_nll, crowd_nll = scores.mean_nll
     return {
         "task": task,
         "n": scores.right.shape[1],
+        "rows_trained_on": trained_on,
         "aggregator": aggregator,
         "exact_match": {
             "agents": agents,

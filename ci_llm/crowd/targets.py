@@ -1,10 +1,10 @@
-"""Which layers of a base carry agents: by the rules of PEFT, less those whose weight the base's own code reads."""
+"""Which layers of a base carry agents: by PEFT's rules, without layers whose weight the base's own code reads."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -16,14 +16,17 @@ from ci_llm.errors import ModelError
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every layer that could carry an adapter, and the head, which cannot, by name."""
+    """Every linear layer by name: those that can carry an adapter, and the head, which cannot."""
     modules = dict(model.named_modules())
     linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
     return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(modules[n.rpartition(".")[0]], n)}
 
 
 def _is_product(layer: nn.Module) -> bool:
-    """Whether a product with the layer's weight is all it gives: some families derive their routers from nn.Linear."""
+    """Whether the layer returns the product with its weight and nothing else.
+
+    Some families derive their routers from nn.Linear, and these return more.
+    """
     if not type(layer).forward.__module__.startswith("transformers.models."):
         return True
     weight = layer.weight
@@ -38,8 +41,9 @@ def _is_product(layer: nn.Module) -> bool:
 def _passed_by(parent: nn.Module, name: str) -> bool:
     """Whether the family's code reads the weight of this layer itself, on some device at least.
 
-    Read off the code and not off a forward pass, which takes other ways on a GPU: agents that carry other layers there
-    could not go on from a checkpoint of here. A slice is Bloom's imitation of tensor parallelism, which is off.
+    The answer comes from the source code and not from a forward pass, which may take another path on a GPU: the agents
+    would then sit on other layers there, and could not resume from a checkpoint made on a CPU. Reads of a slice do not
+    count: that is Bloom's imitation of tensor parallelism, which is off.
     """
     child = re.escape(name.rpartition(".")[2])
     kind: Any = type(parent)
@@ -53,7 +57,14 @@ def _code(kind: Any) -> str:
 
 
 def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
-    """Names of the modules to adapt, by PEFT's rules: a list of suffixes, a regular expression, or all-linear."""
+    """Names of the modules to adapt.
+
+    Args:
+        wanted: by PEFT's rules a list of suffixes, a regular expression, or "all-linear".
+
+    Raises:
+        ModelError: nothing matches, or something that cannot carry an adapter.
+    """
     linear = linear_layers(model)
     head = model.get_output_embeddings()
     matches: Callable[[str], bool]
@@ -83,7 +94,11 @@ def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[
     return found
 
 
-def leaves_some_out(model: PreTrainedModel) -> bool:
-    """Whether PEFT's all-linear would be more than ours."""
-    plain = [m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and not n.endswith(".base_layer")]
-    return any(m is not model.get_output_embeddings() for m in plain)
+def shortest_names(model: nn.Module, wanted: Collection[str]) -> tuple[str, ...]:
+    """The shortest list with which PEFT's rule of suffixes matches exactly these modules.
+
+    Every reader of PEFT's files understands a list of suffixes; some read neither "all-linear" nor a pattern.
+    """
+    last = {name.rpartition(".")[2] for name in wanted}
+    reached = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    return tuple(sorted(last if reached == set(wanted) else wanted))

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import xxhash
 
@@ -77,6 +77,7 @@ class Completion:
 
 
 Row = Chat | Completion
+TrainedOn = Literal["none", "some", "all"]
 
 
 class RawRows(Protocol):
@@ -109,12 +110,21 @@ class Rows:
         form: how they are read.
         where: the source, in words.
         description: what was found, in lines for people.
+        num_trained_on: of rows to evaluate on: how many of them are among those to train on.
     """
 
     raw: RawRows
     form: Form
     where: str
     description: tuple[str, ...] = ()
+    num_trained_on: int = 0
+
+    @property
+    def trained_on(self) -> TrainedOn:
+        """How many of these rows are rows of the training, in a word."""
+        if not self.num_trained_on:
+            return "none"
+        return "all" if self.num_trained_on == len(self) else "some"
 
     def __len__(self) -> int:
         return len(self.raw)

@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +63,8 @@ def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
         return _training_rows(config, training, hold_out=judged is None)
     if judged is None:
         return _held_out_rows(config, training)
-    return _rows(config, _split(splits, judged, "eval_split", config), judged, config.eval_samples)
+    rows = _rows(config, _split(splits, judged, "eval_split", config), judged, config.eval_samples)
+    return rows if judged != config.dataset_split else _trained_on(config, rows, len(training))
 
 
 def recognised(data: Any, where: str, description: Sequence[str] = ()) -> Rows:
@@ -112,8 +114,7 @@ def _training_rows(config: Config, training: Dataset, *, hold_out: bool) -> Rows
 def _held_out_rows(config: Config, training: Dataset) -> Rows:
     total = len(training)
     if total == 1:
-        said = ["no split to evaluate on and a single row: evaluating on the row it trains on"]
-        return recognised(training, _where(config, config.dataset_split), said)
+        return _trained_on(config, recognised(training, _where(config, config.dataset_split)), total)
     held_out = training.select(_spread(total, _held_out(total)))
     return _rows(config, held_out, f"{config.dataset_split}, held out", config.eval_samples)
 
@@ -124,6 +125,14 @@ def _rows(config: Config, data: Dataset, split: str, limit: int | None) -> Rows:
         return recognised(data, _where(config, split))
     said = [f"{limit} of {total} rows, evenly spread (eval_samples)"]
     return recognised(data.select(_spread(total, limit)), _where(config, split), said)
+
+
+def _trained_on(config: Config, rows: Rows, total: int) -> Rows:
+    """Rows to evaluate on that are `len(rows)` out of `total`, evenly spread, of the split that is trained on."""
+    limit = total if config.max_train_samples is None else config.max_train_samples
+    count = sum(number < limit for number in _spread(total, len(rows)))
+    said = f"{count} of the {len(rows)} rows to evaluate on are rows to train on: scores show what is remembered"
+    return replace(rows, num_trained_on=count, description=(*rows.description, *([said] if count else [])))
 
 
 def _held_out(total: int) -> int:

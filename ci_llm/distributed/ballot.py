@@ -1,6 +1,6 @@
-"""The vote on one optimizer step: what a process says, as one small vector, and what all say together.
+"""The vote on one optimizer step: the ballot of a process, and the verdict of all ballots.
 
-Every field is a count or a sum, so that one all-reduce of the vector is the whole election.
+Every field of a ballot is a count or a sum, so that one all-reduce of a small vector is the whole vote.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _STOP: Final = 2  # its place in the vector
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one process has to say about a step before any other collective.
+    """The vote of one process on a step, cast before any other collective of the step.
 
     Attributes:
-        labelled_tokens: targets in this process's micro-batches of the step; the sum divides the gradient.
-        nonfinite: [K] whether an agent's loss or gradient is not finite here; a tensor on any device will do.
-        sums: numbers to be added over all processes (losses, diversity); as many on every process.
-        out_of_memory: this process could not do its part.
+        num_targets: targets in this process's micro-batches of the step; the sum divides the gradient.
+        nonfinite: [K] whether the loss or the gradient of an agent is not finite here; a tensor may be on any device.
+        sums: numbers to be added over all processes (losses, diversity); equally many on every process.
+        out_of_memory: this process could not compute its part.
         stop: why the run shall end after this step.
         save: a checkpoint is due.
     """
 
-    labelled_tokens: int
+    num_targets: int
     nonfinite: Sequence[bool] | Tensor = ()
     sums: Sequence[float] | Tensor = ()
     out_of_memory: bool = False
@@ -38,16 +38,16 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all processes have to say together; the same, bit for bit, on each of them.
+    """The result of a vote; the same, bit for bit, on every process.
 
     Attributes:
-        labelled_tokens, sums: added over all processes.
-        nonfinite: [K] whether any process said so.
-        out_of_memory, save: whether any process said so.
+        num_targets, sums: added over all processes.
+        nonfinite: [K] whether it is set on any process.
+        out_of_memory, save: whether it is set on any process.
         stop: the reason of the first process, by index, that has one.
     """
 
-    labelled_tokens: int
+    num_targets: int
     nonfinite: tuple[bool, ...]
     sums: tuple[float, ...]
     out_of_memory: bool
@@ -56,11 +56,11 @@ class Verdict:
 
 
 def encode(ballot: Ballot) -> Tensor:
-    """[4 + K + number of sums] float64 on the CPU, where counts are exact up to 2^53.
+    """The ballot as a vector: [4 + K + number of sums] float64 on the CPU, exact for counts up to 2^53.
 
-    If any part lies on a GPU, this waits for it, once.
+    If a part is on a GPU, this waits for the device, once.
     """
-    flags = [ballot.labelled_tokens, ballot.out_of_memory, ballot.stop is not None, ballot.save]
+    flags = [ballot.num_targets, ballot.out_of_memory, ballot.stop is not None, ballot.save]
     parts = [torch.as_tensor(part) for part in (ballot.nonfinite, ballot.sums)]
     device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
     measured = torch.cat([part.to(device, torch.float64).flatten() for part in parts])
@@ -68,15 +68,21 @@ def encode(ballot: Ballot) -> Tensor:
 
 
 def anybody_stops(votes: Tensor) -> bool:
-    """Whether the added ballots hold a reason to stop; the reasons themselves are words and travel after."""
+    """Whether any of the added ballots asks to stop. The reasons are text and are gathered afterwards."""
     return bool(votes[_STOP] > 0)
 
 
 def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Verdict:
-    """The verdict of the added ballots and of the reasons to stop, by process index; no reason: go on."""
+    """The verdict of the added ballots.
+
+    Args:
+        votes: the sum of all encoded ballots.
+        num_agents: K.
+        reasons: to stop, by process index; empty if the run goes on.
+    """
     tokens, out_of_memory, _, save, *rest = votes.tolist()
     return Verdict(
-        labelled_tokens=int(tokens),
+        num_targets=int(tokens),
         nonfinite=tuple(count > 0 for count in rest[:num_agents]),
         sums=tuple(rest[num_agents:]),
         out_of_memory=out_of_memory > 0,

@@ -1,13 +1,14 @@
-"""The only room that knows there is more than one process: the device, and every word between processes.
+"""The processes of a run: the device of this one, and every collective of the training.
 
-In one optimizer step they speak twice: a ballot (`agree`), which every process casts before it enters any
-other collective, and the flat gradient (`reduce_flat_`) if nobody objects. The ballot goes over gloo on every
-machine: a dead peer is then an error within milliseconds and not a kernel that waits on a GPU. A single
-process says nothing at all. Accelerate owns launch, placement and precision; only this file imports it.
+One optimizer step has two collectives. Every process first casts a ballot (`agree`), before it enters any other
+collective. If no ballot objects, the processes add up the flat gradient (`reduce_flat_`). The ballot goes over gloo on
+every machine, because gloo reports a dead peer within milliseconds, while a kernel on a GPU would wait for it. A single
+process communicates nothing. Accelerate owns launch, placement and precision; only this file imports it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -27,40 +28,37 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from torch import Tensor
 from torch import distributed as dist
 
-from ci_llm.cluster.launch import Launch, decline, option, read_launch, remarks
+from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, option, read_launch
 from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
-from ci_llm.errors import CiLlmError, LaunchError, ModelError
+from ci_llm.errors import CiLlmError, LaunchError, ModelError, PeerLost
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-# A peer that dies closes its connections and is noticed at once; this bounds the wait for a machine that went
-# silent, and how long the main process may work alone (`main_first`).
+# A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
+# went silent, and for the main process while it works alone (`main_first`).
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 SHUTDOWN_BOUND_S: Final = 10.0
 
 
-class PeerLost(CiLlmError):
-    """Another process of this run is gone or silent: what needs all processes cannot happen any more."""
-
-
 class Processes:
-    """The processes of this run, from the inside of one of them. Building it is where they meet.
+    """The processes of this run, as one of them sees them. The constructor is a collective: it joins the process group.
 
     Args:
-        config: `mixed_precision` and `model_dtype` are read, and for the notes the size of the batch.
-        log_with, project_dir: handed to the Accelerator for its trackers.
+        config: for `mixed_precision` and `model_dtype`, and for the size of the batch in the notes.
+        log_with, project_dir: for the trackers of the Accelerator.
         launch: how this process was started; read from the environment by default.
 
     Attributes:
-        accelerator: for what has to be visible to Accelerate: trackers, `prepare`, `no_sync`, `scaler`.
+        accelerator: Accelerate's own, for the device, autocast and the trackers.
         notes: lines for people about the way the run was started.
 
     Raises:
-        LaunchError: the processes cannot form one world, or outnumber the GPUs.
-        ModelError: the precision does not exist on this device.
+        LaunchError: the processes cannot join one process group, or there are more of them than GPUs.
+        ModelError: the device does not support the precision.
     """
 
     def __init__(
@@ -75,9 +73,11 @@ class Processes:
         on_cpu = runs_on_cpu()
         check_precision(config)
         _check_gpus(self.launch, on_cpu)
-        self.notes = decline(os.environ)
-        _enter_world(self.launch, on_cpu)
-        with _meeting(self.launch) if self.launch.num_processes > 1 else nullcontext():
+        # The order matters: Accelerate reads the environment in its constructor, and a process must refuse before the
+        # rendezvous, in which the others would wait for it.
+        self.notes = disable_unsupported(os.environ)
+        _set_environment(self.launch, on_cpu)
+        with _rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
             self.accelerator = Accelerator(
                 cpu=on_cpu,
                 mixed_precision=config.mixed_precision,
@@ -85,19 +85,21 @@ class Processes:
                 project_dir=project_dir,
                 kwargs_handlers=[_group_settings(self.launch, on_cpu)],
             )
+        # An Accelerator that exists already has fixed Accelerate's global state: the new one silently adopts it.
         if self.accelerator.num_processes != self.launch.num_processes:
             raise LaunchError(
                 f"{self.launch.num_processes} processes were started, but Accelerate sees"
                 f" {self.accelerator.num_processes}: each would train alone, into the same folder",
                 where=f"launcher: {self.launch.launcher}",
-                hint="build nothing of Accelerate's before Processes; start by torchrun or accelerate launch",
+                hint="create no Accelerator before Processes; start by torchrun or accelerate launch",
             )
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self._tokens: list[Path] = []
+        logger.debug("process %d of %d on %s; %s", self.index, self.count, self.device, self.launch)
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes; "cpu", not Accelerate's "cpu:0", which equals no tensor's device."""
+        """The device of this process. On the CPU it is "cpu": Accelerate's "cpu:0" equals no tensor's device."""
         device = torch.device(self.accelerator.device)
         return torch.device("cpu") if device.type == "cpu" else device
 
@@ -113,22 +115,23 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process writes the files of which a run has one."""
         return self.index == 0
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of the forward pass, as `mixed_precision` says."""
+        """The context of the forward pass, in the precision of `mixed_precision`."""
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 
     def agree(self, ballot: Ballot) -> Verdict:
-        """Vote: one small all-reduce, and the step's one wait for the device. A collective.
+        """Vote: one small all-reduce, and the only wait for the device in a step. A collective.
 
-        Only when somebody wants to stop, a second one tells everybody the reason.
+        A second collective follows only if a process wants to stop: it tells all of them the reason.
 
         Raises:
             PeerLost: a process is gone.
         """
+        # On the CPU tensor of `encode` torch chooses gloo, also where the gradient goes over NCCL.
         votes = self.reduce_flat_(encode(ballot))
         reasons = self.gather_object(ballot.stop) if anybody_stops(votes) else []
         return decode(votes, len(ballot.nonfinite), reasons)
@@ -136,14 +139,14 @@ class Processes:
     def reduce_flat_(self, tensor: Tensor) -> Tensor:
         """Add a contiguous tensor over all processes, in place, by one all-reduce. A collective.
 
-        The order of summation is fixed by the number of processes and the size: the result is the same, bit
-        for bit, on every process and in every repetition.
+        The number of processes and the size of the tensor fix the order of summation: the result is the same, bit for
+        bit, on every process and in every repetition.
 
         Raises:
             PeerLost: a process is gone.
         """
         if self.count > 1:
-            with _peers():
+            with _peer_errors():
                 dist.all_reduce(tensor)
         return tensor
 
@@ -151,7 +154,7 @@ class Processes:
         """The values of all processes, by index, on every process. A collective; not for the inner loop."""
         if self.count == 1:
             return [value]
-        with _peers():
+        with _peer_errors():
             gathered: list[T] = gather_object([value])
         return gathered
 
@@ -159,15 +162,15 @@ class Processes:
         """The main process's value, on every process. A collective."""
         if self.count == 1:
             return value
-        with _peers():
+        with _peer_errors():
             values: list[T] = broadcast_object_list([value])
         return values[0]
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the main process, on every process. A collective.
+        """Run `work` on the main process; every process gets its result. A collective.
 
         Raises:
-            CiLlmError: the main process's, on every process: one error, and no lost peer.
+            CiLlmError: raised by `work`; on every process, so that none waits for the main one.
         """
         done: tuple[T | None, CiLlmError | None] = None, None
         if self.is_main:
@@ -181,14 +184,15 @@ class Processes:
         return cast("T", value)
 
     def wait(self) -> None:
-        """Return when every process is here. A collective."""
+        """Return once every process has called this. A collective."""
         self.reduce_flat_(torch.zeros(1))
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process goes through the block before the others; they find its cached work.
+        """The main process runs the block before the others, which find its cached work. A collective.
 
-        Where an error with a hint ends the block, the others meet it themselves: one error, and no lost peer.
+        If a CiLlmError ends the block on the main process, the others run it as well and raise the same error, instead
+        of losing a peer.
         """
         if not self.is_main:
             self.wait()
@@ -201,19 +205,20 @@ class Processes:
         if self.is_main:
             self.wait()
 
-    def same_folder(self, path: Path | str) -> None:
-        """Refuse a folder that is not one and the same for all, or that another world uses. A collective.
+    def require_same_folder(self, path: Path | str) -> None:
+        """Refuse a folder that is not the same for all processes, or that another launch uses. A collective.
 
-        The main process creates it, leaves a token there until `shutdown`, and everybody looks for it.
+        The main process creates the folder and writes a token file there, which stays until `shutdown`. Every process
+        looks for the token.
 
         Raises:
             LaunchError: on every process alike, so that none is left waiting.
         """
         folder = Path(path)
         token = self.broadcast_object(secrets.token_hex(8))
-        if complaint := self.on_main(lambda: self._leave_token(folder, token)):
-            raise LaunchError(complaint, where=str(folder), hint="give another output_dir, or start once")
-        blind = [index for index, sees in enumerate(self.gather_object(_reads(folder, token))) if not sees]
+        if problem := self.on_main(lambda: self._write_launch_token(folder, token)):
+            raise LaunchError(problem, where=str(folder), hint="give another output_dir, or start once")
+        blind = [index for index, sees in enumerate(self.gather_object(_sees_token(folder, token))) if not sees]
         if blind:
             raise LaunchError(
                 f"the folder of process 0 is not the folder of process {', '.join(map(str, blind))}",
@@ -221,44 +226,45 @@ class Processes:
                 hint="give an output_dir on a disk that all machines share, as an absolute path",
             )
 
-    def _leave_token(self, folder: Path, token: str) -> str | None:
-        """Returns what speaks against the folder: an error here alone would leave the others waiting."""
+    def _write_launch_token(self, folder: Path, token: str) -> str | None:
+        """Return the problem with the folder, if any. To raise here, on one process, would leave the others waiting."""
         path = _token_path(folder, token)
-        mine = {"pid": os.getpid(), "parent": os.getppid(), "pid_space": pid_space()}
+        own = {"pid": os.getpid(), "parent": os.getppid(), "pid_space": pid_space()}
         try:
             make_folders(folder)
-            write_json(path, mine)
+            write_json(path, own)
         except OSError as error:
             return f"the folder cannot be written: {error.strerror}"
         self._tokens.append(path)
-        # Of two that come at once, each has left its token before it looks: at least one sees the other.
-        rivals = [path for path in folder.glob(_token_path(folder, "*").name) if _is_rival(path, mine)]
-        if rivals:
+        # Each of two simultaneous launches writes its token before it looks: at least one of them sees the other.
+        if any(_is_other_run(path, own) for path in folder.glob(_token_path(folder, "*").name)):
             self._tokens.pop().unlink()
             return "another process of the same launcher or shell trains here already, in a world of its own"
         return None
 
     def shutdown(self) -> bool:
-        """Leave the world, without waiting for a peer longer than a bound; trackers have been closed before.
+        """Leave the process group, within a bound of 10 s; the trackers must be closed before.
 
         Returns:
-            False if the process group did not let go within the bound: then end the process by `os._exit`.
+            False if the library still waits for a peer at the bound: then the process must end by `os._exit`.
         """
         while self._tokens:
             self._tokens.pop().unlink(missing_ok=True)
-        leaving = threading.Thread(target=_leave_group, name="ci_llm leave", daemon=True)
+        # destroy_process_group may wait for a lost peer without an end: it runs in a thread that can be abandoned.
+        leaving = threading.Thread(target=_destroy_process_group, name="ci_llm leave", daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_BOUND_S)
+        # Accelerate's state is global: without this, the next Accelerator of this process would reuse the old group.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         return not leaving.is_alive()
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def _peer_errors() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # gloo and NCCL know no narrower class for a connection that broke
+    except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
         raise PeerLost(
             "a process of this run is gone or silent",
             where=str(error).splitlines()[0],
@@ -267,16 +273,16 @@ def _peers() -> Iterator[None]:
 
 
 def runs_on_cpu() -> bool:
-    """Whether processes of this machine compute on the CPU: there is no GPU, or none is wanted."""
+    """Whether processes of this machine compute on the CPU: there is no GPU, or ACCELERATE_USE_CPU is set."""
     wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     return wanted or not torch.cuda.is_available()
 
 
-def meet_oneself() -> str:
-    """Form a world of this process alone, add a number up in it and leave: address, port and backend work.
+def check_process_group() -> str:
+    """Prove that address, port and backend work: join a process group of this process alone, all-reduce, and leave.
 
     Returns:
-        the backend and where it met.
+        the backend and its address, for people.
 
     Raises:
         LaunchError: one of them does not work on this machine.
@@ -288,17 +294,17 @@ def meet_oneself() -> str:
         dist.all_reduce(torch.ones(1, device="cpu" if runs_on_cpu() else "cuda"))
     except (RuntimeError, OSError) as error:
         raise LaunchError(
-            f"processes of this machine cannot speak to each other: {str(error).splitlines()[0]}",
+            f"processes of this machine cannot communicate: {str(error).splitlines()[0]}",
             where=f"{backend}, 127.0.0.1",
             hint="let this machine's name resolve (/etc/hosts), or export GLOO_SOCKET_IFNAME=lo",
         ) from error
     finally:
-        _leave_group()
+        _destroy_process_group()
     return f"{backend} on 127.0.0.1:{store.port}"
 
 
 def check_precision(config: Config) -> None:
-    """Refuse a precision that this device does not have.
+    """Refuse a precision that this device does not support.
 
     Raises:
         ModelError: naming the key.
@@ -308,7 +314,7 @@ def check_precision(config: Config) -> None:
         value = getattr(config, key)
         if value == "fp16" and on_cpu:
             raise ModelError(
-                "fp16 needs a GPU: on a CPU Accelerate would train in fp32 without a word",
+                "fp16 needs a GPU: on a CPU Accelerate would train in fp32 without a warning",
                 where=f"{key}: fp16",
                 hint=f"{key}=bf16 on this machine, or a machine with a GPU",
             )
@@ -317,16 +323,16 @@ def check_precision(config: Config) -> None:
 
 
 def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:
-    if launch.asked_for is None:
-        return remarks(launch, os.environ, num_gpus=num_gpus)
+    if launch.requested_processes is None:
+        return launch_notes(launch, os.environ, num_gpus=num_gpus)
     rows = None if config.global_batch_size else config.batch_size * config.gradient_accumulation_steps
-    number = launch.asked_for or _configured_processes(launch.launcher_command)
-    launch = replace(launch, asked_for=None if number == 1 else number)
-    return remarks(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
+    number = launch.requested_processes or _configured_processes(launch.launcher_command)
+    launch = replace(launch, requested_processes=None if number == 1 else number)
+    return launch_notes(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
 
 
 def _configured_processes(command: Sequence[str]) -> int:
-    """The number of processes in the file that `accelerate launch` has read; 0 if that has gone meanwhile."""
+    """The number of processes in the configuration file of `accelerate launch`; 0 if the file is gone."""
     try:
         settings = load_config_from_file(option(command, "config_file") or None)
     except OSError:
@@ -343,12 +349,12 @@ def _check_gpus(launch: Launch, on_cpu: bool) -> None:
         )
 
 
-def _enter_world(launch: Launch, on_cpu: bool) -> None:
+def _set_environment(launch: Launch, on_cpu: bool) -> None:
     os.environ.update(launch.variables)
     if on_cpu and launch.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        # Else every process takes all cores, or Accelerate takes the whole machine's and not the job's.
-        os.environ["OMP_NUM_THREADS"] = str(launch.fair_num_threads)
-        torch.set_num_threads(launch.fair_num_threads)
+        # Otherwise every process uses all cores, or Accelerate counts those of the machine instead of the job's.
+        os.environ["OMP_NUM_THREADS"] = str(launch.threads_per_process)
+        torch.set_num_threads(launch.threads_per_process)
 
 
 def _group_settings(launch: Launch, on_cpu: bool) -> InitProcessGroupKwargs:
@@ -359,10 +365,10 @@ def _group_settings(launch: Launch, on_cpu: bool) -> InitProcessGroupKwargs:
 
 
 @contextmanager
-def _meeting(launch: Launch) -> Iterator[None]:
+def _rendezvous_errors(launch: Launch) -> Iterator[None]:
     address, port = (launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
-        socket.getaddrinfo(address, port)  # torch would look for an unknown name for half an hour
+        socket.getaddrinfo(address, port)  # fails at once; torch would try an unknown name for half an hour
         yield
     except (RuntimeError, OSError) as error:
         raise LaunchError(
@@ -376,27 +382,27 @@ def _token_path(folder: Path, token: str) -> Path:
     return folder / f".launch-{token}.json"
 
 
-def _reads(folder: Path, token: str) -> bool:
+def _sees_token(folder: Path, token: str) -> bool:
     return _token_path(folder, token).is_file()
 
 
-def _is_rival(path: Path, mine: Mapping[str, object]) -> bool:
-    """Whether another living process of the same launcher left this token; sweeps up after dead ones.
+def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
+    """Whether this token is of another living process of the same launcher; removes the token of a dead process.
 
-    Only the same launcher: a later attempt may take a folder over from one that still lives elsewhere.
+    Processes of other launchers do not count: a later attempt may take over a folder from one that still runs.
     """
     try:
         other = read_json(path)
-    except (FileNotFoundError, ValueError):  # swept up by its owner just now
+    except (FileNotFoundError, ValueError):  # its owner has removed it at this moment
         return False
-    if not isinstance(other, dict) or other.get("pid_space") != mine["pid_space"]:
+    if not isinstance(other, dict) or other.get("pid_space") != own["pid_space"]:
         return False
     if not is_alive(int(other["pid"])):
         path.unlink(missing_ok=True)
         return False
-    return bool(other["parent"] == mine["parent"] and other["pid"] != mine["pid"])
+    return bool(other["parent"] == own["parent"] and other["pid"] != own["pid"])
 
 
-def _leave_group() -> None:
+def _destroy_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,36 +1,32 @@
-"""Named checks that build on each other: run in order, and skipped where what they need has failed.
-
-Each result is shown as it comes: in columns that fold on a terminal, in plain lines elsewhere.
-"""
+"""Named checks that build on each other: they run in order, and a check is skipped if one that it needs has failed."""
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TextIO, TypeVar
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Generic, Literal, TypeVar
 
 from ci_llm.errors import CiLlmError
 
 S = TypeVar("S")
 S_contra = TypeVar("S_contra", contravariant=True)
 
-Verdict = Literal["passed", "failed", "skipped"]
+Verdict = Literal["passed", "failed", "skipped", "inapplicable"]
+
+
+class Inapplicable(Exception):
+    """There is nothing to check here, such as a GPU where there is none; the message says what was not checked."""
 
 
 @dataclass(frozen=True)
 class Check(Generic[S]):
-    """One question about the scene.
+    """One question about a run, asked of its context.
 
     Attributes:
-        needs: names of checks without which this one cannot be tried.
-        run: returns what was found, in lines; raises what is wrong, best as a `CiLlmError`.
+        needs: names of the checks that must have passed before.
+        run: returns what was found, in lines; raises a `CiLlmError` for what is wrong, or `Inapplicable`.
     """
 
     name: str
@@ -40,7 +36,7 @@ class Check(Generic[S]):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What became of one check; `lines` say what was found, or what is wrong, where, and the hint."""
+    """The result of one check; `lines` hold what was found, or what is wrong, where, and the hint."""
 
     name: str
     verdict: Verdict
@@ -48,18 +44,18 @@ class CheckResult:
     seconds: float = 0.0
 
 
-def try_all(
-    checks: Sequence[Check[S]], scene: S, *, stopped: Callable[[], str | None], debug: bool = False
+def run_checks(
+    checks: Sequence[Check[S]], context: S, *, stopped: Callable[[], str | None], debug: bool = False
 ) -> Iterator[CheckResult]:
-    """Try each check whose needs have passed.
+    """Run each check whose needs have passed, and yield its result.
 
     Args:
-        stopped: asked before each check; a reason skips it.
+        stopped: called before each check; a reason that it returns skips the check.
         debug: show the traceback of a failure.
     """
     outcomes: dict[str, CheckResult] = {}
     for check in checks:
-        outcomes[check.name] = _skipped(check, outcomes, stopped()) or _tried(check, scene, debug)
+        outcomes[check.name] = _skipped(check, outcomes, stopped()) or _run_check(check, context, debug)
         yield outcomes[check.name]
 
 
@@ -70,90 +66,21 @@ def _skipped(check: Check[S], outcomes: Mapping[str, CheckResult], stop: str | N
     return CheckResult(check.name, "skipped", (stop or f"needs {', '.join(lacking)}",))
 
 
-def _tried(check: Check[S], scene: S, debug: bool) -> CheckResult:
+def _run_check(check: Check[S], context: S, debug: bool) -> CheckResult:
     start = time.monotonic()
     try:
-        lines, verdict = check.run(scene).splitlines() or [""], "passed"
-    except Exception as error:  # noqa: BLE001  whatever it is, the dry run is here to name it
+        lines, verdict = check.run(context).splitlines() or [""], "passed"
+    except Inapplicable as nothing:
+        lines, verdict = [str(nothing)], "inapplicable"
+    except Exception as error:  # noqa: BLE001  the dry run names every failure and goes on
         if debug:
             traceback.print_exc()
-        lines, verdict = _explained(error), "failed"
+        lines, verdict = _error_lines(error), "failed"
     return CheckResult(check.name, verdict, tuple(lines), time.monotonic() - start)  # type: ignore[arg-type]
 
 
-def _explained(error: Exception) -> list[str]:
+def _error_lines(error: Exception) -> list[str]:
     if isinstance(error, CiLlmError):
         return str(error).splitlines()
     said = str(error).strip().splitlines()
     return [f"{type(error).__name__}: {said[0] if said else 'no message'}", "  hint:  --debug shows where it happened"]
-
-
-# ---------------------------------------------------------------------------------------------------- table
-
-
-MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
-STYLES = {"passed": "green", "failed": "bold red", "skipped": "dim"}
-
-
-class Report:
-    """Shows outcomes as they come. Nothing is drawn twice: what has left the screen could not be taken back.
-
-    Args:
-        terminal: standard output by default.
-        width: of the names' column.
-    """
-
-    def __init__(self, width: int, terminal: TextIO | None = None) -> None:
-        self._terminal = terminal or sys.stdout
-        self._width = width
-        self._console = Console(file=self._terminal, highlight=False)
-
-    def show(self, outcome: CheckResult) -> None:
-        """One more line: what was found; of a failure what, where and the hint."""
-        mark = MARKS[outcome.verdict]
-        took = f"{outcome.seconds:.1f} s" if outcome.verdict != "skipped" else ""
-        if self._console.is_terminal:
-            row = Table.grid(padding=(0, 2, 0, 0))
-            for width in (max(map(len, MARKS.values())), self._width, len("00.0 s")):
-                row.add_column(width=width)
-            words = Text("\n".join(outcome.lines))
-            row.add_row(Text(mark, STYLES[outcome.verdict]), outcome.name, Text(f"{took:>6}", "dim"), words)
-            self._console.print(row)
-            return
-        first, *rest = outcome.lines
-        print(f"{mark:<8}{outcome.name:<{self._width}}{took:>8}  {first}", file=self._terminal)
-        for line in rest:
-            print(f"{'':<{self._width + 18}}{line}", file=self._terminal)
-        self._terminal.flush()
-
-    def say(self, text: str) -> None:
-        """A line below the table."""
-        self._console.print(text, markup=False, emoji=False, soft_wrap=True)
-
-
-# ---------------------------------------------------------------------------------------------------- words
-
-
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks are sold: 2.4 MB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the largest unit of which there is more than one: 2.5 min."""
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def count(number: float) -> str:
-    """A number of parameters: 8.03 billion."""
-    for word, scale in (("billion", 1e9), ("million", 1e6)):
-        if number >= scale / 10:
-            return f"{number / scale:.2f} {word}"
-    return f"{number:,.0f}"

@@ -1,4 +1,4 @@
-"""What the checks of a dry run share: the configuration, the parts that were proven, a folder that goes away again."""
+"""What the checks of a dry run share: the configuration, the parts that passed, a scratch folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 
 TOY_STEPS = 2
-TOY_ROWS_ON_CPU = 16  # a CPU is never short of memory for the real number, only of time
+TOY_ROWS_ON_CPU = 16  # on a CPU the real number would fit, but take long
 TOY_EVAL_ROWS = 4
 SAMPLED_ROWS = 64
 
@@ -45,14 +45,14 @@ class Lengths:
     learned: float
     sampled: bool = True
 
-    def crowded(self, rows: int) -> int:
-        """Tokens per row of the fullest among thousands of micro-batches of so many rows."""
+    def longest_in_batch(self, rows: int) -> int:
+        """Tokens per row to expect of the longest among thousands of micro-batches of `rows` rows."""
         return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
 
 
 @dataclass
 class Measured:
-    """What the rehearsal measured of the real base; None where a stand-in or nothing took its place.
+    """What the toy run measured on the real base; None if the embedded base stood in for it.
 
     Attributes:
         tokens_per_s: of training, all processes together.
@@ -69,9 +69,9 @@ class Measured:
 
 @dataclass
 class CheckContext:
-    """Each check finds here what those before it have proven, and leaves what it has proven itself.
+    """What a check finds from the checks before it, and leaves to those after it.
 
-    An attribute without a value exists once the check that makes it has passed; who reads it needs that check.
+    An attribute without a default exists once the check that sets it has passed; a check that reads it needs that one.
     """
 
     config: Config
@@ -84,13 +84,13 @@ class CheckContext:
     eval_rows: Rows = field(init=False)  # data
     examples: TokenizedRows = field(init=False)  # template
     eval_examples: TokenizedRows = field(init=False)  # template
-    lengths: Lengths = field(init=False)  # estimate knows better once template has passed
+    lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
-    stands_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
+    uses_stand_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
     run: Run = field(init=False)  # model
     measured: Measured = field(default_factory=Measured)
     at_end: ExitStack = field(default_factory=ExitStack)
-    born_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
+    program_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
 
     def __post_init__(self) -> None:
         longest = self.config.max_seq_length
@@ -116,18 +116,18 @@ class CheckContext:
         return min(self.config.batch_size, -(-self.rows_per_step // self.processes.count))
 
     @property
-    def crowded_tokens(self) -> int:
-        """Tokens per row of the fullest micro-batch to be expected."""
-        return self.lengths.crowded(self.micro_batch)
+    def longest_tokens(self) -> int:
+        """Tokens per row to expect of the longest micro-batch."""
+        return self.lengths.longest_in_batch(self.micro_batch)
 
     @property
     def toy_batch(self) -> int:
-        """Rows at once in the rehearsal."""
+        """Rows of a micro-batch in the toy run."""
         on_cpu = self.processes.device.type == "cpu"
         return min(self.micro_batch, TOY_ROWS_ON_CPU) if on_cpu else self.micro_batch
 
     def toy_config(self) -> Config:
-        """The configuration at toy size: few steps of one micro-batch, in the folder that goes away."""
+        """The configuration at toy size: few steps of one micro-batch, in the scratch folder."""
         toy: dict[str, object] = {
             "output_dir": str(self.scratch / "run"),
             "experiment_name": None,
@@ -144,13 +144,15 @@ class CheckContext:
             "save_steps": None,
             "save_interval_seconds": None,
             "resume_from_checkpoint": "latest",
+            "restart_from": None,
+            "overwrite_output_dir": False,
         }
-        if self.stands_in:
+        if self.uses_stand_in:
             toy |= {"model_name": "embedded", "lora_target_modules": "all-linear", "init_from": None}
         return self.config.model_copy(update=toy)
 
     def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:
-        """Checkpoints and logs of the rehearsal; both are closed at the end."""
+        """Checkpoints and logs of the toy run; both are closed at the end."""
         log = RunLog(config.run_folder, is_main=self.processes.is_main, terminal=io.StringIO())
         manager = CheckpointManager(
             config.run_folder,
@@ -161,6 +163,6 @@ class CheckContext:
             interrupts=self.interrupts,
             say=log.say,
         )
-        self.at_end.callback(manager.close)
         self.at_end.callback(log.close)
+        self.at_end.callback(manager.close)
         return manager, log

@@ -1,4 +1,4 @@
-"""What one micro-step of a crowd costs, found without weights: the real code runs over tensors that hold no numbers.
+"""What one micro-step of a crowd costs, found without weights: the real code runs on fake tensors.
 
 Fake tensors know shape, dtype and device and have no storage, so that a base of eight billion parameters is traced
 on a laptop in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
@@ -19,13 +19,13 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ci_llm.config import Config
-from ci_llm.crowd.base import DTYPES, explained
+from ci_llm.crowd.base import DTYPES, load_error
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.run.setup import lora_settings
 
-#: What an allocator holds beyond what lives: 7 to 20 % on a CPU (measured against the resident size).
+#: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1
 AGENT_COPIES = 7  # weights, gradients, two moments; the last good weights and moments
 ROWS_TRACED = 2  # of a larger batch so many are traced, and half of them; the rest follows by proportion
@@ -40,7 +40,7 @@ class Trace:
         base_bytes: what they take in the run's `model_dtype`.
         agent_parameters: trainable numbers of one agent.
         agents_bytes: weights, gradients and both moments of all agents, and their last good copy.
-        passing_bytes: the most that is allocated besides, at any moment of forward and backward.
+        activation_bytes: the most that is allocated besides, at any moment of forward and backward.
         flops: floating-point operations, a multiplication and an addition being two.
     """
 
@@ -48,17 +48,17 @@ class Trace:
     base_bytes: int
     agent_parameters: int
     agents_bytes: int
-    passing_bytes: int
+    activation_bytes: int
     flops: float
 
     @property
     def device_bytes(self) -> int:
         """Everything that lives on the device at the worst moment."""
-        return self.base_bytes + self.agents_bytes + self.passing_bytes
+        return self.base_bytes + self.agents_bytes + self.activation_bytes
 
 
 class Untraceable(Exception):
-    """This architecture cannot be followed without numbers, such as one that sends tokens to different experts."""
+    """This architecture cannot be traced without values, as with tokens that are routed to experts."""
 
 
 def trace(
@@ -72,7 +72,7 @@ def trace(
     """
     try:
         return _trace(config, shape, device, rows, tokens, targets)
-    except RuntimeError as error:  # kernels without numbers have no narrower word: Mixtral's grouped product on a CPU
+    except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
         raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
 
 
@@ -93,7 +93,7 @@ def _trace(
             base_bytes=sum(p.nbytes for p in own),
             agent_parameters=trained.shape[1],
             agents_bytes=AGENT_COPIES * trained.nbytes,
-            passing_bytes=round(ALLOCATED_PER_LIVING * peak),
+            activation_bytes=round(ALLOCATED_PER_LIVING * peak),
             flops=flops * rows / few,
         )
 
@@ -112,11 +112,11 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         with device:
             model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=eager)
     except ValueError as error:
-        raise explained(config.model_name, error) from error
+        raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
     if config.use_gradient_checkpointing:
-        crowd.recompute_layers()
+        crowd.gradient_checkpointing_enable()
     return crowd.train()
 
 
@@ -157,7 +157,7 @@ def _batch(rows: int, tokens: int, targets: int, device: torch.device) -> Batch:
 
 
 class _Ledger(TorchDispatchMode):
-    """Adds up the operations, and follows every storage from the one that makes it to its end.
+    """Adds up the operations, and follows every storage from its creation to its end.
 
     Attributes:
         peak: bytes of all storages that lived at once, at the worst moment.
@@ -175,10 +175,10 @@ class _Ledger(TorchDispatchMode):
         self.flops += _flops(func._overloadpacket, args, kwargs or {}, result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._meet(leaf.untyped_storage())
+                self._count(leaf.untyped_storage())
         return result
 
-    def _meet(self, storage: Any) -> None:
+    def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)

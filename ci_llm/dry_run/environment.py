@@ -1,4 +1,4 @@
-"""Checks of what lies around a run: libraries, disk, precision, port, processes."""
+"""Checks of the environment of a run: libraries, disk, precision, port, processes."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ import torch
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.distributed.ballot import Ballot
-from ci_llm.distributed.processes import Processes, check_precision, meet_oneself, runs_on_cpu
-from ci_llm.dry_run.checks import size
+from ci_llm.distributed.processes import Processes, check_precision, check_process_group, runs_on_cpu
 from ci_llm.dry_run.context import CheckContext
+from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError, LaunchError
-from ci_llm.logs.trackers import require_installed
-from ci_llm.run.job import check_folder
+from ci_llm.logs.tracking import require_installed
+from ci_llm.run.setup import check_folder
 
 PROBE_BYTES = 8 << 20
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
-def environment(scene: CheckContext) -> str:
+def environment(context: CheckContext) -> str:
     """Libraries, device, trackers, and the time this run has."""
-    require_installed(scene.config.report_to)
-    find_deadline(scene.config.max_runtime, None)
+    require_installed(context.config.report_to)
+    find_deadline(context.config.max_runtime, None)
     device = "no GPU" if runs_on_cpu() else torch.cuda.get_device_name()
     libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return f"Python {platform.python_version()}, {libraries}; {device}, {torch.get_num_threads()} CPU thread(s)"
 
 
-def disk(scene: CheckContext) -> str:
+def disk(context: CheckContext) -> str:
     """The folder of the run can be written; a file can be made durable and renamed beside it."""
-    folder = scene.config.run_folder
+    folder = context.config.run_folder
     check_folder(folder)
-    if not scene.launch.is_main:
+    if not context.launch.is_main:
         return ""
-    place = beside(folder)
+    place = scratch_parent(folder)
     try:
-        scene.scratch = Path(tempfile.mkdtemp(prefix=".ci_llm_check_", dir=place))
-        scene.at_end.callback(_sweep, scene.scratch)
+        context.scratch = Path(tempfile.mkdtemp(prefix=".ci_llm_check_", dir=place))
+        context.at_end.callback(_remove_scratch, context.scratch)
         start = time.perf_counter()
-        write_bytes(scene.scratch / "probe", os.urandom(PROBE_BYTES))
+        write_bytes(context.scratch / "probe", os.urandom(PROBE_BYTES))
         speed = PROBE_BYTES / (time.perf_counter() - start)
     except OSError as error:
         raise ConfigError(
@@ -58,8 +58,8 @@ def disk(scene: CheckContext) -> str:
     return f"{folder} can be written, {size(speed)}/s to the device, {size(shutil.disk_usage(place).free)} free"
 
 
-def beside(folder: Path) -> Path:
-    """Where the dry run may leave a folder for a while: beside the run's, on the same disk."""
+def scratch_parent(folder: Path) -> Path:
+    """Where the scratch folder may lie: beside the folder of the run, on the same disk."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if nearest != folder.absolute():
         return nearest
@@ -67,42 +67,42 @@ def beside(folder: Path) -> Path:
     return nearest.parent if same_disk and os.access(nearest.parent, os.W_OK) else nearest
 
 
-def _sweep(folder: Path) -> None:
+def _remove_scratch(folder: Path) -> None:
     try:
         remove_tree(folder)
     except OSError as error:
         print(f"a folder of the dry run stays: {error}", file=sys.stderr)
 
 
-def precision(scene: CheckContext) -> str:
-    """The device has the precision that is asked for."""
-    check_precision(scene.config)
-    base = scene.config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
-    mixed = scene.config.mixed_precision
+def precision(context: CheckContext) -> str:
+    """The device supports the precision of the configuration."""
+    check_precision(context.config)
+    base = context.config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
+    mixed = context.config.mixed_precision
     return f"base in {base}" + ("" if mixed == "no" else f", forward pass in {mixed}")
 
 
-def port(scene: CheckContext) -> str:
-    """The processes of this launch meet; a single one forms a world of its own for a moment."""
-    met = meet_oneself() if scene.launch.num_processes == 1 else None
-    scene.processes = Processes(scene.config, launch=scene.launch)
-    scene.at_end.callback(scene.processes.shutdown)
+def port(context: CheckContext) -> str:
+    """The processes of this launch connect; a single process connects to itself for a moment."""
+    met = check_process_group() if context.launch.num_processes == 1 else None
+    context.processes = Processes(context.config, launch=context.launch)
+    context.at_end.callback(context.processes.shutdown)
     if met:
         return met
-    address = scene.launch.variables
-    return f"{scene.processes.count} processes met at {address['MASTER_ADDR']}:{address['MASTER_PORT']}"
+    address = context.launch.variables
+    return f"{context.processes.count} processes met at {address['MASTER_ADDR']}:{address['MASTER_PORT']}"
 
 
-def accelerate(scene: CheckContext) -> str:
-    """Processes vote, add, broadcast, see one folder; autocast is what the configuration says."""
-    processes = scene.processes
+def accelerate(context: CheckContext) -> str:
+    """Processes vote, reduce, broadcast and see one folder; autocast has the precision of the configuration."""
+    processes = context.processes
     numbers = list(range(processes.count))
-    verdict = processes.agree(Ballot(labelled_tokens=1, sums=[float(processes.index)]))
+    verdict = processes.agree(Ballot(num_targets=1, sums=[float(processes.index)]))
     total = processes.reduce_flat_(torch.ones(3, device=processes.device)).tolist()
-    if (verdict.labelled_tokens, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
+    if (verdict.num_targets, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
         raise LaunchError(f"processes do not add up: {verdict}, {total}", where=str(processes.device))
-    scene.scratch = processes.broadcast_object(scene.scratch if processes.is_main else Path())
-    processes.same_folder(scene.scratch)
+    context.scratch = processes.broadcast_object(context.scratch if processes.is_main else Path())
+    processes.require_same_folder(context.scratch)
     with processes.autocast():
         dtype = (torch.ones(2, 2, device=processes.device) @ torch.ones(2, 2, device=processes.device)).dtype
     return f"{processes.count} process(es) on {processes.device.type}, {str(dtype).removeprefix('torch.')}, one sum"

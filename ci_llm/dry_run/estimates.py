@@ -1,4 +1,4 @@
-"""What the real run will take: disk for checkpoints, and time; measured where the rehearsal could, else reckoned."""
+"""What the real run will take of disk and time: from measurements of the toy run if there are any, else estimated."""
 
 from __future__ import annotations
 
@@ -8,84 +8,86 @@ import time
 import torch
 
 from ci_llm.crowd.base import DTYPES
-from ci_llm.dry_run.checks import duration, size
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.cost_model import AGENT_COPIES, base_dtype
-from ci_llm.dry_run.environment import beside
+from ci_llm.dry_run.environment import scratch_parent
+from ci_llm.dry_run.report import duration, size
 from ci_llm.errors import ConfigError
 from ci_llm.run.setup import plan_ahead
 
-#: Share of the speed of bare products of matrices that training reaches, about.
+#: Training reaches about this share of the speed of bare matrix products.
 EFFICIENCY = 0.5
 SIDE = {"cpu": 768, "cuda": 4096}
 
 
-def space(scene: CheckContext) -> str:
+def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
-    one = scene.measured.checkpoint_bytes or (scene.trace.agents_bytes * 3 // AGENT_COPIES if scene.trace else None)
+    one = context.measured.checkpoint_bytes or (
+        context.trace.agents_bytes * 3 // AGENT_COPIES if context.trace else None
+    )
     if one is None:
         return "not estimated: this architecture cannot be traced"
-    kept = scene.config.save_total_limit or _number_of_saves(scene)
-    best = scene.config.keeps_best
+    kept = context.config.save_total_limit or _number_of_saves(context)
+    best = context.config.keeps_best
     needed = one * (kept + 2 + best)
-    free = shutil.disk_usage(beside(scene.config.run_folder)).free
+    free = shutil.disk_usage(scratch_parent(context.config.run_folder)).free
     which = f"{kept} checkpoints, {'the best one, ' if best else ''}one being written and the final one"
     what = f"{which}, {size(one)} each: {size(needed)}"
     if needed > free:
         raise ConfigError(
             f"{what}; {size(free)} are free",
-            where=f"output_dir: {scene.config.run_folder}, save_total_limit: {scene.config.save_total_limit}",
+            where=f"output_dir: {context.config.run_folder}, save_total_limit: {context.config.save_total_limit}",
             hint="save_total_limit=1, or an output_dir on a larger disk",
         )
     return f"{what} of {size(free)} free"
 
 
-def _number_of_saves(scene: CheckContext) -> int:
-    every, steps = scene.config.save_steps, _total_steps(scene)
+def _number_of_saves(context: CheckContext) -> int:
+    every, steps = context.config.save_steps, _total_steps(context)
     return -(-steps // every) if every and steps else 1
 
 
-def _total_steps(scene: CheckContext) -> int | None:
-    """Optimizer steps of the real run; None where it goes by epochs over rows that are not known."""
-    if scene.rows is None:
-        return scene.config.max_train_steps
-    return plan_ahead(scene.config, len(scene.rows), scene.rows_per_step)[1]
+def _total_steps(context: CheckContext) -> int | None:
+    """Optimizer steps of the real run; None if epochs decide and the rows are not known."""
+    if context.rows is None:
+        return context.config.max_train_steps
+    return plan_ahead(context.config, len(context.rows), context.rows_per_step)[1]
 
 
-def time_needed(scene: CheckContext) -> str:
+def time_needed(context: CheckContext) -> str:
     """How long a step, and all of them with their evaluations, will take."""
-    step_s, how = _seconds_per_step(scene)
+    step_s, how = _seconds_per_step(context)
     if step_s is None:
         return f"not estimated: {how}"
-    steps = _total_steps(scene)
+    steps = _total_steps(context)
     if steps is None:
         return f"{duration(step_s)} per step ({how}); how many steps there are depends on the data"
-    judging = _seconds_of_judging(scene, steps)
+    evaluation_s = _evaluation_seconds(context, steps)
     parts = f"{steps} steps of {duration(step_s)} ({how})"
-    parts += f", evaluations at most {duration(judging)}" if judging else ""
-    late = f"\none step outlasts grace_s {scene.config.grace_s:g}" if step_s > scene.config.grace_s else ""
-    about = "about" if scene.lengths.sampled else "at most"
-    return f"{about} {duration(steps * step_s + judging)}: {parts}{late}"
+    parts += f", evaluations at most {duration(evaluation_s)}" if evaluation_s else ""
+    late = f"\none step outlasts grace_s {context.config.grace_s:g}" if step_s > context.config.grace_s else ""
+    about = "about" if context.lengths.sampled else "at most"
+    return f"{about} {duration(steps * step_s + evaluation_s)}: {parts}{late}"
 
 
-def _seconds_per_step(scene: CheckContext) -> tuple[float | None, str]:
+def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     """(seconds of one optimizer step, how that is known)."""
-    found = scene.trace
-    rows = min(scene.rows_per_step, len(scene.rows)) if scene.rows else scene.rows_per_step
-    tokens = rows * scene.lengths.mean
-    if scene.measured.tokens_per_s:
-        return tokens / scene.measured.tokens_per_s, "measured"
+    found = context.trace
+    rows = min(context.rows_per_step, len(context.rows)) if context.rows else context.rows_per_step
+    tokens = rows * context.lengths.mean
+    if context.measured.tokens_per_s:
+        return tokens / context.measured.tokens_per_s, "measured"
     if found is None:
         return None, "this architecture cannot be traced"
-    flops = found.flops * tokens / (scene.micro_batch * scene.crowded_tokens)
-    speed = EFFICIENCY * _flops_per_s(scene)
-    return flops / (speed * scene.processes.count), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
+    flops = found.flops * tokens / (context.micro_batch * context.longest_tokens)
+    speed = EFFICIENCY * _flops_per_s(context)
+    return flops / (speed * context.processes.count), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
 
 
-def _flops_per_s(scene: CheckContext) -> float:
-    """Of a product of matrices in the precision of the forward pass, on the device of this process."""
-    device = scene.processes.device
-    dtype = DTYPES.get(scene.config.mixed_precision) or base_dtype(scene.config, scene.shape.config, device)
+def _flops_per_s(context: CheckContext) -> float:
+    """The speed of a matrix product in the precision of the forward pass, on the device of this process."""
+    device = context.processes.device
+    dtype = DTYPES.get(context.config.mixed_precision) or base_dtype(context.config, context.shape.config, device)
     side = SIDE[device.type]
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     times = []
@@ -96,13 +98,13 @@ def _flops_per_s(scene: CheckContext) -> float:
     return 2.0 * side**3 / min(times)
 
 
-def _seconds_of_judging(scene: CheckContext, steps: int) -> float:
-    """All evaluations; at most, for answers may end early."""
-    config, measured = scene.config, scene.measured
-    if scene.rows is None:
+def _evaluation_seconds(context: CheckContext, steps: int) -> float:
+    """Seconds of all evaluations at most: answers may end early."""
+    config, measured = context.config, context.measured
+    if context.rows is None:
         return 0.0
     times = 1 + ((steps - 1) // config.eval_steps if config.eval_steps else 0)
-    rows = len(scene.eval_rows)
-    rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * scene.processes.count))
+    rows = len(context.eval_rows)
+    rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * context.processes.count))
     answering = rounds * config.max_new_tokens_eval * measured.token_generated_s
     return times * rows * measured.row_evaluated_s + answering

@@ -1,4 +1,4 @@
-"""The dry run: which checks there are, in which order, and what they need of each other."""
+"""The dry run: its checks, their order, and which of them each one needs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ import time
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
-from ci_llm.dry_run import environment, estimates, inputs, toy_run
-from ci_llm.dry_run.checks import Check, CheckResult, Report, duration, try_all
+from ci_llm.dry_run import environment, estimates, gpu, inputs, toy_run
+from ci_llm.dry_run.checks import Check, CheckResult, run_checks
 from ci_llm.dry_run.context import CheckContext
+from ci_llm.dry_run.report import Report, duration
 from ci_llm.interrupts import Interrupts
 
 CHECKS: tuple[Check[CheckContext], ...] = (
     Check("environment", (), environment.environment),
     Check("precision", (), environment.precision),
-    Check("port", ("precision",), environment.port),  # before whatever may fail on one process alone
+    Check("port", ("precision",), environment.port),  # first, as later checks may fail on one process alone
     Check("disk", (), environment.disk),
     Check("accelerate", ("disk", "port"), environment.accelerate),
+    Check("gpu autocast", ("accelerate",), gpu.on_gpu(gpu.autocast)),
+    Check("gpu attention", ("accelerate",), gpu.on_gpu(gpu.attention)),
+    Check("gpu determinism", ("accelerate",), gpu.determinism_of),
+    Check("gpu copies", ("accelerate",), gpu.on_gpu(gpu.copies)),
+    Check("gpu checkpoint", ("accelerate",), gpu.checkpoint_of),
+    Check("gpu memory", ("accelerate",), gpu.on_gpu(gpu.memory)),
     Check("architecture", (), inputs.architecture),
     Check("data", (), inputs.data),
     Check("template", ("accelerate", "architecture", "data"), inputs.template),
@@ -37,9 +44,9 @@ CHECKS: tuple[Check[CheckContext], ...] = (
 
 
 def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bool = False) -> int:
-    """Try all checks and show what comes out of them; returns the exit code: 0 only if all have passed."""
+    """Run all checks and show their results; returns the exit code: 0 only if all have passed."""
     start = time.monotonic()
-    # Retries of the one, and tracebacks of the other for what cannot be traced, would stand between the checks.
+    # Their retries and tracebacks would appear between the results.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     outcomes: list[CheckResult] = []
@@ -50,29 +57,29 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
         broken = launch.num_processes > 1 and any(outcome.verdict == "failed" for outcome in outcomes)
         return "this process leaves the others after a failure" if broken else None
 
-    with CheckContext(config, launch, interrupts) as scene:
+    with CheckContext(config, launch, interrupts) as context:
         report = Report(max(len(check.name) for check in CHECKS))
-        for outcome in try_all(CHECKS, scene, stopped=stopped, debug=debug):
+        for outcome in run_checks(CHECKS, context, stopped=stopped, debug=debug):
             outcomes.append(outcome)
             _show(report, outcome, launch)
-        passed = all(outcome.verdict == "passed" for outcome in outcomes)
+        passed = all(outcome.verdict in ("passed", "inapplicable") for outcome in outcomes)
         if launch.is_main:
-            for note in [*_notes(scene), *config.notices()]:
+            for note in [*_notes(context), *config.notices()]:
                 report.say(note)
             report.say(_summary(outcomes, time.monotonic() - start))
     return 0 if passed else 1
 
 
-def _notes(scene: CheckContext) -> list[str]:
-    """What should be known beside the checks."""
-    notes = list(scene.processes.notes) if hasattr(scene, "processes") else []
-    if scene.stands_in:
-        notes.append(f"not proven: the weights of {scene.config.model_name}, which train.py will have to download")
+def _notes(context: CheckContext) -> list[str]:
+    """Notes for the reader beside the checks."""
+    notes = list(context.processes.notes) if hasattr(context, "processes") else []
+    if context.uses_stand_in:
+        notes.append(f"not proven: the weights of {context.config.model_name}, which train.py will have to download")
     return notes
 
 
 def _show(report: Report, outcome: CheckResult, launch: Launch) -> None:
-    """The main process speaks for all; the others only of what has failed for them."""
+    """The main process shows every result, the others only their own failures."""
     if launch.is_main:
         report.show(outcome)
     elif outcome.verdict == "failed":
@@ -83,6 +90,9 @@ def _show(report: Report, outcome: CheckResult, launch: Launch) -> None:
 def _summary(outcomes: list[CheckResult], seconds: float) -> str:
     failed = [outcome.name for outcome in outcomes if outcome.verdict == "failed"]
     skipped = sum(outcome.verdict == "skipped" for outcome in outcomes)
+    absent = sum(outcome.verdict == "inapplicable" for outcome in outcomes)
     if not failed and not skipped:
-        return f"all {len(outcomes)} checks passed in {duration(seconds)}; nothing of them is left on the disk"
+        beside = f", {absent} had nothing to check here" if absent else ""
+        passed = len(outcomes) - absent
+        return f"all {passed} checks passed in {duration(seconds)}{beside}; nothing of them is left on the disk"
     return f"failed: {', '.join(failed) or 'none'}; {skipped} of {len(outcomes)} checks skipped"

@@ -1,4 +1,4 @@
-"""Checks by doing: a run at toy size, in the real rooms, from its first step to its final checkpoint."""
+"""Checks that run the real code at toy size, from the first step to the final checkpoint."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregate import aggregate
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.batches import Batch, pack
-from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.inputs import tokenized
+from ci_llm.dry_run.report import count, duration, size
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import evaluate
-from ci_llm.run.job import conclude, save
+from ci_llm.run.job import conclude, contents, save
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.resume import contents, find_source, restore
+from ci_llm.run.resume import newest_source
 from ci_llm.run.setup import build_crowd, join, set_determinism
 
 TERMINATED = "signal:SIGTERM"
@@ -38,46 +37,54 @@ GENERATED_TOKENS = 8
 NOISE = 0.05
 
 
-def model(scene: CheckContext) -> str:
+def model(context: CheckContext) -> str:
     """The base is loaded, the agents are on it, and their way through it gives its own logits."""
-    set_determinism(scene.config)
-    base, remark = _base(scene)
+    set_determinism(context.config)
+    base, remark = _base(context)
     parameters = base.num_parameters  # counted before there are agents
-    config = scene.toy_config()
-    manager, log = scene.open_run_folder(config)
-    crowd = build_crowd(config, base, log)
-    crowd.prompter = Prompter(base.tokenizer, form_of(scene.examples.rows))
-    run = scene.run = join(
-        config, scene.processes, scene.interrupts, manager, log, base, crowd, scene.examples, scene.eval_examples
+    config = context.toy_config()
+    manager, log = context.open_run_folder(config)
+    crowd = build_crowd(config, base)
+    crowd.prompter = Prompter(base.tokenizer, form_of(context.examples.rows))
+    run = context.run = join(
+        config,
+        context.processes,
+        context.interrupts,
+        manager,
+        log,
+        base,
+        crowd,
+        context.examples,
+        context.eval_examples,
     )
     run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     agents = f"{run.crowd.num_agents} agents of {count(run.crowd.agents.weights.shape[1])}"
     return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}{remark}"
 
 
-def _base(scene: CheckContext) -> tuple[Base, str]:
+def _base(context: CheckContext) -> tuple[Base, str]:
     """The base of the run; the embedded one where the weights would have to be downloaded, and cannot be."""
-    config, shape, device = scene.config, scene.shape, scene.processes.device
+    config, shape, device = context.config, context.shape, context.processes.device
     if not shape.offline:
         try:
             return load_base(config.model_name, config.model_dtype, device), ""
         except ModelError as error:
-            # What cannot be had is stood in for; what is here and not whole would be met by the run.
+            # The embedded base stands in for weights that cannot be downloaded. A damaged local copy is a failure.
             if not (shape.from_hub and isinstance(error.__cause__, OSError)):
                 raise
-    scene.stands_in = True
+    context.uses_stand_in = True
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
-    assert scene.rows is not None
+    assert context.rows is not None
     length = min(config.max_seq_length, 512)
-    scene.examples = tokenized(scene, scene.rows, tokenizer, SAMPLED_ROWS, length)
-    scene.eval_examples = tokenized(scene, scene.eval_rows, tokenizer, TOY_EVAL_ROWS, length)
-    remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base stands in for them"
+    context.examples = tokenized(context, context.rows, tokenizer, SAMPLED_ROWS, length)
+    context.eval_examples = tokenized(context, context.eval_rows, tokenizer, TOY_EVAL_ROWS, length)
+    remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
     return load_base("embedded", config.model_dtype, device), remark
 
 
-def two_steps(scene: CheckContext) -> str:
+def two_steps(context: CheckContext) -> str:
     """Two optimizer steps: every loss is finite, and every agent moves."""
-    run = scene.run
+    run = context.run
     before = run.crowd.agents.weights.clone()
     run.log.open(1)
     _uninterrupted(train(run, steps(run), save))
@@ -89,7 +96,7 @@ def two_steps(scene: CheckContext) -> str:
             where="two optimizer steps",
             hint="lower learning_rate, or take mixed_precision=bf16 or no instead of fp16",
         )
-    scene.measured.tokens_per_s = None if scene.stands_in else speed
+    context.measured.tokens_per_s = None if context.uses_stand_in else speed
     return f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; {speed:,.0f} tokens/s"
 
 
@@ -106,9 +113,9 @@ def _uninterrupted(stop: str | None) -> None:
         raise CiLlmError(f"the dry run was stopped: {stop}")
 
 
-def checkpoint(scene: CheckContext) -> str:
+def checkpoint(context: CheckContext) -> str:
     """The checkpoint of the last step holds every bit, and brings a run that has lost them back to it."""
-    run = scene.run
+    run = context.run
     run.manager.wait_until_finished()
     result = run.manager.last_result
     if result is not None and not result.saved:
@@ -119,14 +126,14 @@ def checkpoint(scene: CheckContext) -> str:
         for tensor in moments.values():
             tensor.zero_()
     with run.processes.main_first():
-        source = find_source(run.manager, "latest")
+        source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
-        raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(scene.scratch))
-    restore(run, source)
+        raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(context.scratch))
+    run.state = run.checkpoint.restore(source).state
     _compare(wanted, _bits(contents(run)), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
-    scene.measured.checkpoint_bytes = None if scene.stands_in else result.nbytes
+    context.measured.checkpoint_bytes = None if context.uses_stand_in else result.nbytes
     return f"{size(result.nbytes)} written in {duration(result.seconds)}, read back bit for bit"
 
 
@@ -141,47 +148,47 @@ def _bits(state: Any, name: str = "") -> dict[str, bytes]:
 
 
 def _compare(wanted: Mapping[str, bytes], found: Mapping[str, bytes], where: str) -> None:
-    odd = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
-    if odd:
+    changed = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+    if changed:
         raise CheckpointError(
-            f"{len(odd)} of {len(wanted)} parts come back changed, the first is {odd[0]}",
+            f"{len(changed)} of {len(wanted)} parts come back changed, the first is {changed[0]}",
             where=where,
-            hint="do not train on this disk: what it takes is not what it gives",
+            hint="do not train on this disk: it changes what is written",
         )
 
 
-def interruption(scene: CheckContext) -> str:
+def interruption(context: CheckContext) -> str:
     """A SIGTERM in the middle of a step: the step is finished, saved, and read back."""
-    run = scene.run
+    run = context.run
     run.total_steps = TOY_STEPS + 2
     with Interrupts(announce=lambda _: None) as own:
         run.interrupts = own
-        stop = train(run, _terminated(scene, steps(run)), save)
+        stop = train(run, _terminated(context, steps(run)), save)
         run.manager.wait_until_finished()
         took = time.monotonic() - (own.stop_requested_at or time.monotonic())
-    run.interrupts = scene.interrupts
+    run.interrupts = context.interrupts
     if stop != TERMINATED or run.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {run.state.step}: {stop}")
     with run.processes.main_first():
-        source = find_source(run.manager, "latest")
+        source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
-        raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(scene.scratch))
+        raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(context.scratch))
     _compare(_bits(contents(run)), _bits(source.checkpoint.state), str(source.folder))
     return f"SIGTERM in step {run.state.step}: finished, saved and read back {duration(took)} later"
 
 
-def _terminated(scene: CheckContext, batches: Batches) -> Batches:
+def _terminated(context: CheckContext, batches: Batches) -> Batches:
     """The first batch, with a signal to the main process when it is handed over."""
     for step, micro_batches in batches:
-        if scene.processes.is_main:
+        if context.processes.is_main:
             send(os.getpid(), "SIGTERM")
-            scene.run.interrupts.wait(10)
+            context.run.interrupts.wait(10)
         yield step, micro_batches
 
 
-def diversity(scene: CheckContext) -> str:
+def diversity(context: CheckContext) -> str:
     """The diversity term is zero for agents that are alike, positive for others, and has a finite gradient."""
-    run = scene.run
+    run = context.run
     rows = [run.rows[number] for number in range(min(2, len(run.rows)))]
     batch = pack(rows, range(len(rows))).to(run.crowd.device)
     kept = run.crowd.agents.weights.clone()
@@ -213,16 +220,16 @@ def _diversity_of(run: Run, weights: Tensor, batch: Batch) -> tuple[float, float
     return float(loss.diversity) / batch.num_targets, float(run.crowd.agents.gradients.norm())
 
 
-def generation(scene: CheckContext) -> str:
+def generation(context: CheckContext) -> str:
     """The crowd writes, with its cache, the tokens that full passes of all agents and their aggregate choose."""
-    run = scene.run
+    run = context.run
     assert run.crowd.prompter is not None
     examples = [run.rows[number] for number in range(min(2, len(run.rows)))]
     prompts = [example.input_ids[: last_answer(example).start].tolist() for example in examples]
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
     with run.processes.autocast():
         start = time.monotonic()
-        texts = run.crowd.write(prompts, decoding).together
+        texts = run.crowd.generate_ids(prompts, decoding).crowd
         took = time.monotonic() - start
         gap = max(_regret(run, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
     if not gap <= _tolerance(run):
@@ -256,11 +263,11 @@ def _tolerance(run: Run) -> float:
     return 1e-3 if exact else 0.2
 
 
-def conclusion(scene: CheckContext) -> str:
-    """The end of a run: agents and crowd are judged, and the final checkpoint and its evaluation are there."""
-    run = scene.run
+def conclusion(context: CheckContext) -> str:
+    """The end of a run: agents and crowd are evaluated, and the final checkpoint and its evaluation are there."""
+    run = context.run
     start = time.monotonic()
-    scores = evaluate(run)
+    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     middle = time.monotonic()
     _uninterrupted(conclude(run))
     end = time.monotonic()
@@ -268,7 +275,7 @@ def conclusion(scene: CheckContext) -> str:
     if run.processes.is_main:
         load_checkpoint(run.config.run_folder / "final_checkpoint")
     rows, questions = len(run.eval_rows), min(len(run.eval_rows), run.config.generation_eval_samples)
-    if not scene.stands_in:
-        scene.measured.row_evaluated_s = (middle - start) / rows
-        scene.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
+    if not context.uses_stand_in:
+        context.measured.row_evaluated_s = (middle - start) / rows
+        context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
     return f"{rows} rows judged, {questions} answers written, nll of the crowd {scores.mean_nll[-1]:.3f}"

@@ -1,9 +1,9 @@
-"""What a first run needs without a network: a tiny base model, and stories in arithmetic to learn from.
+"""A tiny base model and a task for it, so that a first run needs no network.
 
     BASE_FOLDER           a Llama of 877,696 parameters and its tokenizer; `from_pretrained` opens it
-    rows("train")         question and answer rows as in GSM8K: 1500; "validation" 320, "test" 1000
+    rows("train")         1,500 rows of question and answer, as in GSM8K; "validation" has 320, "test" 1,000
 
-Importing this loads neither torch nor transformers.
+Importing this package loads neither torch nor transformers.
 """
 
 from __future__ import annotations

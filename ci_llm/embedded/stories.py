@@ -1,15 +1,15 @@
-"""Stories in arithmetic: the text the embedded base was pretrained on, and the harder task its agents learn.
+"""Stories in arithmetic: the text that the embedded base was pretrained on, and the harder task its agents learn.
 
-Both come from one grammar. Somebody has some things, things come and go, how many are left? Every number
-in an equation lies in 1..30, and an answer works the story out line by line, as in GSM8K:
+Both come from one grammar. A person has some things, things come and go, and the question is how many are left. Every
+number in an equation is from 1 to 30, and an answer solves the story line by line, as in GSM8K:
 
     Ann has 5 pens. Ann makes it 3 times as many. Ben hands over 2. How many pens are left?
     5*3=15
     15+2=17
     #### 17
 
-What the agents have to learn is not in the base's text: new verbs, and multiplication inside a story that is
-solved (the base has multiplied in bare equations only). Everything here is a pure function of a seed.
+The agents have to learn what the base's text does not hold: new verbs, and multiplication in the solution of a story
+(the base has seen multiplication in bare equations only). Everything here is a pure function of a seed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,15 @@ NEW_VERBS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of story: its steps, operations and verbs, and how often a sentence is beside the point."""
+    """A kind of story.
+
+    Attributes:
+        steps: numbers of operations; one of them is drawn, so a number that stands twice is drawn twice as often.
+        operations: characters to draw from.
+        verbs: sentences for each operation.
+        distraction: probability of a sentence without meaning for the answer, before each step.
+        largest_start: the first number is drawn from 3 to this.
+    """
 
     steps: tuple[int, ...]
     operations: str
@@ -88,16 +96,19 @@ TASK = Kind((2, 3), "+-*", NEW_VERBS, distraction=0.25, largest_start=15)
 
 PRETRAINING_SEED = 7
 
-# One seed and one size per split of the agents' task. A test seed is used up once a choice was made by
-# looking at its rows: take a new one then.
+# The seed and the size of each split of the agents' task. Once a choice has been made by looking at test rows, their
+# figures are no longer a test: take a new seed then.
 SPLITS = {"train": (11, 1500), "validation": (12, 320), "test": (481_516_234, 1000)}
 
 
 def rows(split: str) -> list[dict[str, str]]:
-    """The agents' task: rows of "question" and "answer"; no question is in two splits.
+    """The agents' task: rows of "question" and "answer". No question is in two splits.
+
+    Args:
+        split: train, validation or test.
 
     Raises:
-        DataError: the split is none of train, validation and test.
+        DataError: there is no such split.
     """
     if split not in SPLITS:
         raise DataError(f"the embedded stories have no split {split!r}", hint=f"use one of {', '.join(SPLITS)}")
@@ -122,7 +133,7 @@ def task_rows(seed: int, count: int, exclude: Collection[str] = frozenset()) -> 
 
 
 def pretraining_texts(seed: int) -> Iterator[str]:
-    """The base's text, without end: bare and chained equations, stories with their solution, narratives."""
+    """The base's text as an endless stream: bare and chained equations, stories with their solution, narratives."""
     rng = Random(seed)
     kinds = (_equations, _chain, _solved_story, _narrative)
     while True:
@@ -130,19 +141,19 @@ def pretraining_texts(seed: int) -> Iterator[str]:
 
 
 def story(rng: Random, kind: Kind) -> tuple[str, str]:
-    """A question, and the answer that works it out and ends with `#### n`."""
-    scene = _scene(rng)
+    """A question, and its answer, which ends with `#### n`."""
+    names = _names(rng)
     value = rng.randint(3, kind.largest_start)
-    sentences = [rng.choice(START).format(start=value, **scene)]
+    sentences = [rng.choice(START).format(start=value, **names)]
     lines = []
     for _ in range(rng.choice(kind.steps)):
         if rng.random() < kind.distraction:
-            sentences.append(_distraction(rng, scene))
+            sentences.append(_distraction(rng, names))
         operation, by, result = _operate(rng, value, kind.operations)
-        sentences.append(rng.choice(kind.verbs[operation]).format(by=by, **scene))
+        sentences.append(rng.choice(kind.verbs[operation]).format(by=by, **names))
         lines.append(f"{value}{operation}{by}={result}")
         value = result
-    sentences.append(rng.choice(ASK).format(**scene))
+    sentences.append(rng.choice(ASK).format(**names))
     return " ".join(sentences), "\n".join([*lines, f"#### {value}"])
 
 
@@ -162,18 +173,21 @@ def equation(rng: Random) -> str:
     return f"{part}*{times}={part * times}"
 
 
-def _scene(rng: Random) -> dict[str, str]:
+def _names(rng: Random) -> dict[str, str]:
     name, friend = rng.sample(NAMES, 2)
     things, others = rng.sample(THINGS, 2)
     return {"name": name, "friend": friend, "things": things, "others": others}
 
 
-def _distraction(rng: Random, scene: dict[str, str]) -> str:
-    return rng.choice(DISTRACTION).format(noise=rng.randint(2, 99), place=rng.choice(PLACES), **scene)
+def _distraction(rng: Random, names: dict[str, str]) -> str:
+    return rng.choice(DISTRACTION).format(noise=rng.randint(2, 99), place=rng.choice(PLACES), **names)
 
 
 def _operate(rng: Random, value: int, operations: str) -> tuple[str, int, int]:
-    """An operation on `value`, its second operand and result; another than drawn where that has no room."""
+    """An operation on `value`, its second operand and its result.
+
+    If the result of the operation drawn could leave 1..30, another operation takes its place.
+    """
     operation = rng.choice(operations)
     if (operation == "+" and value >= LARGEST - 3) or (operation == "*" and value > LARGEST // 2):
         operation = "-"
@@ -209,9 +223,9 @@ def _solved_story(rng: Random) -> str:
 
 
 def _narrative(rng: Random) -> str:
-    """Five sentences of one scene that add up to nothing: there is more to text than answers."""
-    scene = _scene(rng)
+    """Five sentences about the same persons and things, without a question that they answer."""
+    names = _names(rng)
     numbers = {key: rng.randint(2, 99) for key in ("start", "by", "noise")}
     sentences = (*START, *KNOWN_VERBS["+"], *KNOWN_VERBS["-"], *TIMES, *DISTRACTION, *ASK)
     place = rng.choice(PLACES)
-    return " ".join(rng.choice(sentences).format(place=place, **numbers, **scene) for _ in range(5))
+    return " ".join(rng.choice(sentences).format(place=place, **numbers, **names) for _ in range(5))

@@ -1,1 +1,1 @@
-"""Exact checkpoints for the loops of other libraries: Accelerate, Trainer, Lightning."""
+"""Checkpoints of this package under other trainers: Accelerate, Transformers' Trainer, Lightning."""

@@ -42,11 +42,12 @@ from ci_llm.core import determinism
 from ci_llm.crowd.base import fingerprint_of
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import META
+from ci_llm.crowd.recognise import HOOKS_FOLDER
 from ci_llm.data.sampler import StatefulSampler
-from ci_llm.distributed.side_channel import TorchPeers, run_collectively
+from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
 
-FOLDER = "ci_llm"
+FOLDER = HOOKS_FOLDER
 # Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
 # last of those. What the other processes write is in our folder as well.
 LAST_FILE = "random_states_0.pkl"
@@ -98,11 +99,7 @@ class _Hooks:
             )
         crowds = [model for model in map(accelerator.unwrap_model, accelerator._models) if isinstance(model, Crowd)]
         if len(crowds) != 1:
-            raise ConfigError(
-                f"{len(crowds) or 'no'} crowd was prepared by this accelerator, and there must be one",
-                where="register_hooks",
-                hint="call it after crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)",
-            )
+            raise _not_one_crowd(len(crowds), [type(accelerator.unwrap_model(model)) for model in accelerator._models])
         [self._crowd] = crowds
         self._fingerprint = fingerprint_of(self._crowd.model)
         self._samplers = {
@@ -138,7 +135,7 @@ class _Hooks:
         everyone = _gather(
             {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
         )
-        run_collectively(TorchPeers(self._accelerator.device), lambda: self._write(Path(folder), everyone))
+        run_collectively(TorchProcessGroup(self._accelerator.device), lambda: self._write(Path(folder), everyone))
 
     def load(self, models: list[Any], folder: str) -> None:
         """Restore from our folder, and take the crowd out of the models that Accelerate is about to fill.
@@ -155,7 +152,7 @@ class _Hooks:
             for own, saved in zip(objects, state["accelerate"][name], strict=True):
                 own.load_state_dict(saved)
         for number, (loader, sampler) in self._samplers.items():
-            sampler.load_state_dict(state["samplers"][number])
+            sampler.load_state_dict({**state["samplers"][number], "position": 0})  # the loop skips what was used
             loader.iteration = sampler.epoch
         own = state["processes"][self._accelerator.process_index]
         for name, parameter in self._crowd.named_parameters():
@@ -179,7 +176,7 @@ class _Hooks:
             self._require_same(found[0], folder)
             return []
 
-        run_collectively(TorchPeers(self._accelerator.device), look)
+        run_collectively(TorchProcessGroup(self._accelerator.device), look)
         return found[0]
 
     def _is_crowd(self, model: Any) -> bool:
@@ -213,7 +210,8 @@ class _Hooks:
         """The sampler's state. Loaders read ahead: the sampler may be through with an epoch that the loop is in."""
         active = self._accelerator.gradient_state.active_dataloader
         within = active is not None and _sampler_of(active) is sampler and not active.end_of_dataloader
-        return {**sampler.state_dict(), "epoch": sampler.epoch if within else sampler.next_epoch}
+        epoch = sampler.epoch if within else sampler.next_epoch
+        return {"seed": sampler.seed, "num_rows": sampler.num_rows, "epoch": epoch}
 
     def _unfinished_gradients(self) -> dict[str, Tensor]:
         if self._accelerator.sync_gradients:
@@ -238,6 +236,21 @@ class _Hooks:
                 where=str(folder),
                 hint="prepare the same objects in the same order, on as many processes",
             )
+
+
+def _not_one_crowd(crowds: int, models: list[type]) -> ConfigError:
+    if models and not crowds:
+        names = ", ".join(model.__name__ for model in models)
+        return ConfigError(
+            f"{names} is no Crowd, and only of a crowd do these hooks know what to save",
+            where="register_hooks",
+            hint="save any other model with ci_llm.CheckpointManager, which is as exact: docs/own_loops.md",
+        )
+    return ConfigError(
+        f"{crowds or 'no'} crowd was prepared by this accelerator, and there must be one",
+        where="register_hooks",
+        hint="call it after crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)",
+    )
 
 
 def _require_whole(folder: Path) -> None:

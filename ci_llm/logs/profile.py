@@ -1,8 +1,9 @@
-"""What the first steps of an attempt spend their time on: a trace for Perfetto or chrome://tracing, and a table."""
+"""The profile of the first steps of an attempt: a trace for Perfetto or chrome://tracing, and a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -11,24 +12,25 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ci_llm.core.durable import make_folders
 
+logger = logging.getLogger(__name__)
+
 FOLDER: Final = "profile"
 OPERATORS_LISTED: Final = 30
 
 Step = TypeVar("Step")
 
 
-def profiled(
-    steps: Iterator[Step], count: int | None, folder: Path, name: str, *, say: Callable[[str], None]
-) -> Iterator[Step]:
-    """The same steps, the first `count` of them under the profiler of PyTorch; None: none of them.
+def profiled(steps: Iterator[Step], count: int | None, folder: Path, name: str) -> Iterator[Step]:
+    """Yield the same steps, the first `count` of them under the profiler of PyTorch; None profiles none.
 
-    What was traced is written when these steps are over, as `<name>.json.gz` and `<name>.txt` in the sub-folder
-    `profile`. An attempt that ends before has other worries and writes nothing. A disk that refuses is said, and the
-    run goes on.
+    After these steps the trace is written as `<name>.json.gz` and `<name>.txt` into the sub-folder `profile`. An
+    attempt that ends before writes nothing. If the disk refuses a file, a warning is logged and the run goes on.
 
     Args:
+        steps: of the run.
+        count: steps to profile.
         folder: of the run.
-        name: of this attempt and process; another one has files of its own.
+        name: of this attempt and process, for files of its own.
     """
     if count is not None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
@@ -36,11 +38,11 @@ def profiled(
             for number, step in zip(range(count), steps, strict=False):
                 with record_function(f"ci_llm step {number + 1} of the attempt"):
                     yield step
-        _write(profiler, folder / FOLDER, name, say)
+        _write(profiler, folder / FOLDER, name)
     yield from steps
 
 
-def _write(profiler: profile, folder: Path, name: str, say: Callable[[str], None]) -> None:
+def _write(profiler: profile, folder: Path, name: str) -> None:
     trace = folder / f"{name}.json.gz"
     busiest = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_by=busiest, row_limit=OPERATORS_LISTED)
@@ -49,6 +51,6 @@ def _write(profiler: profile, folder: Path, name: str, say: Callable[[str], None
         profiler.export_chrome_trace(str(trace))
         (folder / f"{name}.txt").write_text(table, encoding="utf-8")
     except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError to the exporter
-        say(f"the profile cannot be written, the run goes on: {error}")
+        logger.warning(f"the profile cannot be written, the run goes on: {error}")
     else:
-        say(f"profile   {trace} opens in https://ui.perfetto.dev; its table: {name}.txt")
+        logger.info(f"profile   {trace} opens in https://ui.perfetto.dev; its table: {name}.txt")

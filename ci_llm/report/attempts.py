@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal, TypeAlias
 
+from ci_llm.core.attempts import Failure, earliest_failure, read_failures
 from ci_llm.core.durable import read_json
-from ci_llm.core.run_status import Failure, Status, earliest_failure, kept_status, read_failures
+from ci_llm.core.run_status import Status, kept_status
 
 Line: TypeAlias = Mapping[str, Any]
 Kind = Literal["training", "evaluation", "final evaluation", "start-up", "shutdown", "lost steps", "no process"]

@@ -1,1 +1,1 @@
-"""A run from the first line to the last: built, resumed, trained, judged, concluded."""
+"""A run from its first line to its last: set up, resumed, trained, evaluated, concluded."""

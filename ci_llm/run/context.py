@@ -1,4 +1,4 @@
-"""Everything a run is made of, joined once and handed around; where it stands is the only thing that moves."""
+"""A run: the parts that `setup.py` joins once, and where the run stands. `loop.py` and `job.py` alone work on it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
+from ci_llm.run.best_step import kept_steps
+from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
-from ci_llm.run.nonfinite_policy import Bounds
+from ci_llm.run.learning import Learning
+from ci_llm.run.nonfinite import NonFiniteResponse
+from ci_llm.run.out_of_memory import MemoryRelief
+from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
+from ci_llm.run.rounds import StopVote
 from ci_llm.run.state import TrainState
 
 
@@ -48,11 +54,17 @@ class Meter:
 
 @dataclass
 class Run:
-    """Everything a run needs, made once by `build.py`; `state` is the only thing that moves."""
+    """The parts of a run. `state` moves with every step; plan, length and schedule follow from the checkpoint that
+    the run goes on from; `status` belongs to the attempt. Everything else stays.
+
+    Attributes:
+        learning_rate: of a 0-based step, before any factor.
+        checkpoint: what a checkpoint of this run holds, and the way back from it.
+        stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
+    """
 
     config: Config
     base: Base
-    tokenizer_files: dict[str, bytes]
     crowd: Crowd
     objective: Objective
     optimizer: torch.optim.Optimizer
@@ -68,19 +80,46 @@ class Run:
     total_steps: int
     learning_rate: Callable[[int], float]
     last_good: LastGood
-    began_at: int = 0  # the step from which this attempt goes on
-    remembered_trackers: dict[str, str] = field(default_factory=dict)
+    nonfinite: NonFiniteResponse
+    memory: MemoryRelief
+    stop_vote: StopVote
+    evaluator: Evaluator
+    checkpoint: RunCheckpoint
+    heartbeat: Heartbeat
     meter: Meter = field(default_factory=Meter)
     pace: Pace = field(default_factory=Pace)
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    learning: Learning = field(default_factory=Learning)
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows per process and micro-step: as configured, or fewer where memory or the supervisor wants it."""
-        return min(self.config.batch_size, self.state.healing.micro_batch_size or self.config.batch_size)
+        """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
+        return self.state.recovery.limit(self.config.batch_size)
+
+    def describe_stop(self) -> str:
+        """What a request to stop does now. The step under way may have voted already: then one more step follows."""
+        if self.pace.step_started is not None:
+            return f"finishing step {self.state.step + 1}, then saving and leaving"
+        return f"step {self.state.step} is done; saving and leaving"
 
     @property
-    def bounds(self) -> Bounds:
-        """How far the ways back from numbers that are not finite go."""
-        config = self.config
-        return Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
+    def is_finished(self) -> bool:
+        """Whether no step is left: the last one is taken, or patience with the evaluations has run out."""
+        patience = self.config.early_stopping_patience
+        out_of_patience = patience is not None and self.state.validation.without_better >= patience
+        return out_of_patience or self.state.step >= self.total_steps
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation follows the step just taken; the last step is evaluated by `job.conclude`."""
+        every, step = self.config.eval_steps, self.state.step
+        return every is not None and step % every == 0 and step < self.total_steps
+
+    @property
+    def evaluation_missed(self) -> bool:
+        """Whether the attempt before ended between the step this one goes on from and the evaluation due there."""
+        return self.state.step > 0 and self.evaluation_due and self.state.validation.step != self.state.step
+
+    @property
+    def is_at_best(self) -> bool:
+        """Whether the present step is the best one so far, and the run keeps its checkpoint."""
+        return self.state.step in kept_steps(self.config, self.state.validation)

@@ -1,156 +1,177 @@
-"""A step that is longer than the grace is given up: the last boundary is committed while it still computes.
+"""An emergency save commits the last step boundary while a step that is longer than the grace is still computed.
 
-Between two moves of the optimizer the live weights and moments are the last boundary. So when the process is to be
-killed before the step under way can be expected to end, a thread holds the optimizer back, commits the boundary from
-the live tensors, and ends the process out of whatever long call its main thread is in. The main process decides; the
-others leave the states of their generators for its checkpoint, and go when it has gone.
+Between two moves of the optimizer, the live weights and moments are those of the last boundary. So when the process
+will be killed before the step under way can be expected to end, a thread holds the optimizer back, commits the boundary
+from the live tensors, and ends the process, whatever its main thread is doing. The main process decides. The other
+processes leave the states of their generators for its checkpoint, and exit after it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
-from ci_llm.cluster.deadline import Walltime, upper
+from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, CiLlmError
-from ci_llm.run.context import Run
-from ci_llm.run.evaluation import kept_steps
-from ci_llm.run.resume import contents, describe
-from ci_llm.run.shutdown import kill_at, leave
+from ci_llm.interrupts import Interrupts
+from ci_llm.run.shutdown import Attempt, expected_kill
+
+logger = logging.getLogger(__name__)
 
 MARGIN_S: Final = 2.0
-#: How long the main process waits for the generators of the others, which write them as soon as they hear of the stop.
+#: How long the main process waits for the generators of the others, which write them as soon as they learn of the stop.
 OTHERS_S: Final = 2.0
-_LOOK_S: Final = 0.05
-_LISTEN_S: Final = 1.0  # a stop is heard at once; this is for a run that ends without one
+_POLL_S: Final = 0.05
+_STOP_POLL_S: Final = 1.0  # a request to stop wakes the thread at once; this is for a run that ends without one
 _GENERATORS: Final = "generators"
 _FILES: Final = (f"{_GENERATORS}.json", f"{_GENERATORS}.safetensors")
 
 
-def time_to_go_s(now: float, began: float, kill_at: float, steps_s: Sequence[float], saves_s: Sequence[float]) -> float:
+def seconds_left(
+    now: float, began: float, killed_at: float, steps_s: Sequence[float], saves_s: Sequence[float]
+) -> float:
     """Seconds until the step under way must be given up; 0 or less: now.
 
     Args:
-        now, began, kill_at: of one clock; when the step began, and when the process is killed.
+        now, began, killed_at: of one clock; when the step began, and when the process is expected to be killed.
         steps_s, saves_s: measured durations.
     """
-    leave_at = kill_at - upper(saves_s) - MARGIN_S
-    return leave_at - now if began + upper(steps_s) <= leave_at else 0.0
+    latest = killed_at - upper_quantile(saves_s) - MARGIN_S
+    return latest - now if began + upper_quantile(steps_s) <= latest else 0.0
 
 
 class EmergencySave:
-    """Watches a run from the moment it is told to stop; a context manager around everything that trains.
+    """Watches a run from the moment it is asked to stop; a context manager around everything that trains.
 
     Args:
-        attempt: its number, the same on every process.
+        pace: how long steps and saves take; it calls back at every boundary.
         walltime: knows when the time of the run is over.
+        step: returns the optimizer steps taken.
+        save: commits the state of a run after its last boundary, without a collective. It takes the states of the
+            generators of every process by index, None where they are not known.
     """
 
-    def __init__(self, run: Run, attempt: int, walltime: Walltime) -> None:
-        self._run, self._attempt, self._walltime = run, attempt, walltime
-        self._steady = threading.Lock()  # held while weights and state move, and for good once the boat is on its way
+    def __init__(
+        self,
+        attempt: Attempt,
+        interrupts: Interrupts,
+        pace: Pace,
+        optimizer: torch.optim.Optimizer,
+        walltime: Walltime,
+        *,
+        step: Callable[[], int],
+        save: Callable[[list[dict[str, Any] | None]], None],
+    ) -> None:
+        self._attempt, self._interrupts, self._pace = attempt, interrupts, pace
+        self._optimizer, self._walltime = optimizer, walltime
+        self._step, self._save = step, save
+        self._config, self._processes = attempt.config, attempt.processes
+        # The training thread holds it while weights and state move; the saving thread takes it and keeps it.
+        self._boundary_lock = threading.Lock()
         self._moving = False
-        self._boundary: tuple[int, dict[str, Any]] = (run.state.step, determinism.capture())
-        self._over, self._away = threading.Event(), threading.Event()
-        watch = self._watch if run.processes.is_main else self._follow
-        self._thread = threading.Thread(target=watch, name="ci_llm lifeboat", daemon=True)
+        self._boundary: tuple[int, dict[str, Any]] = (step(), determinism.capture())
+        self._over, self._saving = threading.Event(), threading.Event()
+        watch = self._watch if self._processes.is_main else self._follow
+        self._thread = threading.Thread(target=watch, name="ci_llm emergency save", daemon=True)
 
     def __enter__(self) -> EmergencySave:
-        self._hook = self._run.optimizer.register_step_pre_hook(self._begin_to_move)
-        self._run.pace.at_boundary = self._reach_boundary
+        self._hook = self._optimizer.register_step_pre_hook(self._begin_to_move)
+        self._pace.at_boundary = self._reach_boundary
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._away.is_set():
-            threading.Event().wait()  # whatever happened to this thread meanwhile, the other one ends the process
-        if kind is not None and not self._run.processes.is_main and self._main_has_left():
-            os._exit(self._run.config.interrupted_exit_code)  # it is gone on purpose, and no failure
+        if self._saving.is_set():
+            threading.Event().wait()  # for ever: the saving thread ends the process, whatever happened to this one
+        if kind is not None and not self._processes.is_main and self._main_has_exited():
+            os._exit(self._config.interrupted_exit_code)  # the error is that the main process is gone, as it should be
         self._over.set()
         self._hook.remove()
 
     # In the training thread
 
     def _begin_to_move(self, *_: object) -> None:
-        self._steady.acquire()
+        self._boundary_lock.acquire()
         self._moving = True
 
     def _reach_boundary(self) -> None:
-        self._boundary = (self._run.state.step, determinism.capture())
+        self._boundary = (self._step(), determinism.capture())
         if self._moving:
             self._moving = False
-            self._steady.release()
+            self._boundary_lock.release()
 
     # In a thread of the main process
 
     def _watch(self) -> None:
-        if not self._heard_stop():
+        if not self._wait_for_stop():
             return
-        until = kill_at(self._run, self._walltime.deadline)
-        while not self._over.wait(_LOOK_S):
-            if self._is_time(until) and self._hold_back():
-                if self._is_time(until):
-                    self._go()
-                self._steady.release()
+        patience = self._config.grace_s, self._processes.launch
+        killed_at = expected_kill(self._interrupts, *patience, self._walltime.deadline)
+        while not self._over.wait(_POLL_S):
+            if self._is_due(killed_at) and self._hold_back():
+                if self._is_due(killed_at):  # else the step ended while this thread waited for the lock
+                    self._save_and_exit()
+                self._boundary_lock.release()
 
-    def _heard_stop(self) -> bool:
+    def _wait_for_stop(self) -> bool:
         while not self._over.is_set():
-            if self._run.interrupts.wait(_LISTEN_S):
+            if self._interrupts.wait(_STOP_POLL_S):
                 return True
         return False
 
-    def _is_time(self, until: float) -> bool:
-        pace = self._run.pace
-        began, now = pace.began, time.monotonic()
-        return began is not None and time_to_go_s(now, began, until, pace.steps_s, pace.saves_s) <= 0
+    def _is_due(self, killed_at: float) -> bool:
+        began, now = self._pace.step_started, time.monotonic()
+        return began is not None and seconds_left(now, began, killed_at, self._pace.steps_s, self._pace.saves_s) <= 0
 
     def _hold_back(self) -> bool:
         """Keep the optimizer from moving; False if the run has ended by itself."""
-        while not self._steady.acquire(timeout=_LOOK_S):
+        while not self._boundary_lock.acquire(timeout=_POLL_S):
             if self._over.is_set():
                 return False
         return True
 
-    def _go(self) -> None:
-        self._away.set()
-        run, exit_code = self._run, 1
+    def _save_and_exit(self) -> None:
+        self._saving.set()
+        exit_code = 1
         try:
             self._save_boundary()
-            leave(run, run.interrupts.stop_reason or "")
-            exit_code = run.config.interrupted_exit_code
-        except Exception as error:  # noqa: BLE001 - the process ends here: nobody else would say it
-            run.log.say(f"the last boundary could not be saved: {_in_words(error)}")
+            self._attempt.interrupted(self._interrupts.stop_reason or "")
+            exit_code = self._config.interrupted_exit_code
+        except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
+            logger.error(f"the last boundary could not be saved: {_described(error)}")
         finally:
             os._exit(exit_code)
 
     def _save_boundary(self) -> None:
-        run, (step, _) = self._run, self._boundary
-        run.log.say(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
+        step, _ = self._boundary
+        logger.info(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
         try:
-            run.manager.wait_until_finished()
-        except Exception as error:  # noqa: BLE001 - whatever became of that one, this one may be saved
-            run.log.say(f"the save in flight has failed: {_in_words(error)}")
+            self._attempt.manager.wait_until_finished()
+        except Exception as error:  # noqa: BLE001 - an error of the save before does not prevent this one
+            logger.warning(f"the save in flight has failed: {_described(error)}")
         if step:
-            kept = kept_steps(run)
-            run.manager.save_last(step, contents(run, self._all_generators()), info=describe(run), keep=kept)
+            self._save(self._all_generators())
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
         """Of every process at the boundary, by index; None where a process has not left them in time."""
         step, own = self._boundary
         until = time.monotonic() + OTHERS_S
         found: list[dict[str, Any] | None] = [own]
-        for index in range(1, self._run.processes.count):
+        for index in range(1, self._processes.count):
             folder = self._folder(index)
             while not _is_complete(folder) and time.monotonic() < until:
-                self._over.wait(_LOOK_S)
+                self._over.wait(_POLL_S)
             left = _read(folder) if _is_complete(folder) else {}
             found.append(left["states"] if left.get("step") == step else None)
         return found
@@ -158,25 +179,25 @@ class EmergencySave:
     # In a thread of every other process
 
     def _follow(self) -> None:
-        if self._heard_stop():
+        if self._wait_for_stop():
             step, states = self._boundary
-            _write(self._folder(self._run.processes.index), {"step": step, "states": states})
-            while not self._over.wait(_LOOK_S):
-                if self._main_has_left():
-                    os._exit(self._run.config.interrupted_exit_code)
+            _write(self._folder(self._processes.index), {"step": step, "states": states})
+            while not self._over.wait(_POLL_S):
+                if self._main_has_exited():
+                    os._exit(self._config.interrupted_exit_code)
 
-    def _main_has_left(self) -> bool:
+    def _main_has_exited(self) -> bool:
         try:
-            status = read_status(self._run.config.run_folder)
+            status = read_status(self._config.run_folder)
         except BadInput:
             return False
-        return status.attempt == self._attempt and status.status == "interrupted"
+        return status.attempt == self._attempt.number and status.status == "interrupted"
 
     def _folder(self, index: int) -> Path:
-        return self._run.config.run_folder / "attempts" / str(self._attempt) / f"process_{index}"
+        return self._attempt.folder / f"process_{index}"
 
 
-def _in_words(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return str(error) if isinstance(error, (CiLlmError, OSError)) else f"{type(error).__name__}: {error}"
 
 

@@ -1,11 +1,11 @@
-"""A run without progress is ended: the stacks of all its processes go into the log, and the reason is `hang`.
+"""The watchdog ends a run without progress; the stacks of all its processes go into the log, the reason is `hang`.
 
 Every process watches its own main thread: its micro-steps, the batches of its evaluations, the tokens it generates.
 The first process that is stuck creates a folder in that of the attempt. The others see it, write their stacks there,
-and all of them end. A process that waits in a collective cannot be reached in any other way.
+and all of them end. A process that waits in a collective can only be ended from another thread.
 
-`faulthandler` writes the stacks in C, so it works even when Python is stuck. Its handler and its file are inherited by
-a fork: loader workers that start later write into the same file.
+`faulthandler` writes the stacks in C, so it works even when Python is stuck. A fork inherits its handler and its file:
+loader workers that start later write into the same file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Final
 
 import psutil
 
+from ci_llm.cluster.deadline import Pace
+from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_status import Failure, write_failure
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
-from ci_llm.run.context import Run
-from ci_llm.run.heartbeat import SilenceTimer
-from ci_llm.run.shutdown import command_line
+from ci_llm.run.heartbeat import Heartbeat, SilenceTimer
+from ci_llm.run.shutdown import Attempt, command_line
 
 TICK_S: Final = 1.0
 #: How long a process that ends waits for the stacks of the others.
@@ -38,18 +38,22 @@ OTHERS_S: Final = 10.0
 
 
 class Watchdog:
-    """Watches a run from a thread of its own; a context manager around everything that trains.
+    """Watches a run from its own thread; a context manager around everything that trains.
 
     Args:
-        attempt: its number, the same on every process.
-        stacks: made before the loader's workers, whose stacks it knows as well.
+        heartbeat: of the main thread.
+        pace: until it has measured a step, a longer silence is allowed.
+        step: returns the optimizer steps taken.
+        stacks: made before the workers of the data loader, whose stacks it takes as well.
     """
 
-    def __init__(self, run: Run, attempt: int, stacks: Stacks) -> None:
-        self._run, self._stacks = run, stacks
-        self._attempt = attempt
-        self._silence = SilenceTimer(run.heartbeat, run.config.hang_timeout)
-        self._meeting = run.config.run_folder / "attempts" / str(attempt) / "hang"
+    def __init__(
+        self, attempt: Attempt, heartbeat: Heartbeat, pace: Pace, step: Callable[[], int], stacks: Stacks
+    ) -> None:
+        self._attempt, self._pace, self._step, self._stacks = attempt, pace, step, stacks
+        self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
+        self._silence = SilenceTimer(heartbeat, attempt.config.hang_timeout)
+        self._meeting = attempt.folder / "hang"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
 
@@ -64,63 +68,61 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
             self._silence.advance(TICK_S)
-            limit_s = self._silence.limit_s(step_measured=bool(self._run.pace.steps_s))
+            limit_s = self._silence.limit_s(step_measured=bool(self._pace.steps_s))
             if self._silence.seconds >= limit_s:
                 self._end(f"no progress for {limit_s:.0f} s")
             elif self._meeting.exists():
                 self._end("another process of this run makes no progress")
 
     def _end(self, what: str) -> None:
-        """End this process out of whatever its main thread is in; a disk that hangs or is full cannot prevent it."""
-        threading.Thread(target=self._leave_at_the_latest, name="ci_llm exit", daemon=True).start()
+        """End this process, whatever its main thread is doing; a disk that hangs or is full cannot prevent it."""
+        threading.Thread(target=self._exit_at_the_latest, name="ci_llm exit", daemon=True).start()
         try:
-            self._tell(what)
+            self._report(what)
             self._wait_for_others()
         finally:
             os._exit(1)
 
-    def _leave_at_the_latest(self) -> None:
+    def _exit_at_the_latest(self) -> None:
         time.sleep(2 * OTHERS_S)
         os._exit(1)
 
-    def _tell(self, what: str) -> None:
-        for tell in self._ways_to_tell(what):
-            with contextlib.suppress(OSError):  # terminal and disk may be what fails: each is tried for itself
-                tell()
+    def _report(self, what: str) -> None:
+        for write in self._reports(what):
+            with contextlib.suppress(OSError):  # terminal and disk may be what fails: each is tried on its own
+                write()
 
-    def _ways_to_tell(self, what: str) -> Iterator[Callable[[], object]]:
-        run, index = self._run, self._run.processes.index
+    def _reports(self, what: str) -> Iterator[Callable[[], object]]:
+        index, step = self._processes.index, self._step()
         error = Hang(
             what,
-            where=f"process {index}, step {run.state.step + 1}; the stacks of all processes are in {LOG_NAME}",
+            where=f"process {index}, step {step + 1}; the stacks of all processes are in {LOG_NAME}",
             hint="see where the main thread stands; a hang_timeout that is longer if it was only slow",
         )
         yield partial(os.write, 2, f"error: {error}\n".encode())
         yield partial(make_folders, self._meeting)
-        failure = Failure.of(error, error.reason, index, run.state.step)
-        yield partial(write_failure, run.config.run_folder, self._attempt, index, failure)
+        failure = Failure.of(error, error.reason, index, step)
+        yield partial(write_failure, self._run_folder, self._attempt.number, index, failure)
         stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
         yield partial(self._append_to_log, stacks)
         yield partial(write_bytes, self._meeting / f"process_{index}.txt", stacks.encode())
-        yield partial(run.status.finish, "failed", error.reason, command_line(run.processes.launch))
+        command = command_line(self._processes.launch)
+        yield partial(self._attempt.status.finish, "failed", error.reason, command)
 
     def _append_to_log(self, text: str) -> None:
-        """Past `RunLog`, which is silent on most processes, and whose lock the main thread may hold."""
-        with Path(self._run.config.run_folder, LOG_NAME).open("a", encoding="utf-8") as log:
+        """Append without `RunLog`: it writes on the main process only, and the main thread may hold its lock."""
+        with Path(self._run_folder, LOG_NAME).open("a", encoding="utf-8") as log:
             log.write(text)
 
     def _wait_for_others(self) -> None:
         until = time.monotonic() + OTHERS_S
-        while len(list(self._meeting.glob("*.txt"))) < self._run.processes.count and time.monotonic() < until:
+        while len(list(self._meeting.glob("*.txt"))) < self._processes.count and time.monotonic() < until:
             time.sleep(TICK_S / 10)
 
 
-# ---------------------------------------------------------------------------------------------------- stacks
-
-
-#: For all children together, one after the other: they write into one file, and at once their lines would mix.
+#: For all children together. They are asked one after the other: they write into one file, where lines would mix.
 _ANSWERS_S: Final = 4.0
-#: A process that is silent for as long has said all: a busy machine may take the processor from it in mid-sentence.
+#: A process that writes nothing for this long has written everything. On a busy machine it may pause between two lines.
 _LOOK_S: Final = 0.2
 
 
@@ -142,15 +144,15 @@ class Stacks:
         """The stacks of all threads, here and in every child process that answers within its share of a moment."""
         end = self._end()
         faulthandler.dump_traceback(self._file)
-        told = [f"process {os.getpid()}:", self._since(end)]
+        stacks = [f"process {os.getpid()}:", self._since(end)]
         until, children = time.monotonic() + _ANSWERS_S, psutil.Process().children(recursive=True)
         for left, child in zip(range(len(children), 0, -1), children, strict=True):
             end, now = self._end(), time.monotonic()
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(STACKS_SIGNAL)
             if self._has_answered(end, now + (until - now) / left):
-                told += [f"its child process {child.pid}:", self._since(end)]
-        return "\n".join(told)
+                stacks += [f"its child process {child.pid}:", self._since(end)]
+        return "\n".join(stacks)
 
     def _has_answered(self, end: int, until: float) -> bool:
         """Whether the file has grown beyond `end` in time; returns when it grows no more."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-#: Until a step was measured: as long as a collective waits for a machine that went silent.
+#: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0
-#: Learned: so many times the longest silence that was followed by a sign of life, and never less than this.
+#: The learned limit: this many times the longest silence that a sign of life followed, and never less than LEAST_S.
 TIMES: Final = 10.0
 LEAST_S: Final = 300.0
 
@@ -22,7 +22,7 @@ class Heartbeat:
 
     @property
     def is_resting(self) -> bool:
-        """Whether silence means nothing now."""
+        """Whether the limit on silence is suspended."""
         return self._rests > 0
 
     def tick(self) -> None:
@@ -30,7 +30,7 @@ class Heartbeat:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Around what may take as long as it likes: a disk that is full, and is waited for."""
+        """Suspend the limit within the block: the run waits for a full disk, for instance."""
         self._rests += 1
         try:
             yield
@@ -40,10 +40,11 @@ class Heartbeat:
 
 
 class SilenceTimer:
-    """How long a heartbeat has been silent. Adds up ticks: the time for which a process was stopped does not count.
+    """How long a heartbeat has been silent. It adds up its own looks, so time in which the process was stopped does not
+    count.
 
     Args:
-        timeout_s: silence that is a hang; None: learned.
+        timeout_s: the limit on silence; None: learned.
     """
 
     def __init__(self, heartbeat: Heartbeat, timeout_s: float | None = None) -> None:
@@ -53,7 +54,7 @@ class SilenceTimer:
         self.seconds = 0.0
 
     def advance(self, seconds: float) -> None:
-        """So many seconds have passed since the last look."""
+        """Count the seconds since the last look, unless there was a sign of life."""
         if self._heartbeat.is_resting or self._heartbeat.ticks != self._ticks:
             self._longest_s = max(self._longest_s, 0.0 if self._heartbeat.is_resting else self.seconds)
             self._ticks, self.seconds = self._heartbeat.ticks, 0.0

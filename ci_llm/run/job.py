@@ -1,13 +1,14 @@
-"""A whole run, from the first line to the last: begin or go on, train, judge, conclude; or fail and say so."""
+"""A whole run, from the first line to the last: begin or resume, train, evaluate, conclude; or fail and record it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.cluster.launch import Launch
-from ci_llm.cluster.slurm import read_job, record_attempt
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
-from ci_llm.core.run_status import RunStatus, keep_status
-from ci_llm.crowd.answers import AnswerScores, merged
+from ci_llm.core.run_status import RunStatus, keep_status, last_status
+from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, LaunchError
@@ -27,29 +29,23 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
-from ci_llm.logs.trackers import require_installed
+from ci_llm.logs.tracking import require_installed
+from ci_llm.run.beginning import Start, find_start, prepare
+from ci_llm.run.best_step import kept_steps, result_step, weights_of
 from ci_llm.run.context import Run
 from ci_llm.run.emergency_save import EmergencySave
-from ci_llm.run.evaluation import (
-    asked_to_stop,
-    count_in,
-    evaluate,
-    evaluation_metrics,
-    examine_crowd,
-    is_over,
-    kept_steps,
-    recollect,
-    result_in_place,
-)
+from ci_llm.run.evaluation import evaluation_metrics
 from ci_llm.run.hang import Stacks, Watchdog
-from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.recovery import obey, remember
-from ci_llm.run.report import leave_page, model_card, next_steps, score_table
-from ci_llm.run.resume import contents, describe, find_source, restore, restore_surroundings
-from ci_llm.run.setup import build, plan_ahead, schedule
-from ci_llm.run.shutdown import command_line, leave, record_failure, walltime_watched
+from ci_llm.run.learning import Learning
+from ci_llm.run.loop import Batches, note_evaluation, steps, train
+from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
+from ci_llm.run.report import leave_page, model_card, next_steps, rows_evaluated, score_table
+from ci_llm.run.resume import Restored, Source
+from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
+from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
+from ci_llm.run.state import Validation
 
-PROBE_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
 
 
 def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: Sequence[str] = ()) -> int:
@@ -63,7 +59,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
     """
     folder = config.run_folder
     check_folder(folder)
-    find_deadline(config.max_runtime, None)  # on every process, for all to refuse one that is no time
+    find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
     log = RunLog(folder, is_main=processes.is_main)
@@ -80,23 +76,24 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
         say=log.say,
     )
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
-        log.say(note)
+        logger.info(note)
     code = 1
     try:
         run = build(config, processes, interrupts, manager, log)
-        code = _conduct(run)
+        code = _run_to_end(run)
         return code
     finally:
-        log.close()
+        log.finish_trackers()  # while the folder is still leased to this attempt
         try:
             manager.close()
         finally:
+            log.close()
             if not processes.shutdown():
                 end_at_once(code, sys.exc_info()[1])
 
 
 def end_at_once(code: int, error: BaseException | None) -> None:
-    """End this process here: its library waits for a peer, and would wait at the exit of the interpreter as well."""
+    """End this process here: its library waits for a peer, also at the exit of the interpreter."""
     with suppress(OSError, ValueError):  # the terminal may be gone
         if error is not None:
             print(f"error: {error}", file=sys.stderr)
@@ -104,160 +101,212 @@ def end_at_once(code: int, error: BaseException | None) -> None:
     os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written, by a file without a name that leaves no trace.
-
-    Raises:
-        ConfigError: read-only, full, or not a folder.
-    """
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=place) as probe:
-            probe.write(bytes(PROBE_BYTES))
-            probe.flush()
-    except OSError as error:
-        raise ConfigError(
-            f"nothing can be written here: {error.strerror}",
-            where=f"output_dir: {folder}",
-            hint="give an output_dir on a disk that has space and may be written",
-        ) from error
-
-
-def _conduct(run: Run) -> int:
-    go_on(run)
-    if is_over(run) and _is_concluded(run):
-        run.log.say(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        _say_next(run)
+def _run_to_end(run: Run) -> int:
+    """Resume or begin, train and conclude; returns the exit code."""
+    start, trackers = _resume(run)
+    run.interrupts.describe_stop = run.describe_stop
+    if run.is_finished and _is_concluded(run.config.run_folder):
+        logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
+        _log_next_steps(run.config, run.processes.launch)
         return 0
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
-        return _carry_through(run, batches, _begin(run), stacks)
+        attempt = _begin(run, start, trackers)
+        who = f"attempt{attempt.number}_process{run.processes.index}"
+        batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who)
+        return _train_and_conclude(run, batches, attempt, stacks)
 
 
-def _carry_through(run: Run, batches: Batches, attempt: int, stacks: Stacks) -> int:
-    who = f"attempt{attempt}_process{run.processes.index}"
-    batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who, say=run.log.say)
+def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: Stacks) -> int:
     try:
         with _watched(run, attempt, stacks):
-            if (stop := asked_to_stop(run)) is None and (stop := train(run, batches, save)) is None:
+            if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
-        leave(run, "signal:SIGINT")
+        attempt.interrupted("signal:SIGINT")
         raise
     except BaseException as error:
-        record_failure(run, attempt, error)
+        attempt.failed(run.state.step, error)
         raise
-    if stop is None:
-        run.status.finish("completed")
-        run.log.say(f"completed at step {run.state.step}")
-        _say_next(run)
+    if stop is not None:
+        attempt.interrupted(stop)
         leave_page(run)
-        return 0
-    leave(run, stop)
+        return run.config.interrupted_exit_code
+    run.status.finish("completed")
+    but = f", but {run.status.warning}" if run.status.warning else ""
+    logger.info(f"completed at step {run.state.step}{but}")
+    _log_next_steps(run.config, run.processes.launch)
     leave_page(run)
-    return run.config.interrupted_exit_code
+    return 0
 
 
-def go_on(run: Run) -> None:
-    """Find the checkpoint to go on from, if there is one, and bring the run there; obey what was asked for."""
-    remembered = run.processes.on_main(partial(remember, run.config.run_folder))
+def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
+    """Find the checkpoint to resume from, if there is one, and bring the run there; apply what is asked for.
+
+    Returns:
+        what the folder has to become, without the checkpoint, whose tensors are in place; and the ids under which
+        trackers know the run.
+    """
+    requests = run.processes.on_main(partial(read_requests, run.config.run_folder))
     with run.processes.main_first():
-        source = find_source(run.manager, run.config.resume_from_checkpoint, remembered.at_most)
-    _require_same_step(run, source.step if source else None)
+        start = find_start(run.manager, run.config, requests.beginning, requests.at_most)
+    source = start.source
+    _require_same_step(run.processes, run.config.run_folder, source.step if source else None)
+    if start.sets_aside:  # the requests are for the run that moves aside
+        requests = Requests()
+    _log_lines([start.note] if start.note else [])
     if source is None:
-        run.log.say("resume    no checkpoint: a fresh start")
-        _say_all(run, obey(run, remembered))
-        return
-    lines = restore(run, source)
-    run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.effective_batch)
+        logger.info("resume    no checkpoint: a fresh start")
+        _log_lines(_apply(run, requests))
+        return start, {}
+    restored = _restore(run, source, start)
+    _log_lines([*restored.lines, *_apply(run, requests), run.checkpoint.restore_environment(source, run.state)])
+    _recover_evaluation(run, from_log=start.is_own)
+    return replace(start, source=None), restored.trackers
+
+
+def _restore(run: Run, source: Source, start: Start) -> Restored:
+    """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
+    restored = run.checkpoint.restore(source)
+    run.state = restored.state
+    run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.rows_per_step)
     run.learning_rate = schedule(run.config, run.total_steps)
-    run.log.say(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
-    _say_all(run, [*lines, *obey(run, remembered), restore_surroundings(run, source)])
-    recollect(run)
+    if run.is_finished and not start.is_own:
+        raise _nothing_to_train(run.state.step, run.total_steps, source.folder)
+    logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
+    return restored
 
 
-def _require_same_step(run: Run, step: int | None) -> None:
+def _apply(run: Run, requests: Requests) -> list[str]:
+    """Put in force what is asked for, on top of what the checkpoint holds; returns what is in force, for people."""
+    run.state = apply_requests(run.state, requests)
+    if run.state.recovery.recompute:
+        run.crowd.gradient_checkpointing_enable()
+    lines = [*in_force(run.state.recovery, run.config.batch_size), *requests.recovery.because]
+    return [f"recovery: {line}" for line in lines]
+
+
+def _recover_evaluation(run: Run, *, from_log: bool) -> None:
+    """Take the evaluation after the present step from metrics.jsonl, if the checkpoint is older than it. A collective.
+
+    Args:
+        from_log: the checkpoint is the run's own, so its metrics.jsonl is about that step.
+    """
+    metric = run.config.metric_for_best_model
+    if run.state.validation.metric != metric:
+        logger.info(f"          best so far was by {run.state.validation.metric}: from here on by {metric}, anew")
+        run.state = replace(run.state, validation=Validation(metric))
+    if from_log and run.evaluation_missed:
+        known = run.processes.broadcast_object(run.log.read_metrics(run.state.step))
+        if f"eval/crowd/{metric}" in known:
+            note_evaluation(run, known)
+
+
+def _nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
+    """For a run that would begin where it ends: its folder would never hold a step for the final checkpoint."""
+    out_of_patience = step < total_steps
+    return ConfigError(
+        f"nothing is left to train: the checkpoint is of step {step}, and "
+        + ("its patience with the evaluations is over" if out_of_patience else f"this run ends at step {total_steps}"),
+        where=f"{folder}",
+        hint="early_stopping_patience=null, or a larger one, trains on from there"
+        if out_of_patience
+        else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
+    )
+
+
+def _require_same_step(processes: Processes, folder: Path, step: int | None) -> None:
     """Refuse folders that differ, before anything is concluded from what is in them. A collective.
 
     Raises:
         LaunchError: on every process alike.
     """
-    found = run.processes.gather_object(step)
+    found = processes.gather_object(step)
     if len({*found}) > 1:
         named = ", ".join("none" if step is None else f"step {step}" for step in found)
         raise LaunchError(
             f"the processes find different checkpoints to go on from: {named}",
-            where=str(run.config.run_folder.absolute()),
+            where=str(folder.absolute()),
             hint="give an output_dir on a disk that all machines share, as an absolute path",
         )
 
 
-def _say_all(run: Run, lines: Iterable[str]) -> None:
+def _log_lines(lines: Iterable[str]) -> None:
     for line in lines:
-        run.log.say(f"          {line}")
+        logger.info(f"          {line}")
 
 
-def _begin(run: Run) -> int:
-    """Lease the folder, open the logs and cut them back to where the run stands; returns the attempt's number."""
-    manager, processes = run.manager, run.processes
-    step = run.began_at = run.state.step
-    processes.same_folder(run.config.run_folder)
-    attempt = processes.on_main(partial(_claim, run))
-    run.log.open(attempt, still_held=manager.store.still_held)
-    run.log.cut_back(step if step else -1)
-    processes.on_main(partial(_start_trackers, run))
-    run.status = RunStatus(
-        run.config.run_folder,
-        attempt,
-        is_main=processes.is_main,
-        still_held=manager.store.still_held,
-        warn=run.log.say,
-    )
+def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
+    """Lease the folder, make it what `start` says, open the logs and cut them back."""
+    config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
+    processes.require_same_folder(config.run_folder)
+    number = processes.on_main(partial(_lease, manager, run.log, start, step))
+    run.log.open(number, still_held=manager.store.still_held)
+    run.log.truncate_metrics(step if step else -1)
+    processes.on_main(partial(_start_trackers, run, trackers))
+    run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.store.still_held)
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
+    earlier = last_status(config.run_folder) if step and processes.is_main else None
+    run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
+    run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
     run.status.start(step)
-    steps, rows = run.total_steps, run.state.effective_batch
+    steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
-    run.log.say(
+    logger.info(
         f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
-    return attempt
+    logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
+    return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
-def _claim(run: Run) -> int:
-    """Make the folder this attempt's; returns its number."""
-    attempt = run.manager.store.claim()
-    for path in run.manager.supersede(run.state.step):
-        run.log.say(f"newer than the resumed step, moved to {path}")
-    keep_status(run.config.run_folder, **run.log.last_metrics())
-    record_attempt(run.config.run_folder, attempt, run.state.step, read_job())
-    return attempt
+def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> int:
+    """Make the folder this attempt's; returns the attempt's number."""
+    number = manager.store.claim()
+    keep_status(manager.store.directory, **log.last_metrics())
+    for line in prepare(manager, start):
+        logger.info(line)
+    job = read_job()
+    record_attempt(manager.store.directory, number, step, job.record() if job else None)
+    return number
 
 
-def _start_trackers(run: Run) -> None:
+def _start_trackers(run: Run, trackers: Mapping[str, str]) -> None:
     run.log.start_trackers(
         run.processes.accelerator,
         run.config.report_to,
         resumed_from=run.state.step,
-        remembered=run.remembered_trackers,
+        saved_state=trackers,
         hyperparameters=run.config.model_dump(),
     )
 
 
 @contextmanager
-def _watched(run: Run, attempt: int, stacks: Stacks) -> Iterator[None]:
-    """Everything that looks after a run while it trains."""
-    with _hardware_monitored(run), walltime_watched(run) as walltime, EmergencySave(run, attempt, walltime):  # noqa: SIM117
-        with Watchdog(run, attempt, stacks):
-            yield
+def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
+    """Everything that watches a run while it trains: hardware, walltime, grace and progress."""
+
+    def step() -> int:
+        return run.state.step
+
+    with (
+        _hardware_monitored(run.config, run.manager, run.processes),
+        watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
+        EmergencySave(
+            *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
+            step=step,
+            save=partial(_save_last, run),
+        ),
+        Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
+    ):
+        yield
 
 
 @contextmanager
-def _hardware_monitored(run: Run) -> Iterator[None]:
-    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.store.still_held, warn=run.log.say)
-    if run.config.monitor_gpu and run.processes.is_main:
+def _hardware_monitored(config: Config, manager: CheckpointManager, processes: Processes) -> Iterator[None]:
+    monitor = HardwareMonitor(config.run_folder, still_held=manager.store.still_held)
+    if config.monitor_gpu and processes.is_main:
         monitor.start()
     try:
         yield
@@ -267,69 +316,98 @@ def _hardware_monitored(run: Run) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
-    with run.heartbeat.resting():  # a disk that is full may be waited for
-        run.manager.save(run.state.step, contents(run), force=True, info=describe(run), keep=kept_steps(run))
+    logger.debug("step %d: save begins; the one before: %s", run.state.step, run.manager.last_result)
+    with run.heartbeat.resting():  # the manager may wait for space on a full disk
+        run.manager.save(
+            run.state.step,
+            contents(run),
+            force=True,
+            info=run.checkpoint.info(run.state, run.plan.epoch(run.state.step)),
+            keep=kept_steps(run.config, run.state.validation),
+        )
+
+
+def _save_last(run: Run, generators: Sequence[dict[str, Any] | None]) -> None:
+    """Commit a checkpoint of where the run stands without a collective: the process ends after it."""
+    info = run.checkpoint.info(run.state, run.plan.epoch(run.state.step))
+    kept = kept_steps(run.config, run.state.validation)
+    run.manager.save_last(run.state.step, contents(run, generators), info=info, keep=kept)
+
+
+def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
+    """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""
+    rate = run.learning_rate(max(run.state.step - 1, 0))
+    return run.checkpoint.contents(run.state, rate, run.log.tracker_state(), generators)
 
 
 def conclude(run: Run) -> str | None:
-    """Judge agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    run.interrupts.plan = "the last step is saved; leaving"
-    run.log.say(f"judging   agents and crowd on {len(run.eval_rows)} held-out rows")
-    scores = evaluate(run)
+    """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
+    logger.info(f"judging   agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
+    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
-        count_in(run, evaluation_metrics(scores))
-    with result_in_place(run) as step:
-        if scores is not None and step != run.state.step:
-            scores = evaluate(run)
-        answers = examine_crowd(run) if scores is not None else None
-    if (stop := asked_to_stop(run)) is not None or scores is None:
-        return stop
-    record = _record(run, step, scores, answers)
-    run.log.say(score_table(record))
-    card = model_card(record, run.base.name, run.config.dataset_name, step, run.config.run_folder / "final_checkpoint")
+        note_evaluation(run, evaluation_metrics(scores))
     with run.heartbeat.resting():
-        require_written(run)
-        run.manager.finish({"README.md": card.encode()}, step=None if step == run.state.step else step)
-        require_written(run)
-    if run.processes.is_main and run.manager.store.still_held():
-        write_json(run.config.run_folder / "evaluation.json", record)
+        step = result_step(run.config, run.state, run.manager, run.processes)
+    folder = None if step == run.state.step else run.manager.store.path(step)
+    with nullcontext() if folder is None else weights_of(folder, run.crowd):
+        if scores is not None and folder is not None:
+            scores = run.evaluator.scores(step, run.micro_batch_size)
+        answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
+    if (stop := run.stop_vote.reason()) is not None or scores is None:
+        return stop
+    _write_results(run, step, _record(run, step, scores, answers))
     return None
 
 
-def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
-    """`evaluation.json`: of the step that is the result of the run, and which step was the best on the way."""
+def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
+    """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
+    logger.info(score_table(record))
     config = run.config
+    final = config.run_folder / "final_checkpoint"
+    card = model_card(record, run.base.name, config.dataset_name, step, final, config.lora_rank)
+    with run.heartbeat.resting():
+        require_written(run.manager, run.processes)
+        added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}
+        run.manager.finish(added, step=None if step == run.state.step else step)
+        require_written(run.manager, run.processes)
+    if run.processes.is_main and run.manager.store.still_held():
+        write_json(config.run_folder / "evaluation.json", record)
+
+
+def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
+    """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
+    config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
-        **merged(evaluation_record(scores, config.dataset_name, config.aggregator), answers),
+        **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
+        "warning": run.status.warning,
     }
 
 
-def require_written(run: Run) -> None:
-    """Refuse to call a run complete of which the disk did not take what was written last. A collective.
+def require_written(manager: CheckpointManager, processes: Processes) -> None:
+    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
 
     Raises:
         CheckpointError: on every process.
     """
-    run.manager.wait_until_finished()
-    result = run.manager.last_result
-    note, cause = run.processes.broadcast_object((result.note, result.cause) if result else ("", None))
-    if cause is not None:
+    manager.wait_until_finished()
+    result = manager.last_result
+    cause = processes.broadcast_object(result.cause if result else None)
+    if cause is not None:  # the manager has logged what was dropped, and why
         raise CheckpointError(
-            note,
-            where=str(run.config.run_folder),
+            "the run is not complete: what it wrote last is not on the disk",
+            where=str(manager.store.directory),
             hint="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause
 
 
-def _is_concluded(run: Run) -> bool:
-    folder = run.config.run_folder
+def _is_concluded(folder: Path) -> bool:
     return (folder / "evaluation.json").is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()
 
 
-def _say_next(run: Run) -> None:
-    for line in next_steps(run.config, partial(command_line, run.processes.launch)):
-        run.log.say(line)
+def _log_next_steps(config: Config, launch: Launch) -> None:
+    for line in next_steps(config, partial(command_line, launch)):
+        logger.info(line)

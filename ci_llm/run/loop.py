@@ -1,17 +1,18 @@
 """The training loop: the page to read first.
 
-One optimizer step goes one way: rows -> the frozen base, once for all agents -> summed losses -> backward, without
-any communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent -> the
-optimizer moves -> the state advances. Reducing inside backward would leave the peers of a process that ran out of
-memory waiting there: so it votes, and all do the step again in smaller parts. Who is sick is voted as well, and left
-out before the optimizer moves (guard.py).
+One optimizer step goes one way: rows -> the frozen base, once for all agents -> summed losses -> backward, without any
+communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent -> the optimizer
+moves -> the state advances. A reduction inside backward would leave the peers of a process that ran out of memory
+waiting there. So that process says it in the ballot, and all repeat the step in smaller parts. The ballot also says
+which agents are not finite; they are left out before the optimizer moves (nonfinite.py).
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,25 +23,28 @@ from torch import Tensor
 from ci_llm.core.determinism import seed_everything
 from ci_llm.data.batches import Batch, stream
 from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import evaluate_and_log, evaluation_due, evaluation_missed, is_best, is_over
-from ci_llm.run.nonfinite import Findings, examine, health_metrics, is_known, sick_here, treat
-from ci_llm.run.out_of_memory import in_parts, relieve, unless_out_of_memory
+from ci_llm.run.evaluation import evaluation_metrics
+from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
+from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
 
 
 @dataclass
 class Sums:
-    """What this process saw of one optimizer step; the ballot adds it over all processes."""
+    """What this process computed in one optimizer step; the ballot adds it over all processes."""
 
-    targets: int
+    num_targets: int
     sums: Tensor  # [K + 2]: cross-entropy per agent, diversity, packed tokens
-    sick: Tensor  # [K] bool: whose loss or gradient is not finite here
+    nonfinite: Tensor  # [K] bool: whether an agent's loss or gradient is not finite here
 
 
 def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None:
-    """Train from where `run.state` stands to the last step, or until patience with the evaluations is over.
+    """Train from where `run.state` stands to the last step, or until patience with the evaluations has run out.
 
     Args:
         batches: `steps(run)`.
@@ -50,19 +54,16 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
     run.last_good.begin(run.state.step)
-    stop = evaluate_and_log(run) if evaluation_missed(run) else None
-    for step, micro_batches in batches if stop is None and not is_over(run) else ():
-        run.interrupts.plan = f"saving step {step + 1}"
+    stop = evaluate(run) if run.evaluation_missed else None
+    for step, micro_batches in batches if stop is None and not run.is_finished else ():
         run.pace.begin_step()
-        verdict = agree_on_gradients(run, step, micro_batches)
-        run.interrupts.plan = (
-            f"saving step {min(step + 2, run.total_steps)}"  # who asks now is heard in the next ballot
-        )
-        findings = examine(run, step, verdict)
+        rows = run.plan.rows(step)
+        known_bad = run.state.recovery.is_bad_batch(step, rows)
+        verdict = agree_on_gradients(run, step, [] if known_bad else micro_batches)
+        findings = findings_of(verdict, run.state.loss_scale, known_bad=known_bad)
         norms = apply_gradients(run, step, verdict, findings.left_out)
-        rows = len(run.plan.rows(step))
-        run.state = run.state.advance(rows, findings.tokens, findings.left_out, findings.overflowed)
-        treat(run, step, findings)
+        run.state = run.state.advance(len(rows), findings.tokens, findings.left_out, findings.overflowed)
+        run.state = run.nonfinite.respond(run.state, rows, findings)
         run.status.step = run.state.step
         run.pace.end_step(run.manager.last_result)
         run.heartbeat.tick()
@@ -70,11 +71,11 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
-        if stop is None and evaluation_due(run):
-            stop = evaluate_and_log(run)
-            if (stop or is_best(run) or is_over(run)) and not verdict.save:
+        if stop is None and run.evaluation_due:
+            stop = evaluate(run)
+            if (stop or run.is_at_best or run.is_finished) and not verdict.save:
                 save(run)
-        if stop is not None or is_over(run):
+        if stop is not None or run.is_finished:
             break
     return stop
 
@@ -95,21 +96,21 @@ def steps(run: Run) -> Batches:
 
 
 def agree_on_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Verdict:
-    """Compute this process's gradients of the step and vote on them; again, in smaller parts, where memory ran out.
+    """Compute this process's gradients of the step and vote on them; repeat it in smaller parts where memory ran out.
 
     Raises:
         OutOfMemory: on every process, when the parts cannot be made smaller.
     """
-    wanted = [] if is_known(run, step) else micro_batches
     save_wanted = False
     while True:
-        parts = in_parts(run, wanted)
+        parts = in_parts(run.rows, micro_batches, run.micro_batch_size)
         sums, complaint = unless_out_of_memory(partial(compute_gradients, run, step, parts))
         save_wanted |= run.interrupts.take_save_request()
         verdict = run.processes.agree(_ballot(run, step, sums, save_wanted))
         if not verdict.out_of_memory:
             return verdict
-        relieve(run, complaint)
+        run.state = run.memory.relieve(run.state, complaint)
+        run.status.micro_batch_size = run.micro_batch_size
 
 
 def compute_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Sums:
@@ -119,55 +120,91 @@ def compute_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Sums:
     sums = torch.zeros(run.crowd.num_agents + 2, dtype=torch.float64, device=run.crowd.device)
     for number, batch in enumerate(micro_batches):
         run.heartbeat.tick()
-        # Keyed, not sequential: what is drawn here depends on nothing that happened before.
+        # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the same.
         seed_everything(run.config.seed, "micro-step", step, run.processes.index, number)
         batch = batch.to(run.crowd.device)
         with run.processes.autocast():
             loss = run.objective(run.crowd(batch), batch, step)
         (loss.total * (run.state.loss_scale or 1.0)).backward()
         sums += torch.cat([loss.task, loss.diversity[None], loss.task.new_full((1,), batch.num_tokens)])
-    sick = sick_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
-    return Sums(sum(batch.num_targets for batch in micro_batches), sums, sick)
+    nonfinite = nonfinite_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
+    return Sums(sum(batch.num_targets for batch in micro_batches), sums, nonfinite)
 
 
 def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[int]) -> Tensor:
     """Reduce, take the mean over all targets of the step, clip each agent; the optimizer moves those not left out.
 
     Returns:
-        [K] the gradient norm of every agent before clipping, on the device: nobody has waited for it.
+        [K] the gradient norm of every agent before clipping, on the device, which is not waited for.
     """
     agents = run.crowd.agents
     run.processes.reduce_flat_(agents.gradients)
-    agents.gradients.div_(max(verdict.labelled_tokens, 1) * (run.state.loss_scale or 1.0))
+    agents.gradients.div_(max(verdict.num_targets, 1) * (run.state.loss_scale or 1.0))
     norms = agents.clip(run.config.max_grad_norm)
     agents.leave_out(left_out)
     for k, group in enumerate(run.optimizer.param_groups):
-        group["lr"] = run.learning_rate(step) * run.state.healing.rate(k)
+        group["lr"] = run.learning_rate(step) * run.state.recovery.lr_factor(k)
     run.optimizer.step()
     return norms
 
 
 def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
     """Show how far the run is; one metrics line per `logging_steps`, and at the last step."""
-    *losses, diversity = (total / max(verdict.labelled_tokens, 1) for total in verdict.sums[:-1])
+    *losses, diversity = (total / max(verdict.num_targets, 1) for total in verdict.sums[:-1])
     step = run.state.step
     run.meter.count(findings.tokens)
+    logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
     run.log.progress(step, run.total_steps, [] if findings.bad_batch else losses)
+    if not findings.bad_batch:  # else nothing was trained on
+        run.learning.count(losses)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
-        "train/learning_rate": run.learning_rate(step - 1) * run.state.healing.rate_factor,
+        "train/learning_rate": run.learning_rate(step - 1) * run.state.recovery.requested_lr_factor,
     }
-    if not findings.bad_batch:  # else nothing was trained on
+    if not findings.bad_batch:
         finite = [loss for loss in losses if math.isfinite(loss)] or losses
         metrics |= {"train/task_loss": sum(finite) / len(finite), "train/diversity": diversity}
         for k, (loss, norm) in enumerate(zip(losses, norms.tolist(), strict=True)):
             metrics |= {f"train/agent{k}/loss": loss, f"train/agent{k}/grad_norm": norm}
-    metrics |= health_metrics(run)
+        run.learning.look(norms.tolist())
+    report_learning(run)
+    metrics |= recovery_metrics(run.state, run.config.batch_size)
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
     run.log.metrics(step, metrics | run.meter.read())
+
+
+def report_learning(run: Run) -> None:
+    """Warn once when the agents stop learning, and say when they learn again; the status holds what is true now."""
+    before, run.status.warning = run.status.warning, run.learning.warning()
+    run.status.first_loss = run.learning.first_loss
+    if run.status.warning is not None and before is None:
+        rate = f"learning_rate {run.config.learning_rate:g}"
+        logger.warning(f"{run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
+    elif before is not None and run.status.warning is None:
+        logger.info("the agents learn again: the warning no longer holds")
+
+
+def evaluate(run: Run) -> str | None:
+    """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
+    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
+    if scores is not None:
+        metrics = evaluation_metrics(scores)
+        run.log.metrics(run.state.step, metrics)
+        note_evaluation(run, metrics)
+        if run.is_finished:
+            logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
+    return run.stop_vote.reason()
+
+
+def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
+    """Let the evaluation after the present step decide which step is best. A collective."""
+    threshold = run.config.early_stopping_threshold
+    validation = validation_after(run.state, metrics, threshold, run.processes)
+    run.state = replace(run.state, validation=validation)
+    run.status.best_step = validation.best_step
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
@@ -179,11 +216,11 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
-    """What this process says about the step; with no sums, that it ran out of memory."""
+    """What this process says about the step; without sums, that it ran out of memory."""
     agents = run.crowd.num_agents
     return Ballot(
-        labelled_tokens=sums.targets if sums else 0,
-        nonfinite=sums.sick if sums else [False] * agents,
+        num_targets=sums.num_targets if sums else 0,
+        nonfinite=sums.nonfinite if sums else [False] * agents,
         sums=sums.sums if sums else [0.0] * (agents + 2),
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,

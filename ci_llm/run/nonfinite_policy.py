@@ -1,9 +1,9 @@
-"""What follows from numbers that are not finite, as a pure account: agent by agent, step by step, nothing is touched.
+"""What follows from numbers that are not finite, as pure functions of plain values: per agent, step by step.
 
-The ways back of one agent, in this order: it is left out of the step and its learning rate is cut; sick for
-`max_in_a_row` steps in a row, it is set back to its last good snapshot; so often once more in the same trouble, the
-attempt ends. A step that makes every agent sick says nothing about one of them: its batch is skipped for good, and
-`max_in_a_row` such steps in a row end the attempt, because then the weights are to blame and not the batches.
+The response to one agent escalates. It is left out of the step, and its learning rate is cut. After `max_in_a_row`
+nonfinite steps in a row it is rolled back to its last good snapshot. After as many again in the same episode, the
+attempt ends. A step in which every agent is nonfinite says nothing about a single one: its batch is skipped for good.
+`max_in_a_row` such steps in a row end the attempt, because then the weights are the cause and not the batches.
 """
 
 from __future__ import annotations
@@ -12,76 +12,98 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-#: A learning rate is cut to this share of the schedule's at most; an agent sick now and then would stand still below.
-LEAST_SHARE: Final = 0.01
+#: The smallest factor to which cuts reduce an agent's learning rate. Below it, an agent that is nonfinite now and then
+#: would stop moving.
+LEAST_LR_FACTOR: Final = 0.01
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far the ways back go; the configuration's keys, where each has its own line.
+    """How far the responses go; each field is a key of the configuration.
 
     Attributes:
-        rate_factor: `nonfinite_lr_factor`, at least 1.
+        lr_divisor: `nonfinite_lr_factor`, at least 1: a nonfinite step divides the agent's learning rate by it.
         max_in_a_row: `max_consecutive_nonfinite`.
-        good_after: `good_after_steps`: so many finite steps in a row end a trouble.
+        good_after: `good_after_steps`: this many finite steps in a row end an episode.
     """
 
-    rate_factor: float = 1.5
+    lr_divisor: float = 1.5
     max_in_a_row: int = 5
     good_after: int = 50
 
 
+#: Attribute -> key in train_state.json, where they differ. The keys are a format: older checkpoints hold them.
+_AGENT_KEYS: Final = {
+    "lr_factor": "rate_share",
+    "nonfinite_in_a_row": "sick_in_a_row",
+    "episode_start": "trouble_since",
+    "finite_in_a_row": "well_in_a_row",
+    "rolled_back": "set_back",
+    "rollbacks": "set_backs",
+}
+_RUN_KEYS: Final = {"bad_batches_in_a_row": "bad_in_a_row", "requested_lr_factor": "rate_factor"}
+
+
 @dataclass(frozen=True)
-class Health:
-    """How one agent fares.
+class AgentRecovery:
+    """The recovery state of one agent. An episode lasts from a nonfinite step to `good_after` finite ones in a row.
 
     Attributes:
-        rate_share: what its scheduled learning rate is multiplied by.
-        sick_in_a_row: sick steps without a finite one between them, since the last return to a snapshot.
-        trouble_since: steps taken before the first sick step of the trouble it is in; None: it is well.
-        well_in_a_row: finite steps since it was sick last, as long as it is in trouble.
-        set_back: whether it returned to its snapshot in this trouble.
-        set_backs: returns in the whole run.
+        lr_factor: multiplies the agent's scheduled learning rate; nonfinite steps cut it.
+        nonfinite_in_a_row: nonfinite steps without a finite one between them, since the last rollback.
+        episode_start: steps taken before the first nonfinite step of the episode; None outside of one.
+        finite_in_a_row: finite steps since the last nonfinite one of the episode.
+        rolled_back: whether the agent was rolled back in this episode.
+        rollbacks: rollbacks in the whole run.
     """
 
-    rate_share: float = 1.0
-    sick_in_a_row: int = 0
-    trouble_since: int | None = None
-    well_in_a_row: int = 0
-    set_back: bool = False
-    set_backs: int = 0
+    lr_factor: float = 1.0
+    nonfinite_in_a_row: int = 0
+    episode_start: int | None = None
+    finite_in_a_row: int = 0
+    rolled_back: bool = False
+    rollbacks: int = 0
 
-    def after(self, step: int, sick: bool, bounds: Bounds) -> Health:
-        """The account after the 0-based `step`. Not for one who is incurable."""
-        if sick:
-            return self._after_sick_step(step, bounds)
-        if self.trouble_since is None:
+    def after(self, step: int, nonfinite: bool, bounds: Bounds) -> AgentRecovery:
+        """The state after the 0-based `step`. The agent must not be exhausted."""
+        if nonfinite:
+            return self._after_nonfinite_step(step, bounds)
+        if self.episode_start is None:
             return self
-        well = self.well_in_a_row + 1
-        if well >= bounds.good_after:
-            return Health(rate_share=self.rate_share, set_backs=self.set_backs)
-        return replace(self, sick_in_a_row=0, well_in_a_row=well)
+        finite = self.finite_in_a_row + 1
+        if finite >= bounds.good_after:
+            return AgentRecovery(lr_factor=self.lr_factor, rollbacks=self.rollbacks)
+        return replace(self, nonfinite_in_a_row=0, finite_in_a_row=finite)
 
-    def _after_sick_step(self, step: int, bounds: Bounds) -> Health:
+    def _after_nonfinite_step(self, step: int, bounds: Bounds) -> AgentRecovery:
         worse = replace(
             self,
-            rate_share=max(self.rate_share / bounds.rate_factor, LEAST_SHARE),
-            sick_in_a_row=self.sick_in_a_row + 1,
-            trouble_since=step if self.trouble_since is None else self.trouble_since,
-            well_in_a_row=0,
+            lr_factor=max(self.lr_factor / bounds.lr_divisor, LEAST_LR_FACTOR),
+            nonfinite_in_a_row=self.nonfinite_in_a_row + 1,
+            episode_start=step if self.episode_start is None else self.episode_start,
+            finite_in_a_row=0,
         )
-        if worse.sick_in_a_row < bounds.max_in_a_row or self.set_back:
+        if worse.nonfinite_in_a_row < bounds.max_in_a_row or self.rolled_back:
             return worse
-        return replace(worse, sick_in_a_row=0, set_back=True, set_backs=self.set_backs + 1)
+        return replace(worse, nonfinite_in_a_row=0, rolled_back=True, rollbacks=self.rollbacks + 1)
 
-    def is_incurable(self, bounds: Bounds) -> bool:
-        """Whether everything that can be done for it inside the run was done."""
-        return self.set_back and self.sick_in_a_row >= bounds.max_in_a_row
+    def is_exhausted(self, bounds: Bounds) -> bool:
+        """Whether no response is left that helps inside the run: only its end."""
+        return self.rolled_back and self.nonfinite_in_a_row >= bounds.max_in_a_row
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values under the keys of train_state.json."""
+        return {_AGENT_KEYS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AgentRecovery:
+        """The inverse of `to_dict`."""
+        return cls(**_attributes(values, _AGENT_KEYS))
 
 
 @dataclass(frozen=True)
 class BadBatch:
-    """A step whose rows made every agent sick; the rows tell whether it is still the same step."""
+    """A step in which every agent was nonfinite. A later attempt compares the rows: the step may hold others then."""
 
     step: int
     rows: tuple[int, ...]
@@ -89,73 +111,88 @@ class BadBatch:
 
 @dataclass(frozen=True)
 class RecoveryState:
-    """What a run does differently because of what happened to it. Recovery state: it is kept in checkpoints, stays
-    with the run, and is never a change of the configuration.
+    """What a run does differently because of what happened to it. Checkpoints hold it; it never changes the
+    configuration.
 
     Attributes:
         agents: [K].
-        bad_batches: steps that are skipped without a look, ascending.
-        bad_in_a_row: bad batches since the last other step. An overflow of all agents is one, and cannot go on for
-            ever: each one halves the loss scale.
-        rate_factor: the supervisor's; multiplies the learning rate of every agent.
+        bad_batches: steps that are skipped without being computed, ascending.
+        bad_batches_in_a_row: bad batches since the last other step. An overflow of all agents is an other step: it
+            halves the loss scale, so such steps come to an end by themselves.
+        requested_lr_factor: multiplies the learning rate of every agent; the supervisor asks for it.
         micro_batch_size: rows per process and micro-step are at most this many; None: as configured.
         recompute: layers are recomputed in the backward pass, whatever is configured.
     """
 
-    agents: tuple[Health, ...] = ()
+    agents: tuple[AgentRecovery, ...] = ()
     bad_batches: tuple[BadBatch, ...] = ()
-    bad_in_a_row: int = 0
-    rate_factor: float = 1.0
+    bad_batches_in_a_row: int = 0
+    requested_lr_factor: float = 1.0
     micro_batch_size: int | None = None
     recompute: bool = False
 
-    def rate(self, agent: int) -> float:
-        """What the scheduled learning rate of an agent is multiplied by; exactly 1 in a healthy run."""
-        return self.rate_factor * self.agents[agent].rate_share
+    def lr_factor(self, agent: int) -> float:
+        """What multiplies the scheduled learning rate of an agent; exactly 1 in a run without faults."""
+        return self.requested_lr_factor * self.agents[agent].lr_factor
 
-    def knows(self, step: int, rows: Sequence[int]) -> bool:
-        """Whether these rows made every agent sick at this step before."""
-        return BadBatch(step, tuple(rows)) in self.bad_batches
+    def limit(self, batch_size: int) -> int:
+        """Rows per process and micro-step where the configuration asks for `batch_size`."""
+        return min(batch_size, self.micro_batch_size or batch_size)
 
-    def after(self, step: int, sick: Sequence[int], bounds: Bounds, overflowed: Sequence[int] = ()) -> RecoveryState:
-        """The account after a step in which some of the agents, but not all of them, were sick.
+    def is_bad_batch(self, step: int, rows: Sequence[int]) -> bool:
+        """Whether every agent was nonfinite on these rows at this step before."""
+        return bool(self.bad_batches) and BadBatch(step, tuple(rows)) in self.bad_batches
 
-        Of those left out because they `overflowed` the step says nothing: their accounts stay.
+    def after(
+        self, step: int, nonfinite: Sequence[int], bounds: Bounds, overflowed: Sequence[int] = ()
+    ) -> RecoveryState:
+        """The state after a step in which some of the agents, but not all of them, were nonfinite.
+
+        The step says nothing about agents that were left out because they `overflowed`: their states stay.
         """
         agents = tuple(
-            health if k in overflowed else health.after(step, k in sick, bounds) for k, health in enumerate(self.agents)
+            agent if k in overflowed else agent.after(step, k in nonfinite, bounds)
+            for k, agent in enumerate(self.agents)
         )
-        return self if agents == self.agents and not self.bad_in_a_row else replace(self, agents=agents, bad_in_a_row=0)
+        if agents == self.agents and not self.bad_batches_in_a_row:
+            return self
+        return replace(self, agents=agents, bad_batches_in_a_row=0)
 
     def after_bad_batch(self, batch: BadBatch) -> RecoveryState:
-        """The account after a step that made all of them sick; none of them is blamed."""
-        return replace(self.with_batches([batch]), bad_in_a_row=self.bad_in_a_row + 1)
+        """The state after a step in which all agents were nonfinite; the state of no agent changes."""
+        return replace(self.with_batches([batch]), bad_batches_in_a_row=self.bad_batches_in_a_row + 1)
 
     def with_batches(self, batches: Sequence[BadBatch]) -> RecoveryState:
-        """The account that knows these bad batches as well."""
+        """The state that skips these batches as well."""
         return replace(self, bad_batches=tuple(sorted({*self.bad_batches, *batches}, key=lambda b: (b.step, b.rows))))
 
     def without_batches_from(self, step: int) -> RecoveryState:
-        """The account that has forgotten the bad batches of this step and of later ones."""
+        """The state that no longer skips the batches of this step and of later ones."""
         return replace(self, bad_batches=tuple(batch for batch in self.bad_batches if batch.step < step))
 
-    def asked_for(self, rate_factor: float, micro_batch_size: int | None) -> RecoveryState:
-        """The account after the supervisor has asked for these; what is in force already is never loosened."""
+    def with_requests(self, lr_factor: float, micro_batch_size: int | None) -> RecoveryState:
+        """The state with what the supervisor asks for; a request never loosens what is in force already."""
         sizes = [size for size in (self.micro_batch_size, micro_batch_size) if size is not None]
         return replace(
             self,
-            rate_factor=min(self.rate_factor, rate_factor),
+            requested_lr_factor=min(self.requested_lr_factor, lr_factor),
             micro_batch_size=min(sizes, default=None),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values under the keys of train_state.json."""
+        values = {_RUN_KEYS.get(name, name): value for name, value in asdict(self).items()}
         batches = [{"step": batch.step, "rows": list(batch.rows)} for batch in self.bad_batches]
-        return asdict(self) | {"agents": [asdict(health) for health in self.agents], "bad_batches": batches}
+        return values | {"agents": [agent.to_dict() for agent in self.agents], "bad_batches": batches}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RecoveryState:
         """The inverse of `to_dict`."""
-        agents = tuple(Health(**health) for health in values["agents"])
+        agents = tuple(AgentRecovery.from_dict(agent) for agent in values["agents"])
         batches = tuple(BadBatch(batch["step"], tuple(batch["rows"])) for batch in values["bad_batches"])
-        return cls(**{**values, "agents": agents, "bad_batches": batches})
+        return cls(**{**_attributes(values, _RUN_KEYS), "agents": agents, "bad_batches": batches})
+
+
+def _attributes(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    names = {key: name for name, key in keys.items()}
+    return {names.get(key, key): value for key, value in values.items()}

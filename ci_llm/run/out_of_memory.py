@@ -1,33 +1,40 @@
-"""Out of memory: one process tells the others by its ballot, and all do the same step again in smaller parts.
+"""Out of memory: one process tells the others by its ballot, and all repeat the same step in smaller parts.
 
-Halving the micro-batch doubles the accumulation: the rows of an optimizer step, and so the run, stay the same. At one
-row the layers are recomputed in the backward pass, once; after that nothing is left to do inside the run. What was cut
-is recovery state: it stays with the run over its checkpoints. An evaluation is begun again in smaller batches, which
-changes nothing in the training.
+To halve the micro-batch doubles the accumulation: the rows of an optimizer step, and so the run, stay the same. At one
+row the layers are recomputed in the backward pass; after that nothing is left to reduce inside the run. What was
+reduced is recovery state: checkpoints hold it. An evaluation is repeated in smaller batches, which changes nothing in
+the training.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import psutil
 import torch
 
+from ci_llm.config import Config
 from ci_llm.core.memory import is_out_of_memory
+from ci_llm.crowd.base import Base
+from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch, pack
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import OutOfMemory
-from ci_llm.run.context import Run
+from ci_llm.run.state import TrainState
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What `work` returns; or None, and what the allocator said.
+    """What `work` returns; or None, and the message of the allocator.
 
-    It comes back outside of the `except` block, whose traceback would hold every activation of the failed attempt.
+    It returns outside of the `except` block: the traceback there holds every activation of the failed attempt.
     """
     try:
         return work(), None
@@ -38,75 +45,81 @@ def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
     return None, complaint
 
 
-def in_parts(run: Run, micro_batches: list[Batch]) -> list[Batch]:
-    """The same rows in the same order, by micro-batches as small as memory wants."""
-    size = run.micro_batch_size
+def in_parts(rows: TokenizedRows, micro_batches: list[Batch], size: int) -> list[Batch]:
+    """The same rows in the same order, in micro-batches of at most `size` rows."""
     if all(batch.num_rows <= size for batch in micro_batches):
         return micro_batches
-    rows = [row for batch in micro_batches for row in batch.sample_ids]
-    parts = [rows[at : at + size] for at in range(0, len(rows), size)]
-    return [pack([run.rows[row] for row in part], part) for part in parts]
+    numbers = [number for batch in micro_batches for number in batch.sample_ids]
+    parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+    return [pack([rows[number] for number in part], part) for part in parts]
 
 
-def relieve(run: Run, complaint: str | None) -> None:
-    """Make the next attempt at the same step need less, on every process alike.
+@dataclass(frozen=True)
+class MemoryRelief:
+    """Reduces what the next attempt needs; every process takes the same decision without talking to the others."""
 
-    Args:
-        complaint: what the allocator of this process said; None where another process ran out.
+    config: Config
+    base: Base
+    crowd: Crowd
+    num_processes: int
 
-    Raises:
-        OutOfMemory: nothing is left that could be made smaller.
-    """
-    _let_go(run.crowd.device)
-    healing, size = run.state.healing, _rows_at_once(run)
-    if size > 1:
-        run.state = replace(run.state, healing=replace(healing, micro_batch_size=size // 2))
-        hint = f"micro-batch {size} -> {size // 2} row(s), the effective batch of {run.state.effective_batch} holds"
-    elif not (run.config.use_gradient_checkpointing or healing.recompute):
-        run.state = replace(run.state, healing=replace(healing, recompute=True))
-        run.crowd.recompute_layers()
-        hint = "layers are recomputed in the backward pass from now on"
-    else:
-        raise _nothing_left(run, "one row at a time with recomputed layers", complaint)
-    run.status.micro_batch_size = run.micro_batch_size
-    run.log.say(f"memory    step {run.state.step + 1} does not fit ({complaint or 'on another process'}): {hint}")
+    def relieve(self, state: TrainState, complaint: str | None) -> TrainState:
+        """Make the next attempt at the same step need less.
 
+        Args:
+            complaint: the message of this process's allocator; None where another process ran out.
 
-def smaller_batch(run: Run, size: int, complaint: str | None) -> int:
-    """The rows at a time with which an evaluation that needed too much is begun again, on every process alike.
+        Raises:
+            OutOfMemory: nothing is left to reduce.
+        """
+        self._release_cache()
+        recovery, rows = state.recovery, self._rows_at_once(state)
+        if rows > 1:
+            recovery = replace(recovery, micro_batch_size=rows // 2)
+            done = f"micro-batch {rows} -> {rows // 2} row(s), the effective batch of {state.rows_per_step} holds"
+        elif not (self.config.use_gradient_checkpointing or recovery.recompute):
+            recovery = replace(recovery, recompute=True)
+            self.crowd.gradient_checkpointing_enable()
+            done = "layers are recomputed in the backward pass from now on"
+        else:
+            raise self._exhausted(state.step, "one row at a time with recomputed layers", complaint)
+        shown = f"step {state.step + 1} does not fit ({complaint or 'on another process'}): {done}"
+        logger.warning(f"memory    {shown}")
+        return replace(state, recovery=recovery)
 
-    Raises:
-        OutOfMemory: `size` was a single row.
-    """
-    _let_go(run.crowd.device)
-    if size == 1:
-        raise _nothing_left(run, "an evaluation of one row at a time", complaint)
-    told = f"evaluation after step {run.state.step} does not fit ({complaint or 'on another process'})"
-    run.log.say(f"memory    {told}: {size} -> {size // 2} row(s) at a time")
-    return size // 2
+    def smaller_batch(self, step: int, size: int, complaint: str | None) -> int:
+        """The rows at a time for the next attempt at an evaluation that did not fit with `size`.
 
+        Raises:
+            OutOfMemory: `size` was a single row.
+        """
+        self._release_cache()
+        if size == 1:
+            raise self._exhausted(step, "an evaluation of one row at a time", complaint)
+        shown = f"evaluation after step {step} does not fit ({complaint or 'on another process'})"
+        logger.warning(f"memory    {shown}: {size} -> {size // 2} row(s) at a time")
+        return size // 2
 
-def _let_go(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    def _release_cache(self) -> None:
+        gc.collect()
+        if self.crowd.device.type == "cuda":
+            torch.cuda.empty_cache()
 
+    def _rows_at_once(self, state: TrainState) -> int:
+        """The rows of the largest micro-batch that any process had in this step, which every process can compute."""
+        limit = state.recovery.limit(self.config.batch_size)
+        return min(limit, -(-state.rows_per_step // self.num_processes))
 
-def _rows_at_once(run: Run) -> int:
-    """The rows of the largest micro-batch that any process had in this step, known to all without a word."""
-    return min(run.micro_batch_size, -(-run.state.effective_batch // run.processes.count))
-
-
-def _nothing_left(run: Run, what: str, complaint: str | None) -> OutOfMemory:
-    config = run.config
-    held = memory_held(run.crowd.device)
-    tokens = f"rows of up to {config.max_seq_length} tokens x {config.num_agents} agents"
-    return OutOfMemory(
-        f"{what} does not fit: {complaint or 'another process ran out'}",
-        where=f"after step {run.state.step}, {tokens}, base of {run.base.num_parameters:,} parameters; {held}",
-        hint=f"max_seq_length={max(2, config.max_seq_length // 2)}, num_agents={max(1, config.num_agents // 2)},"
-        " a smaller base, mixed_precision=bf16, or a machine with more memory",
-    )
+    def _exhausted(self, step: int, what: str, complaint: str | None) -> OutOfMemory:
+        config = self.config
+        tokens = f"rows of up to {config.max_seq_length} tokens x {config.num_agents} agents"
+        parameters = f"base of {self.base.num_parameters:,} parameters"
+        return OutOfMemory(
+            f"{what} does not fit: {complaint or 'another process ran out'}",
+            where=f"after step {step}, {tokens}, {parameters}; {memory_held(self.crowd.device)}",
+            hint=f"max_seq_length={max(2, config.max_seq_length // 2)}, num_agents={max(1, config.num_agents // 2)},"
+            " a smaller base, mixed_precision=bf16, or a machine with more memory",
+        )
 
 
 def memory_held(device: torch.device) -> str:

@@ -1,64 +1,100 @@
-"""What earlier attempts and the supervisor leave to this one in the run's folder: obeyed, said, and kept."""
+"""What earlier attempts and the supervisor leave to the next attempt in the run's folder, beside its checkpoints."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Final
 
+from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.recovery import Recovery, read_recovery
 from ci_llm.core.run_status import last_attempt
-from ci_llm.run.context import Run
-from ci_llm.run.nonfinite import read_record
-from ci_llm.run.nonfinite_policy import BadBatch
+from ci_llm.errors import CheckpointError
+from ci_llm.run.beginning import Beginning, read_beginning
+from ci_llm.run.nonfinite_policy import BadBatch, RecoveryState
+from ci_llm.run.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+SKIPPED_BATCHES: Final = "skipped_batches.json"
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """What lies in the run's folder beside its checkpoints.
+class Requests:
+    """What lies in the run's folder for this attempt.
 
     Attributes:
         recovery: what the supervisor asks for.
-        at_most: the newest step that this attempt may resume from; None: any. It holds for one attempt only, and
-            is lost once that has written its status.
+        at_most: the newest step from which this attempt may resume; None: any. It holds for one attempt only, which
+            ends it by writing its status.
         bad_batches: steps that earlier attempts have skipped.
+        beginning: how the run began; None: no attempt has recorded it.
     """
 
     recovery: Recovery = field(default_factory=Recovery)
     at_most: int | None = None
     bad_batches: tuple[BadBatch, ...] = ()
+    beginning: Beginning | None = None
 
 
-def remember(run_folder: Path) -> Remembered:
-    """Read it all.
+def read_requests(run_folder: Path) -> Requests:
+    """Read all of them.
 
     Raises:
         CheckpointError, BadInput: a file is not of this program.
     """
     recovery = read_recovery(run_folder)
-    return Remembered(recovery, recovery.latest_step_allowed(last_attempt(run_folder)), tuple(read_record(run_folder)))
+    at_most = recovery.latest_step_allowed(last_attempt(run_folder))
+    return Requests(recovery, at_most, tuple(read_skipped_batches(run_folder)), read_beginning(run_folder))
 
 
-def obey(run: Run, remembered: Remembered) -> list[str]:
-    """Put in force what was asked for, on top of what the checkpoint knows; returns what is, for people."""
-    asked, healing = remembered.recovery, run.state.healing
-    healing = healing.asked_for(asked.learning_rate_factor, asked.micro_batch_size)
-    run.state = replace(run.state, healing=healing.with_batches(remembered.bad_batches))
-    if healing.recompute:
-        run.crowd.recompute_layers()
-    return [f"recovery: {line}" for line in (*_in_force(run), *asked.because)]
+def apply_requests(state: TrainState, requests: Requests) -> TrainState:
+    """The state with what is asked for, on top of what the checkpoint holds."""
+    asked = requests.recovery
+    recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
+    return replace(state, recovery=recovery.with_batches(requests.bad_batches))
 
 
-def _in_force(run: Run) -> Iterator[str]:
-    healing = run.state.healing
-    if healing.rate_factor != 1.0:
-        yield f"learning rate x {healing.rate_factor:.3g} for all agents"
-    for k, health in enumerate(healing.agents):
-        if health.rate_share != 1.0:
-            yield f"learning rate x {health.rate_share:.3g} for agent{k}"
-    if run.micro_batch_size < run.config.batch_size:
-        yield f"micro-batch of at most {run.micro_batch_size} row(s), the effective batch holds"
-    if healing.recompute:
+def in_force(recovery: RecoveryState, batch_size: int) -> Iterator[str]:
+    """Lines for people: what the run does otherwise than its configuration says.
+
+    Args:
+        batch_size: as configured.
+    """
+    if recovery.requested_lr_factor != 1.0:
+        yield f"learning rate x {recovery.requested_lr_factor:.3g} for all agents"
+    for k, agent in enumerate(recovery.agents):
+        if agent.lr_factor != 1.0:
+            yield f"learning rate x {agent.lr_factor:.3g} for agent{k}"
+    if (limit := recovery.limit(batch_size)) < batch_size:
+        yield f"micro-batch of at most {limit} row(s), the effective batch holds"
+    if recovery.recompute:
         yield "layers are recomputed in the backward pass"
-    if healing.bad_batches:
-        yield f"steps skipped: {', '.join(str(batch.step + 1) for batch in healing.bad_batches)}"
+    if recovery.bad_batches:
+        yield f"steps skipped: {', '.join(str(batch.step + 1) for batch in recovery.bad_batches)}"
+
+
+def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
+    """The batches that earlier attempts have skipped, whichever checkpoint the run goes on from.
+
+    Raises:
+        CheckpointError: the file is not of this program.
+    """
+    path = run_folder / SKIPPED_BATCHES
+    try:
+        value: Any = read_json(path)
+        return [BadBatch(int(batch["step"]), tuple(batch["rows"])) for batch in value]
+    except FileNotFoundError:
+        return []
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"no record of skipped batches: {error}", where=str(path), hint="move it away") from error
+
+
+def write_skipped_batches(run_folder: Path, recovery: RecoveryState) -> None:
+    """Record the bad batches; a disk that refuses it is reported, and the run goes on."""
+    try:
+        write_json(run_folder / SKIPPED_BATCHES, recovery.to_dict()["bad_batches"])
+    except OSError as error:
+        logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run goes on: {error}")

@@ -1,4 +1,4 @@
-"""What a run leaves for people: the table at its end, the model card, what to do next, report.html."""
+"""What a run leaves for people: the table at its end, the model card, the commands for what comes next, report.html."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.config import Config, default_file
+from ci_llm.data.rows import TrainedOn
 from ci_llm.report.page import write_report
 
 if TYPE_CHECKING:
@@ -31,15 +32,34 @@ def score_table(record: Mapping[str, Any]) -> str:
         lines.append(f"{'majority vote':<14}{exact['vote']:>12.3f}")
     for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
         gain = exact[key]
-        lines.append(f"crowd - {name}: {gain['value']:+.3f} ± {gain['interval95']:.3f}")
+        interval = "" if gain["interval95"] is None else f" ± {gain['interval95']:.3f}"
+        lines.append(f"crowd - {name}: {gain['value']:+.3f}{interval}")
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
-    lines.append(f"exact match of {what}, over {record['n']} held-out rows; ± is a 95 % interval, paired over rows")
+    interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
+    lines.append(f"exact match of {what}, over {rows_evaluated(record['n'], record['rows_trained_on'])}{interval}")
+    if record.get("warning"):
+        lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
 
 
-def model_card(record: Mapping[str, Any], base_name: str, dataset: str, step: int, folder: Path) -> str:
+def rows_evaluated(count: int, trained_on: TrainedOn) -> str:
+    """The rows of an evaluation in words, and whether they were trained on."""
+    kinds = {
+        "none": "held-out rows",
+        "some": "rows, some of them trained on",
+        "all": "rows that were trained on: none was held out",
+    }
+    return f"{count} {kinds[trained_on]}"
+
+
+#: The values that vLLM takes for --max-lora-rank.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def model_card(record: Mapping[str, Any], base_name: str, dataset: str, step: int, folder: Path, rank: int) -> str:
     """README.md of `final_checkpoint`, with the front matter that the hub reads."""
     count = len(record["exact_match"]["agents"])
+    max_rank = next((allowed for allowed in RANKS if allowed >= rank), rank)
     hub = "" if Path(base_name).is_absolute() else f"base_model: {base_name}\n"
     return f"""---
 library_name: peft
@@ -58,25 +78,45 @@ library_name: peft
 {score_table(record)}
 ```
 
-Each `agent<k>` is a plain PEFT adapter:
+All together:
+
+```python
+from ci_llm import Crowd
+
+Crowd.from_pretrained({str(folder)!r}).generate("...")
+```
+
+Each `agent<k>` is a plain PEFT adapter with its tokenizer, whose chat template is that of the training:
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained({base_name!r})
 agent = PeftModel.from_pretrained(base, {str(folder / "agent0")!r})
+tokenizer = AutoTokenizer.from_pretrained({str(folder / "agent0")!r})
 ```
 
-The folder is also a complete checkpoint: `resume_from_checkpoint` takes it.
+vLLM serves all of them on one base, each under its own name:
+
+```bash
+vllm serve {base_name} --enable-lora --max-loras {count} --max-lora-rank {max_rank} \
+  --lora-modules $(for k in {{0..{count - 1}}}; do echo agent$k={folder}/agent$k; done)
+```
+
+A weighted merge of the adapters, as by PEFT's `add_weighted_adapter`, is one more agent and not the crowd: the mean of
+weights does not give the mean of distributions. On a small base single probabilities differed by 0.9.
+
+The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and trains
+on from there.
 """
 
 
 def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str]) -> list[str]:
-    """What a person may want to do after a completed run.
+    """Lines for people: what to do after a completed run.
 
     Args:
-        command: what starts a run like this one with changed keys; None for a key that is left out.
+        command: returns the command for a run like this one with changed keys; None leaves a key out.
     """
     folder, drawn = config.run_folder, config.run_folder / "tensorboard"
     longer = command({"epochs": None, "max_train_steps": "..."})
@@ -89,7 +129,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
 
 
 def _with_own_data(config: Config) -> dict[str, str | None]:
-    """What changes for a fresh run on somebody's own rows; the toy base gives way to one that can learn from them."""
+    """The keys to change for a fresh run on the reader's own rows; not on the embedded base."""
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
@@ -109,7 +149,7 @@ def leave_page(run: Run) -> None:
     over: to leave in time is worth more, and `ci-llm report RUN` writes the page later.
     """
     config, told_at = run.config, run.interrupts.stop_requested_at
-    grace_s = min(config.grace_s, run.processes.launch.patience_s)
+    grace_s = min(config.grace_s, run.processes.launch.kill_delay_s)
     if told_at is not None and time.monotonic() - told_at > grace_s / 3:
         return
     if not (

@@ -1,13 +1,13 @@
-"""What a checkpoint of a run holds, where a run goes on, and how like the undisturbed run that will be.
+"""What a checkpoint of a run holds, how a run resumes from it, and how exactly it repeats the undisturbed run.
 
-Two grades, as the log says: `bitwise` (same processes, micro-batch, threads, versions, device) and `sample-exact` (the
-same samples in the same optimizer steps; sums may round differently).
+The log names one of two grades: `bitwise` (same processes, micro-batch, threads, versions, device) and `sample-exact`
+(the same samples in the same optimizer steps; sums may round differently).
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +18,17 @@ import torch
 from ci_llm._version import __version__
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.core import determinism
-from ci_llm.errors import BadInput, CheckpointError, ConfigError, ForeignCheckpoint
-from ci_llm.run.context import Run
-from ci_llm.run.nonfinite import guard_state, restore_guard
+from ci_llm.crowd.base import Base, short_name
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.recognise import require_checkpoint, require_run
+from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.run.new_run import other_ways
+from ci_llm.run.rollback import LastGood, like_moment
 from ci_llm.run.state import TrainState
 
 LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
@@ -30,7 +36,7 @@ LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "trans
 
 @dataclass(frozen=True)
 class Source:
-    """Where a run goes on: a verified checkpoint, and whether it lies in the run's own folder."""
+    """The verified checkpoint from which a run goes on, and its folder."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -40,231 +46,277 @@ class Source:
         return self.checkpoint.manifest.step
 
 
-def find_source(manager: CheckpointManager, wanted: str | None, at_most: int | None = None) -> Source | None:
-    """The checkpoint that `resume_from_checkpoint` means; None for a fresh start.
+def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Source | None:
+    """The newest checkpoint of a run's own folder that verifies; None if there is none.
 
     Args:
-        at_most: `latest` means one of this step or before, because what came after is not trusted; None: any.
+        at_most: the newest step that is trusted; None: any.
+    """
+    step = manager.latest_step(at_most=at_most)
+    return None if step is None else Source(load_checkpoint(manager.store.path(step)), manager.store.path(step))
+
+
+def open_source(given: Path, where: str) -> Source:
+    """The checkpoint at a path from outside: itself, or the newest of a run's folder.
+
+    Args:
+        where: the key that gave the path, for the error.
 
     Raises:
-        ConfigError: a fresh start is wanted in a folder that holds checkpoints, or a path holds none.
-        DamagedCheckpoint: the path is damaged; only `latest` falls back to an older one.
+        ConfigError: it is not the checkpoint of a run.
+        DamagedCheckpoint: it is not as it was written.
     """
-    if wanted is None:
-        _refuse_to_forget(manager)
-        return None
-    if wanted == "latest":
-        step = manager.latest_step(at_most=at_most)
-        return None if step is None else _open(manager.store.path(step))
-    folder = Path(wanted)
-    if not (folder / "manifest.json").is_file():
-        raise ConfigError(
-            "there is no checkpoint at this path",
-            where=f"resume_from_checkpoint: {wanted}",
-            hint="give a folder such as RUN/checkpoint_step_100, or latest, or null for a fresh start",
-        )
-    return _open(folder)
+    folder = require_checkpoint(given, where)
+    try:
+        require_run(read_manifest(folder), folder, where)
+        return Source(load_checkpoint(folder), folder)
+    except DamagedCheckpoint as damage:
+        damage.hint = f"ci-llm checkpoints list {folder.parent} says which others are whole: give one of them"
+        raise
 
 
-def _open(folder: Path) -> Source:
-    return Source(load_checkpoint(folder), folder)
+@dataclass(frozen=True)
+class Restored:
+    """What a run takes from a checkpoint beside weights and moments.
 
-
-def _refuse_to_forget(manager: CheckpointManager) -> None:
-    if steps := manager.all_steps():
-        raise ConfigError(
-            f"a fresh start is wanted, but this folder holds checkpoints of steps {', '.join(map(str, steps))}",
-            where=f"resume_from_checkpoint: null, output_dir: {manager.store.directory}",
-            hint="resume_from_checkpoint=latest goes on from them; another output_dir or experiment_name starts anew",
-        )
-
-
-# ------------------------------------------------------------------------------------------------ what is kept
-
-
-def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
-    """The state of a run as the manager wants it: keys name files.
-
-    Args:
-        generators: `rng.capture()` of every process by index, None where it is not known; gathered by default, which
-            makes this a collective.
+    Attributes:
+        trackers: ids under which trackers know the run.
+        lines: for people: what changed since then.
     """
-    generators = generators or run.processes.gather_object(determinism.capture())
-    return {
-        **run.crowd.adapter_files(),
-        "ci_llm_meta_config": run.crowd.meta(run.base.fingerprint),
-        "optimizer": _optimizer_state(run),
-        "scheduler": {
-            "type": run.config.lr_scheduler_type,
-            "last_step": run.state.step,
-            "last_learning_rate": run.learning_rate(max(run.state.step - 1, 0)),
-        },
-        "train_state": run.state.to_dict(),
-        "guard": guard_state(run),
-        "trackers": run.log.tracker_state(),
-        "rng": {f"process{i}": state for i, state in enumerate(generators) if state is not None},
-        "config.yaml": run.config.dump().encode(),
-        **run.tokenizer_files,
-    }
+
+    state: TrainState
+    trackers: Mapping[str, str]
+    lines: list[str]
 
 
-def describe(run: Run) -> dict[str, Any]:
-    """The manifest's account of a checkpoint: position, and the fingerprints that a resume compares."""
-    return {
-        "epoch": run.plan.epoch(run.state.step),
-        "position": run.state.samples_seen,
-        "fingerprints": fingerprints(run),
-        "surroundings": surroundings(run),
-    }
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """What a checkpoint of one run holds, and the way back from it.
+
+    Attributes:
+        rows: of the training; their fingerprint goes into the manifest.
+        tokenizer_files: name below `tokenizer/` -> content.
+        last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
+    """
+
+    config: Config
+    base: Base
+    crowd: Crowd
+    optimizer: torch.optim.Optimizer
+    rows: TokenizedRows
+    tokenizer_files: Mapping[str, bytes]
+    last_good: LastGood
+    processes: Processes
+
+    def contents(
+        self,
+        state: TrainState,
+        learning_rate: float,
+        trackers: Mapping[str, str],
+        generators: Sequence[dict[str, Any] | None] = (),
+    ) -> dict[str, Any]:
+        """The state of the run as the manager wants it: keys name files.
+
+        Args:
+            learning_rate: of the last step.
+            trackers: ids under which trackers know the run.
+            generators: `determinism.capture()` of every process by index, None where it is not known; gathered by
+                default, which makes this a collective.
+        """
+        generators = generators or self.processes.gather_object(determinism.capture())
+        return {
+            **self.crowd.adapter_files(),
+            "ci_llm_meta_config": self._meta(),
+            "optimizer": {f"agent{k}": dict(self.optimizer.state[row]) for k, row in enumerate(self.crowd.agents.rows)},
+            "scheduler": {
+                "type": self.config.lr_scheduler_type,
+                "last_step": state.step,
+                "last_learning_rate": learning_rate,
+            },
+            "train_state": state.to_dict(),
+            # An agent outside of an episode is its own good snapshot: an older one would double every checkpoint.
+            "guard": self.last_good.state_of(_in_episode(state)),
+            "trackers": dict(trackers),
+            "rng": {f"process{i}": each for i, each in enumerate(generators) if each is not None},
+            "config.yaml": self.config.dump().encode(),
+            **self.tokenizer_files,
+        }
+
+    def agents_tokenizers(self) -> dict[str, bytes]:
+        """The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone."""
+        files = {name.removeprefix("tokenizer/"): data for name, data in self.tokenizer_files.items()}
+        agents = range(self.crowd.num_agents)
+        return {f"agent{k}/{name}": data for k in agents for name, data in files.items()}
+
+    def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
+        """What the manifest says of a checkpoint: position, and what a resume compares."""
+        return {
+            "epoch": epoch,
+            "position": state.samples_seen,
+            "fingerprints": self.fingerprints(),
+            "surroundings": self.environment(state),
+        }
+
+    def fingerprints(self) -> dict[str, str]:
+        """What must be the same for a run to be the same run."""
+        return {
+            "base": self.base.fingerprint,
+            "base_rounded": self.base.rounded_fingerprint,
+            "data": self.rows.fingerprint,
+        }
+
+    def environment(self, state: TrainState) -> dict[str, Any]:
+        """What must be the same for a run to have the same bits."""
+        on_cpu = self.crowd.device.type == "cpu"
+        return {
+            "processes": self.processes.count,
+            "micro_batch": state.recovery.limit(self.config.batch_size),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if self.crowd.device.type == "cuda" else _processor(),
+            "deterministic": torch.are_deterministic_algorithms_enabled() or on_cpu,
+            "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES},
+        }
+
+    def restore(self, source: Source) -> Restored:
+        """Put weights and moments of the checkpoint in place; nothing is touched if it does not fit.
+
+        Raises:
+            ForeignCheckpoint: another K, rank, base or data.
+            BadInput: a changed configuration would train on other samples or with other mathematics.
+        """
+        saved, where = source.checkpoint.state, str(source.folder)
+        changes = _changes(self.config, saved["config.yaml"], where)
+        self._require_same_crowd(source, changes)
+        self._require_same_settings(changes, where)
+        self._require_same_rows(source, changes)
+        state = TrainState.from_dict(saved["train_state"])
+        for k, row in enumerate(self.crowd.agents.rows):
+            self.crowd.agents.load_agent(k, saved[f"agent{k}/adapter_model"], where)
+            moments = saved["optimizer"].get(f"agent{k}", {})
+            self.optimizer.state[row] = {name: like_moment(name, tensor, row) for name, tensor in moments.items()}
+        self.last_good.load(_in_episode(state), saved.get("guard", {}))
+        return Restored(state, dict(saved.get("trackers", {})), _shown(changes))
+
+    def restore_environment(self, source: Source, state: TrainState) -> str:
+        """Set threads and generators as they were; returns the grade for people, and every field that lowers it."""
+        before: Any = source.checkpoint.manifest.info["surroundings"]
+        same_processes = before["processes"] == self.processes.count
+        if self.crowd.device.type == "cpu" and same_processes:
+            torch.set_num_threads(before["threads"])
+        now = self.environment(state)
+        odd = _differences(before, now)
+        precision, precision_now = self._precisions(source)
+        if precision != precision_now:
+            odd.append(f"precision of the base {precision} -> {precision_now}")
+        if same_processes:
+            odd += self._restore_generators(source)
+        if not now["deterministic"]:
+            odd.append("no deterministic algorithms on this device")
+        return f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"
+
+    def _restore_generators(self, source: Source) -> list[str]:
+        generators: Any = source.checkpoint.state["rng"]
+        count = self.processes.count
+        odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in generators]
+        own = generators.get(f"process{self.processes.index}")
+        if own is not None and (hindrance := determinism.restore(own)):
+            odd.append(hindrance)
+        return odd
+
+    def _meta(self) -> dict[str, Any]:
+        return self.crowd.meta(self.base.fingerprint)
+
+    def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
+        meta: Any = source.checkpoint.state["ci_llm_meta_config"]
+        own = self._meta()
+        lora = ("rank", "alpha", "target_modules", "use_rslora")
+        pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
+        pairs |= {f"lora_{key}": (meta["lora"][key], own["lora"][key]) for key in lora}
+        if not self._is_same_base(source):
+            pairs |= {
+                "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.base.name)),
+                "weights of the base": (meta["base_fingerprint"], own["base_fingerprint"]),
+            }
+        odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
+        if odd:
+            raise ForeignCheckpoint(
+                f"the run in this folder has another crowd: {'; '.join(odd)}",
+                where=str(source.folder),
+                hint=other_ways(changes, self.config, self.processes.launch),
+            )
+
+    def _require_same_settings(self, changes: Sequence[Change], where: str) -> None:
+        breaking = [c for c in changes if c.kind == "sample-exact"]
+        if breaking and not self.config.allow_inexact_resume:
+            listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
+            ways = other_ways(changes, self.config, self.processes.launch)
+            raise BadInput(
+                f"the run in this folder has other settings: {listed}",
+                where=where,
+                hint=f"{ways}; allow_inexact_resume=true goes on with the new settings from this step",
+            )
+
+    def _is_same_base(self, source: Source) -> bool:
+        """Whether the weights are those of the checkpoint, bit by bit; or rounded to bf16, where another device loads
+        them in another precision (`model_dtype: null`)."""
+        prints: Any = source.checkpoint.manifest.info["fingerprints"]
+        before, now = self._precisions(source)
+        if before == now:
+            return bool(prints["base"] == self.base.fingerprint)
+        return bool(prints.get("base_rounded") == self.base.rounded_fingerprint)
+
+    def _precisions(self, source: Source) -> tuple[str, str]:
+        """Of the base, in the checkpoint and here."""
+        meta: Any = source.checkpoint.state["ci_llm_meta_config"]
+        return meta["base_dtype"], self._meta()["base_dtype"]
+
+    def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
+        prints: Any = source.checkpoint.manifest.info["fingerprints"]
+        if prints["data"] != self.rows.fingerprint and not self.config.allow_inexact_resume:
+            raise ForeignCheckpoint(
+                "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
+                where=str(source.folder),
+                hint=f"{other_ways(changes, self.config, self.processes.launch)};"
+                " allow_inexact_resume=true goes on with the new rows from this step",
+            )
 
 
-def fingerprints(run: Run) -> dict[str, str]:
-    """What must be the same for a run to be the same run."""
-    return {
-        "base": run.base.fingerprint,
-        "base_rounded": run.base.rounded_fingerprint,
-        "data": run.rows.fingerprint,
-    }
-
-
-def surroundings(run: Run) -> dict[str, Any]:
-    """What must be the same for a run to have the same bits."""
-    return {
-        "processes": run.processes.count,
-        "micro_batch": run.micro_batch_size,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if run.crowd.device.type == "cuda" else _processor(),
-        "deterministic": torch.are_deterministic_algorithms_enabled() or run.crowd.device.type == "cpu",
-        "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES},
-    }
+def _in_episode(state: TrainState) -> list[int]:
+    """Agents in an episode of nonfinite steps."""
+    return [k for k, agent in enumerate(state.recovery.agents) if agent.episode_start is not None]
 
 
 def _processor() -> str:
-    """Architecture and vector units: with others, sums are made in another order."""
+    """Architecture and vector units: other units add in another order."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _optimizer_state(run: Run) -> dict[str, Any]:
-    return {f"agent{k}": dict(run.optimizer.state[row]) for k, row in enumerate(run.crowd.agents.rows)}
-
-
-# ----------------------------------------------------------------------------------------------- coming back
-
-
-def restore(run: Run, source: Source) -> list[str]:
-    """Bring the run to where the checkpoint stands; nothing of it is touched if the checkpoint does not fit.
-
-    Returns:
-        lines for people: what changed, and the grade of exactness.
+def _changes(config: Config, saved: bytes, where: str) -> list[Change]:
+    """The keys that changed since the checkpoint.
 
     Raises:
-        ForeignCheckpoint: another K, rank, base or data.
-        BadInput: a changed configuration would train on other samples or with other maths.
+        CheckpointError: the configuration in the checkpoint cannot be read.
     """
-    saved, where = source.checkpoint.state, str(source.folder)
-    _check_crowd(run, source, where)
-    changes = _check_config(run.config, saved["config.yaml"], where)
-    _check_data(run, source)
-    state = TrainState.from_dict(saved["train_state"])
-    for k in range(run.crowd.num_agents):
-        run.crowd.agents.load_agent(k, saved[f"agent{k}/adapter_model"], where)
-        row = run.crowd.agents.rows[k]
-        run.optimizer.state[row] = {n: _like(n, t, row) for n, t in saved["optimizer"].get(f"agent{k}", {}).items()}
-    run.state = state
-    restore_guard(run, saved.get("guard", {}))
-    run.remembered_trackers = dict(saved.get("trackers", {}))
+    try:
+        before = parse_config(saved.decode(), where)
+    except ConfigError as error:
+        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
+    return before.diff(config)
+
+
+def _shown(changes: Sequence[Change]) -> list[str]:
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
     if any(c.kind == "schedule" and not c.keeps_bits for c in changes):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
     return lines
 
 
-def _like(name: str, tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Moments go where the weights are; the step counter of AdamW stays an fp32 scalar there."""
-    return tensor.to(row.device) if name == "step" else tensor.to(row)
-
-
-def _check_crowd(run: Run, source: Source, where: str) -> None:
-    meta: Any = source.checkpoint.state["ci_llm_meta_config"]
-    own = run.crowd.meta(run.base.fingerprint)
-    lora = ("rank", "alpha", "target_modules", "use_rslora")
-    pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
-    pairs |= {f"lora_{key}": (meta["lora"][key], own["lora"][key]) for key in lora}
-    if not _same_base(run, source):
-        pairs["base model (fingerprint of its weights)"] = (meta["base_fingerprint"], own["base_fingerprint"])
-    odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
-    if odd:
-        raise ForeignCheckpoint(
-            f"the checkpoint belongs to another crowd: {'; '.join(odd)}",
-            where=where,
-            hint="put the old values back, or give another output_dir or experiment_name for a new run",
-        )
-
-
-def _same_base(run: Run, source: Source) -> bool:
-    """Whether the weights are those of the checkpoint, bit by bit; or rounded, where another device loads them in
-    another precision (`model_dtype: null`)."""
-    prints: Any = source.checkpoint.manifest.info["fingerprints"]
-    before, now = _precisions(run, source)
-    if before == now:
-        return bool(prints["base"] == run.base.fingerprint)
-    return bool(prints.get("base_rounded") == run.base.rounded_fingerprint)
-
-
-def _precisions(run: Run, source: Source) -> tuple[str, str]:
-    """Of the base, in the checkpoint and here."""
-    meta: Any = source.checkpoint.state["ci_llm_meta_config"]
-    return meta["base_dtype"], run.crowd.meta(run.base.fingerprint)["base_dtype"]
-
-
-def _check_data(run: Run, source: Source) -> None:
-    prints: Any = source.checkpoint.manifest.info["fingerprints"]
-    if prints["data"] != run.rows.fingerprint and not run.config.allow_inexact_resume:
-        raise ForeignCheckpoint(
-            "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
-            where=str(source.folder),
-            hint="put the old data back, or allow_inexact_resume=true to go on with the new rows from this step",
-        )
-
-
-def _check_config(config: Config, saved: bytes, where: str) -> list[Change]:
-    try:
-        before = parse_config(saved.decode(), where)
-    except ConfigError as error:
-        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
-    changes = before.diff(config)
-    breaking = [c for c in changes if c.kind == "sample-exact"]
-    if breaking and not config.allow_inexact_resume:
-        listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
-        raise BadInput(
-            f"the configuration changed, and the run would not be the same: {listed}",
-            where=where,
-            hint="put them back, or allow_inexact_resume=true to go on all the same, or a new experiment_name",
-        )
-    return changes
-
-
-def restore_surroundings(run: Run, source: Source) -> str:
-    """Threads and generators as they were; returns the grade, and every field that lowers it."""
-    before: Any = source.checkpoint.manifest.info["surroundings"]
-    if run.crowd.device.type == "cpu" and before["processes"] == run.processes.count:
-        torch.set_num_threads(before["threads"])
-    now = surroundings(run)
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two environments."""
     odd = [f"{key} {before[key]} -> {now[key]}" for key in now if key != "versions" and before.get(key) != now[key]]
     odd += [
         f"{name} {version} -> {now['versions'][name]}"
         for name, version in before["versions"].items()
         if now["versions"].get(name) != version
     ]
-    precision, precision_now = _precisions(run, source)
-    if precision != precision_now:
-        odd.append(f"precision of the base {precision} -> {precision_now}")
-    if before["processes"] == run.processes.count:
-        generators: Any = source.checkpoint.state["rng"]
-        odd += [f"no generators of process {i}" for i in range(run.processes.count) if f"process{i}" not in generators]
-        own = generators.get(f"process{run.processes.index}")
-        if own is not None and (hindrance := determinism.restore(own)):
-            odd.append(hindrance)
-    if not now["deterministic"]:
-        odd.append("no deterministic algorithms on this device")
-    return f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"
+    return odd

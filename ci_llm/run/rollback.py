@@ -1,21 +1,21 @@
-"""The last good state of every agent, in memory: weights and moments, copied every few steps while it is well."""
+"""The last good state of every agent, in memory: weights and moments, copied every few steps while they are finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-#: Steps between two copies. A copy costs what the optimizer's step costs; what is lost is at most so many steps.
+#: Steps between two copies. A copy costs as much as the optimizer's step; a rollback loses at most this many steps.
 EVERY_STEPS: Final = 20
 
 
 @dataclass
-class _Kept:
-    """One agent's state after so many steps; no moments before the optimizer's first step."""
+class _Snapshot:
+    """One agent's state after `step` steps; no moments before the optimizer's first step."""
 
     step: int
     weights: Tensor
@@ -23,58 +23,64 @@ class _Kept:
 
 
 class LastGood:
-    """Where each agent can be set back to. On the device, so that neither way waits for it.
+    """The snapshot to which each agent can be rolled back. It lies on the device: a copy waits for no transfer.
 
     Args:
         rows: [P] parameters, one per agent.
-        optimizer: whose state of a row are its moments.
+        optimizer: its state of a row holds the agent's moments.
     """
 
     def __init__(self, rows: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self._rows, self._optimizer = rows, optimizer
-        self._kept: dict[int, _Kept] = {}
+        self._snapshots: dict[int, _Snapshot] = {}
 
     def keep(self, agent: int, step: int) -> None:
         """Copy the agent as it is after `step` steps, over the copy before."""
         row = self._rows[agent]
         weights, moments = row.detach(), self._optimizer.state.get(row, {})
-        old = self._kept.get(agent)
+        old = self._snapshots.get(agent)
         if old is None or old.moments.keys() != moments.keys():
             copies = {name: tensor.clone() for name, tensor in moments.items()}
-            self._kept[agent] = _Kept(step, weights.clone(), copies)
+            self._snapshots[agent] = _Snapshot(step, weights.clone(), copies)
             return
         old.step = step
-        old.weights.copy_(weights)
+        old.weights.copy_(weights)  # into the memory it has: a new allocation every 20 steps would fragment a GPU's
         for name, tensor in moments.items():
             old.moments[name].copy_(tensor)
 
     def begin(self, step: int) -> None:
-        """Copy every agent of which there is no copy: an attempt can be set back to its start at least."""
+        """Copy every agent that has no snapshot, so that a rollback is possible from the first step on."""
         for agent in range(len(self._rows)):
-            if agent not in self._kept:
+            if agent not in self._snapshots:
                 self.keep(agent, step)
 
-    def keep_where_due(self, step: int, well: Sequence[int]) -> None:
-        """Copy these agents if it is time."""
-        for agent in well if step % EVERY_STEPS == 0 else ():
+    def keep_if_due(self, step: int, finite: Iterable[int]) -> None:
+        """Copy these agents if `step` is one for copies."""
+        for agent in finite if step % EVERY_STEPS == 0 else ():
             self.keep(agent, step)
 
-    def set_back(self, agent: int) -> int:
-        """Make the agent what it was; returns the number of steps it had taken then."""
-        kept, row = self._kept[agent], self._rows[agent]
+    def roll_back(self, agent: int) -> int:
+        """Give the agent the weights and moments of its snapshot; returns the number of steps it had taken then."""
+        kept, row = self._snapshots[agent], self._rows[agent]
         row.data.copy_(kept.weights)
         self._optimizer.state.pop(row, None)
         if kept.moments:
             self._optimizer.state[row] = {name: tensor.clone() for name, tensor in kept.moments.items()}
         return kept.step
 
-    def state_of(self, agent: int) -> dict[str, Any]:
-        """The copy of one agent, for a checkpoint."""
-        kept = self._kept[agent]
-        return {"step": kept.step, "weights": kept.weights, "moments": kept.moments}
+    def state_of(self, agents: Iterable[int]) -> dict[str, Any]:
+        """The snapshots of these agents, for a checkpoint."""
+        snapshots = {f"agent{k}": self._snapshots[k] for k in agents}
+        return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
 
-    def load(self, agent: int, state: Mapping[str, Any]) -> None:
+    def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
         """The inverse of `state_of`."""
-        row = self._rows[agent]
-        moments = {name: t.to(row.device) if name == "step" else t.to(row) for name, t in state["moments"].items()}
-        self._kept[agent] = _Kept(state["step"], state["weights"].to(row), moments)
+        for k in agents:
+            row, state = self._rows[k], saved[f"agent{k}"]
+            moments = {name: like_moment(name, tensor, row) for name, tensor in state["moments"].items()}
+            self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
+
+
+def like_moment(name: str, tensor: Tensor, row: Tensor) -> Tensor:
+    """One of AdamW's tensors where the weights `row` are; its step counter stays an fp32 scalar."""
+    return tensor.to(row.device) if name == "step" else tensor.to(row)

@@ -1,10 +1,12 @@
-"""From a configuration to a run: the one place where the rooms meet.
+"""From a configuration to a run: loads, checks and joins its parts.
 
 Everything that can be refused is refused before the first file is written.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
-from ci_llm.crowd.importing import start_from
+from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -30,32 +32,63 @@ from ci_llm.data.sources import load_rows
 from ci_llm.data.templates import chat_template
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.processes import Processes
+from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
-from ci_llm.run.nonfinite_policy import Health, RecoveryState
+from ci_llm.run.evaluation import Evaluator
+from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.nonfinite import NonFiniteResponse
+from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.out_of_memory import MemoryRelief
+from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
+from ci_llm.run.rounds import StopVote
 from ci_llm.run.state import TrainState, Validation
 
+logger = logging.getLogger(__name__)
+
+PROBE_BYTES = 1 << 20
 INITIAL_LOSS_SCALE = 2.0**16  # PyTorch's GradScaler starts there as well
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written. The file that tries it has no name and leaves no trace.
+
+    Raises:
+        ConfigError: read-only, full, or not a folder.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written here: {error.strerror}",
+            where=f"output_dir: {folder}",
+            hint="give an output_dir on a disk that has space and may be written",
+        ) from error
+
+
 def build(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager, log: RunLog) -> Run:
-    """Load, check and join everything a run needs, at step 0; says what it found.
+    """Load, check and join everything a run needs, at step 0; logs what it found.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
-    found = load_rows(config, "train"), load_rows(config, "eval")  # what is missing is told before the base is loaded
+    found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
     base = load_base(config.model_name, config.model_dtype, processes.device)
-    log.say(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
-    crowd = build_crowd(config, base, log)
+    logger.info(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
+    crowd = build_crowd(config, base)
     rows, eval_rows = (_tokenized(config, base, processes, each) for each in found)
     crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
     for line in rows.description:
-        log.say(f"data      {line}")
+        logger.info(f"data      {line}")
+    if eval_rows.rows.num_trained_on:
+        logger.info(f"data      {eval_rows.rows.description[-1]}")
     return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
 
 
@@ -78,21 +111,21 @@ def join(
     optimizer = torch.optim.AdamW(
         [{"params": [row]} for row in crowd.agents.rows],  # one group per agent
         lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
         fused=config.fused_optimizer,
     )
     manager.watch(optimizer)
+    last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
+    memory = MemoryRelief(config, base, crowd, processes.count)
+    vote = StopVote(processes, interrupts, heartbeat)
     return Run(
         config=config,
         base=base,
-        tokenizer_files=_tokenizer_files(base.tokenizer),
         crowd=crowd,
         objective=Objective(
-            config.diversity,
-            config.lambda_sw,
-            config.swd_num_projections,
-            config.swd_representation,
-            config.seed,
+            config.diversity, config.lambda_sw, config.swd_num_projections, config.swd_representation, config.seed
         ),
         optimizer=optimizer,
         rows=rows,
@@ -102,37 +135,64 @@ def join(
         manager=manager,
         log=log,
         status=RunStatus(config.run_folder, 0, is_main=False),
-        state=TrainState(
-            effective_batch=rows_per_step,
-            skipped=(0,) * config.num_agents,
-            healing=RecoveryState(agents=(Health(),) * config.num_agents),
-            loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
-            validation=Validation(config.metric_for_best_model),
-        ),
+        state=_first_state(config, rows_per_step),
         plan=plan,
         total_steps=total_steps,
         learning_rate=schedule(config, total_steps),
-        last_good=LastGood(crowd.agents.rows, optimizer),
+        last_good=last_good,
+        nonfinite=_nonfinite_response(config, last_good, processes, manager),
+        memory=memory,
+        stop_vote=vote,
+        evaluator=Evaluator(config, crowd, eval_rows, vote, memory),
+        checkpoint=RunCheckpoint(
+            config, base, crowd, optimizer, rows, _tokenizer_files(base.tokenizer), last_good, processes
+        ),
+        heartbeat=heartbeat,
     )
 
 
-def plan_ahead(config: Config, num_rows: int, effective_batch: int) -> tuple[Plan, int]:
-    """Order and length of a run, from its effective batch: that of step 1, for good."""
-    plan = Plan(num_rows, effective_batch, config.seed)
-    return plan, config.max_train_steps or config.epochs * plan.steps_per_epoch
+def _nonfinite_response(
+    config: Config, last_good: LastGood, processes: Processes, manager: CheckpointManager
+) -> NonFiniteResponse:
+    def may_write() -> bool:
+        return processes.is_main and manager.store.still_held()
+
+    bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
+    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write)
 
 
-def build_crowd(config: Config, base: Base, log: RunLog) -> Crowd:
-    """The agents on their base, by the way through it that gives the base's own logits."""
+def _first_state(config: Config, rows_per_step: int) -> TrainState:
+    return TrainState(
+        rows_per_step=rows_per_step,
+        skipped=(0,) * config.num_agents,
+        recovery=RecoveryState(agents=(AgentRecovery(),) * config.num_agents),
+        loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
+        validation=Validation(config.metric_for_best_model),
+    )
+
+
+def plan_ahead(config: Config, num_rows: int, rows_per_step: int) -> tuple[Plan, int]:
+    """Order and length of a run, from the rows per step, which are those of step 1 for good."""
+    plan = Plan(num_rows, rows_per_step, config.seed)
+    # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
+    by_epochs = math.ceil(round(config.epochs * plan.steps_per_epoch, 6))
+    return plan, config.max_train_steps or max(1, by_epochs)
+
+
+def build_crowd(config: Config, base: Base) -> Crowd:
+    """The agents on their base, on the route through it that gives the base's own logits."""
     crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
     if reason := crowd.choose_route():
-        log.say(f"model     rows are padded, not packed: {reason}")
+        logger.info(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
-        log.say(f"agents    {start_from(crowd, Path(config.init_from))}")
+        logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
+    require_distinct_agents(
+        crowd, f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false"
+    )
     if config.use_gradient_checkpointing:
-        crowd.recompute_layers()
+        crowd.gradient_checkpointing_enable()
     count = crowd.agents.weights.shape[1]
-    log.say(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
+    logger.info(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
     return crowd
 
 
@@ -193,7 +253,7 @@ def set_determinism(config: Config) -> None:
     # Must be in the environment before the first cuBLAS handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # hides bugs of others, costs time
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, and hides bugs of other libraries
 
 
 def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

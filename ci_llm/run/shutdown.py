@@ -1,38 +1,45 @@
-"""A run that ends before its work is done: interrupted, when and with which words; or failed, and why.
+"""How an attempt ends: when it must stop, what is recorded when it was interrupted or has failed, and how to go on.
 
-A process that fails first writes the reason to a file, and enters no collective after that.
+A process that fails writes the reason to a file first, and enters no collective after that.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import DISK_FULL
-from ci_llm.cluster.deadline import REASON, Deadline, Walltime, find_deadline
+from ci_llm.cluster.deadline import REASON, Deadline, Pace, Walltime, find_deadline
 from ci_llm.cluster.launch import Launch, shell_line
-from ci_llm.cluster.slurm import Job, ask, attempts_in_vain, end_now, end_of, killed_at, put_back, read_job
-from ci_llm.config import Config, words_without
+from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
+from ci_llm.config import Config, arguments_without
+from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_status import PEER_LOST, Failure, write_failure
-from ci_llm.distributed.processes import PeerLost
-from ci_llm.distributed.side_channel import PeerGone
-from ci_llm.errors import GivenUp
-from ci_llm.run.context import Run
+from ci_llm.core.run_status import RunStatus
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import GivenUp, PeerLost
+from ci_llm.interrupts import Interrupts
+from ci_llm.logs.run_log import RunLog
 
-_BRIEFLY_S = 3.0  # who is about to be killed cannot wait long for an answer
+logger = logging.getLogger(__name__)
+
+_BRIEFLY_S = 3.0  # a process that is about to be killed cannot wait long for an answer of SLURM
 
 
-def walltime_watched(run: Run) -> Walltime:
-    """The end of the job becomes a request to stop, on the main process; the ballot tells the others."""
-    deadline = _deadline(run.config, end_of) if run.processes.is_main else None
+def watch_walltime(config: Config, processes: Processes, pace: Pace, interrupts: Interrupts) -> Walltime:
+    """Turns the end of the job into a request to stop, on the main process; the ballot tells the others."""
+    deadline = _deadline(config, job_end) if processes.is_main else None
     if deadline is not None:
-        run.log.say(f"walltime  stops in time before {deadline}")
-    elif run.config.stop_before_walltime is True:
-        run.log.say("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
-    return Walltime(deadline, run.pace, run.interrupts, look_again=lambda: _deadline(run.config, end_now))
+        logger.info(f"walltime  stops in time before {deadline}")
+    elif config.stop_before_walltime is True:
+        logger.warning("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
+    return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(config, current_job_end))
 
 
 def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
@@ -40,98 +47,125 @@ def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | 
     return find_deadline(config.max_runtime, None if job is None else end(job))
 
 
-def kill_at(run: Run, deadline: Deadline | None) -> float:
-    """When a run that was told to stop will be killed, by `time.monotonic()`.
+def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadline: Deadline | None) -> float:
+    """When a run that was asked to stop is expected to be killed, by `time.monotonic()`.
 
-    At the end of its time if that was the reason; else when SLURM says, or after `grace_s`, and by its launcher perhaps
-    before that.
+    If the reason is the end of its time: at that end. Else when SLURM says or after `grace_s`, and never later than its
+    launcher waits.
     """
-    heard_at = run.interrupts.stop_requested_at or time.monotonic()
-    if deadline is not None and run.interrupts.stop_reason == REASON:
+    asked_at = interrupts.stop_requested_at or time.monotonic()
+    if deadline is not None and interrupts.stop_reason == REASON:
         return time.monotonic() + deadline.at - time.time()
     job = read_job()
-    end = killed_at(job, partial(ask, timeout_s=_BRIEFLY_S)) if job else None
-    by_slurm = time.monotonic() + end - time.time() if end else heard_at + run.config.grace_s
-    return min(by_slurm, heard_at + run.processes.launch.patience_s)
+    end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
+    by_slurm = time.monotonic() + end - time.time() if end else asked_at + grace_s
+    return min(by_slurm, asked_at + launch.kill_delay_s)
 
 
-def leave(run: Run, reason: str) -> None:
-    """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue.
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a run, from when it has leased the folder; says and records how it ends.
 
-    What counts is the step from which the same command goes on: one that was trained and not saved will be done again.
+    Attributes:
+        number: the same on every process.
+        began_at: the step from which it goes on.
     """
-    command = command_line(run.processes.launch)
-    saved = run.manager.all_steps() if run.processes.is_main else []
-    step = run.status.step = max([run.began_at, *saved])
-    try:
-        mine = run.status.finish("interrupted", reason, command)
-    except OSError as error:
-        run.log.say(f"status.json cannot be written: {error}")
-        mine = run.processes.is_main and run.manager.store.still_held()
-    where = f"step {step} is saved" if step else "no step is saved"
-    run.log.say(f"interrupted ({reason}): {where}; go on with: {command}")
-    if mine:  # a job that another attempt has taken over is that attempt's to put back
-        config = run.config
-        in_vain = attempts_in_vain(config.run_folder, step)
-        line = put_back(config.requeue, reason, max_requeues=config.max_requeues, in_vain=in_vain)
+
+    number: int
+    began_at: int
+    config: Config
+    processes: Processes
+    manager: CheckpointManager
+    status: RunStatus
+    log: RunLog
+
+    @property
+    def folder(self) -> Path:
+        """Where the processes of this attempt leave files for each other and for later readers."""
+        return attempt_folder(self.config.run_folder, self.number)
+
+    def interrupted(self, reason: str) -> None:
+        """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue.
+
+        The step that counts is the one from which the same command goes on. A step that was trained and not saved is
+        trained again.
+        """
+        command = command_line(self.processes.launch)
+        saved = self.manager.all_steps() if self.processes.is_main else []
+        step = self.status.step = max([self.began_at, *saved])
+        try:
+            is_own = self.status.finish("interrupted", reason, command)
+        except OSError as error:
+            logger.warning(f"status.json cannot be written: {error}")
+            is_own = self.processes.is_main and self.manager.store.still_held()
+        where = f"step {step} is saved" if step else "no step is saved"
+        logger.info(f"interrupted ({reason}): {where}; go on with: {command}")
+        if is_own:  # if another attempt has taken the job over, that attempt puts it back
+            self._put_job_back(reason, step)
+
+    def _put_job_back(self, reason: str, step: int) -> None:
+        config = self.config
+        without_progress = attempts_without_progress(config.run_folder, step)
+        line = requeue(config.requeue, reason, max_requeues=config.max_requeues, without_progress=without_progress)
         if line:
-            run.log.say(line)
+            logger.info(line)
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Record why this process fails; on the main process, also how the run ended.
+
+        A disk that refuses either is reported and no more, because people have to see the error itself. They see it
+        once: the program prints it on the terminal, and training.log has it from here.
+
+        Args:
+            step: the optimizer steps taken.
+        """
+        reason, index = reason_of(error), self.processes.index
+        failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
+        failure = Failure.of(error, reason, index, failed_at)
+        for write in (
+            lambda: write_failure(self.config.run_folder, self.number, index, failure),
+            lambda: self.status.finish("failed", reason, command_line(self.processes.launch)),
+        ):
+            try:
+                write()
+            except OSError as refusal:
+                logger.warning(f"the failure could not be written down: {refusal}")
+        logger.error(f"failed ({reason}) after step {step}")
+        self.log.note(str(error))
 
 
 def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None) -> str:
-    """What a person types to start this run again, by its launcher if there is one.
+    """The command that starts this run again, by its launcher if there is one.
 
     Args:
         changes: for another run like it: a key with its new value, or None for a key that is left out.
     """
     command = [*(launch.launcher_command or _own_command(launch))]
     if changes is not None:
-        if not _ends_with(command, launch.words):
+        if not _ends_with(command, launch.arguments):
             command = _by_module(launch)
-        program = command[: len(command) - len(launch.words)]
+        program = command[: len(command) - len(launch.arguments)]
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
-        command = [*program, *words_without(launch.words, changes), *given]
+        command = [*program, *arguments_without(launch.arguments, changes), *given]
     return shell_line(command)
 
 
 def _own_command(launch: Launch) -> list[str]:
-    """That of this process, unless a person talks to it: then it is the notebook's, or that of a bare interpreter."""
+    """The command of this process; in a notebook or an interactive interpreter, one for a shell."""
     return _by_module(launch) if hasattr(sys, "ps1") else sys.orig_argv
 
 
 def _by_module(launch: Launch) -> list[str]:
-    return [sys.executable, "-m", "ci_llm", "train", *launch.words]
+    return [sys.executable, "-m", "ci_llm", "train", *launch.arguments]
 
 
 def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
     return [*command[len(command) - len(words) :]] == [*words]
 
 
-# ---------------------------------------------------------------------------------------------------- failure
-
-
-def record_failure(run: Run, attempt: int, error: BaseException) -> None:
-    """Write why this process fails, then, on the main one, how the run ended.
-
-    A disk that refuses either is told and no more: the error itself is what people have to see.
-    """
-    reason = reason_of(error)
-    step = error.step if isinstance(error, GivenUp) and error.step is not None else run.state.step
-    failure = Failure.of(error, reason, run.processes.index, step)
-    for write in (
-        lambda: write_failure(run.config.run_folder, attempt, run.processes.index, failure),
-        lambda: run.status.finish("failed", reason, command_line(run.processes.launch)),
-    ):
-        try:
-            write()
-        except OSError as refusal:
-            run.log.say(f"the failure could not be written down: {refusal}")
-    run.log.say(f"failed ({reason}) after step {run.state.step}: {error}")
-
-
 def reason_of(error: BaseException) -> str:
-    """A word for scripts, and for the supervisor."""
-    if isinstance(error, (PeerLost, PeerGone)):
+    """Why a run failed, in a word for scripts and for the supervisor."""
+    if isinstance(error, PeerLost):
         return PEER_LOST
     for cause in _causes(error):
         if isinstance(cause, GivenUp):
@@ -144,7 +178,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from."""
+    """The error, and the errors that it was raised from."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

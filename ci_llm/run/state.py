@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from ci_llm.run.nonfinite_policy import Health, RecoveryState
+from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 
 #: The metrics that can say which step is best, and whether more of them is better.
 GREATER_IS_BETTER: Final[Mapping[str, bool]] = {"nll": False, "exact_match": True}
@@ -14,7 +14,7 @@ GREATER_IS_BETTER: Final[Mapping[str, bool]] = {"nll": False, "exact_match": Tru
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of somebody, and the optimizer step after which it was measured."""
+    """The best value of the crowd or of one agent, and the optimizer step after which it was measured."""
 
     step: int
     value: float
@@ -22,11 +22,11 @@ class Best:
 
 @dataclass(frozen=True)
 class Validation:
-    """Plain values, frozen, part of the state of a run; the same on every process.
+    """What the evaluations have shown so far: part of the state of a run, the same on every process.
 
     Attributes:
         metric: what is compared: "nll" or "exact_match".
-        step: after which it was last measured; 0: never.
+        step: the step of the last evaluation; 0: there was none.
         crowd, agents: the best of the crowd, and of each agent alone; None before there is one.
         without_better: evaluations in a row in which the crowd did not get better by more than the threshold.
     """
@@ -38,10 +38,10 @@ class Validation:
     without_better: int = 0
 
     def after(self, step: int, crowd: float, agents: Sequence[float], threshold: float = 0.0) -> Validation:
-        """With the evaluation after `step`. Every gain makes a new best; one above the threshold resets the count.
+        """The state with the evaluation after `step`.
 
-        As in Transformers, whose best metric moves on any gain and whose patience asks for the threshold. A value that
-        is not a number is never better.
+        Every gain makes a new best; a gain above the threshold resets the count. Transformers does the same: its best
+        metric moves on any gain, and its patience compares with the threshold. NaN is never better.
         """
         lead = self._lead(crowd, self.crowd)
         known = self.agents or (None,) * len(agents)
@@ -64,7 +64,7 @@ class Validation:
 
     @property
     def best_step(self) -> int | None:
-        """After which the crowd was best; None before its first evaluation."""
+        """The step after which the crowd was best; None before its first evaluation."""
         return self.crowd.step if self.crowd else None
 
     def __str__(self) -> str:
@@ -92,7 +92,8 @@ def _best(values: Mapping[str, Any] | None) -> Best | None:
     return None if values is None else Best(**values)
 
 
-# ---------------------------------------------------------------------------------------------------- state
+#: Attribute -> key in train_state.json, where they differ. The keys are a format: older checkpoints hold them.
+_KEYS: Final = {"rows_per_step": "effective_batch", "recovery": "healing"}
 
 
 @dataclass(frozen=True)
@@ -103,26 +104,31 @@ class TrainState:
         step: optimizer steps taken; the next one is number `step`.
         samples_seen: rows consumed by all processes.
         tokens_seen: packed tokens consumed by all processes.
-        effective_batch: rows of one optimizer step, fixed at step 1 for the whole run.
+        rows_per_step: rows of one optimizer step over all processes, fixed at step 1 for the whole run.
         skipped: per agent, the steps in which it was left out because its gradient was not finite.
-        healing: what the run does differently because of what happened to it.
+        recovery: what the run does differently because of what happened to it.
         loss_scale: the factor on fp16 losses; None in every other precision.
         clean_steps: steps since the last overflow or the last growth of the loss scale.
-        validation: what the evaluations on the way have shown.
+        validation: what the evaluations have shown so far.
     """
 
     step: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
-    effective_batch: int = 0
+    rows_per_step: int = 0
     skipped: tuple[int, ...] = ()
-    healing: RecoveryState = field(default_factory=RecoveryState)
+    recovery: RecoveryState = field(default_factory=RecoveryState)
     loss_scale: float | None = None
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
-        """The state after one optimizer step over `samples` rows; `overflowed` are those left out but not sick."""
+        """The state after one optimizer step over `samples` rows.
+
+        Args:
+            left_out: agents that did not move.
+            overflowed: those of them for which the loss scale was too large.
+        """
         skipped = tuple(n + (k in left_out) for k, n in enumerate(self.skipped))
         moved = replace(
             self,
@@ -142,17 +148,20 @@ class TrainState:
         return replace(self, clean_steps=self.clean_steps + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"skipped": list(self.skipped), "healing": self.healing.to_dict()}
+        """Plain values under the keys of train_state.json."""
+        values = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """The inverse of `to_dict`; what an older checkpoint does not know has its default."""
-        skipped, healing = tuple(values["skipped"]), values.get("healing")
+        """The inverse of `to_dict`; what an older checkpoint does not hold has its default."""
+        skipped, recovery = tuple(values["skipped"]), values.get("healing")
+        names = {key: name for name, key in _KEYS.items()}
         rebuilt = {
             "skipped": skipped,
-            "healing": RecoveryState.from_dict(healing)
-            if healing
-            else RecoveryState(agents=(Health(),) * len(skipped)),
+            "recovery": RecoveryState.from_dict(recovery)
+            if recovery
+            else RecoveryState(agents=(AgentRecovery(),) * len(skipped)),
             "validation": Validation.from_dict(values.get("validation", {})),
         }
-        return cls(**{**values, **rebuilt})
+        return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})

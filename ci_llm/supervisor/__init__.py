@@ -1,1 +1,1 @@
-"""The supervisor: runs a training until it is done, whatever happens to it. No torch: it must survive what kills it."""
+"""The supervisor: it runs a training until it is done. It imports no torch: it must survive what kills the training."""

@@ -1,4 +1,4 @@
-"""What the end of an attempt means: by exit code, signal and output alone, or by what our run wrote about itself."""
+"""What the end of an attempt means, by exit code, signal and output, or by what an own run wrote about itself."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from ci_llm.core.run_status import PEER_LOST, Failure, Status, earliest_failure
+from ci_llm.core.attempts import PEER_LOST, Failure, earliest_failure
+from ci_llm.core.run_status import Status
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.patterns import says_killed
 from ci_llm.supervisor.policy import Kind, Outcome
 
-_KILLS: Final = (-9, 137)  # by a signal, and as a shell or a container reports one
-_REQUESTS: Final = (-15, -2, -1, 143, 130, 129)  # SIGTERM, SIGINT, SIGHUP
+#: Exit codes by SIGKILL, and by SIGTERM, SIGINT and SIGHUP: as Popen reports a signal, and as a shell does (128 + n).
+_KILLS: Final = (-9, 137)
+_STOPS: Final = (-15, -2, -1, 143, 130, 129)
 _NO_SPACE: Final = ("No space left on device", "Disk quota exceeded")
 BAD_CALL: Final = 2
-#: Exceptions that may pass by themselves: a network, another process, a device that somebody else still holds.
-_PASSING: Final = re.compile(
+#: Exceptions that may pass by themselves: of a network, of another process, of a device that another job still holds.
+_TRANSIENT: Final = re.compile(
     r"connect|time(?:d|s)? ?out|temporar|unavailable|in use\b|\bbusy|locked|reset|refused|name resolution|gaierror"
     r"|network|\bSSL|HTTP|Too Many Requests|try again|retry|stale file|input/output|NCCL|CUDA|HIP error|driver",
     re.IGNORECASE,
 )
 _NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
-#: Reasons of our trainer, and of its exceptions, that mean a kind of their own; every other is a crash.
+#: Reasons in status.json and in the failure files that mean a kind of their own; every other one is a crash.
 _REASONS: Final[dict[str, Kind]] = {
     "nonfinite": "nonfinite",
     "out_of_memory": "out_of_memory",
@@ -35,47 +37,54 @@ _REASONS: Final[dict[str, Kind]] = {
 
 
 def classify_by_output(
-    ending: AttemptResult, *, learning_rate: float | None, batch_size: int | None, lasting_s: float
+    result: AttemptResult, *, learning_rate: float | None, batch_size: int | None, progress_after_s: float
 ) -> Outcome:
-    """The outcome of a script that tells nothing but its output and its exit code.
+    """Return the outcome of an external script: all it leaves is its output and its exit code.
 
     Args:
         learning_rate, batch_size: what it ran with, where known.
-        lasting_s: it has made progress if it ran this long.
+        progress_after_s: the script has made progress if it ran for this long.
     """
-    kind, detail = _kind_by_output(ending)
+    kind, detail = _kind_by_output(result)
     return Outcome(
         kind,
         detail,
-        progress=ending.duration_s >= lasting_s,
+        progress=result.duration_s >= progress_after_s,
         learning_rate=learning_rate,
         batch_size=batch_size,
-        fault=fault(kind, ending.evidence.exception),
-        duration_s=ending.duration_s,
+        signature=crash_signature(kind, result.evidence.exception),
+        duration_s=result.duration_s,
     )
 
 
-def fault(kind: Kind, exception: str | None) -> str | None:
-    """What two crashes have in common if they are the same; None for one that may pass by itself, or is unknown."""
-    if kind != "crashed" or exception is None or _PASSING.search(exception):
+def crash_signature(kind: Kind, exception: str | None) -> str | None:
+    """Return what two crashes share if they are the same one: the exception without its numbers.
+
+    Args:
+        exception: with its message; None if it is unknown.
+
+    Returns:
+        None for a crash that may pass by itself, one without an exception, and every other kind.
+    """
+    if kind != "crashed" or exception is None or _TRANSIENT.search(exception):
         return None
     return _NUMBERS.sub("#", exception)
 
 
 def classify_by_status(
-    ending: AttemptResult, status: Status | None, failures: Sequence[Failure], *, has_begun: bool
+    result: AttemptResult, status: Status | None, failures: Sequence[Failure], *, has_begun: bool
 ) -> tuple[Kind, str]:
-    """The kind of end of our own run, and the evidence for it.
+    """Return how an attempt of an own run ended, and the evidence for it.
 
     Args:
         status: what this attempt wrote into status.json; None if it ended before that.
         failures: what its processes wrote before they failed.
-        has_begun: an earlier attempt with the same call began, so that the call cannot be what is wrong.
+        has_begun: an earlier attempt with the same call has begun to train, so the call itself is right.
     """
-    if ending.ordered == "hang":
+    if result.stop_reason == "hang":
         return "hang", "no heartbeat and no output"
     if status is None:
-        return _before_it_began(ending, has_begun)
+        return _before_it_began(result, has_begun)
     if status.status == "completed":
         return "completed", f"step {status.step}"
     if status.status == "interrupted":
@@ -86,50 +95,53 @@ def classify_by_status(
         if any(text in message for text in _NO_SPACE):
             return "disk_full", message
         reason = cause.reason if cause else str(status.reason)
-        if reason == PEER_LOST or says_killed(message):  # the one that was killed could not say so itself
-            return _killed(ending, f"{reason}: {message}")
+        # The survivors report a lost peer. The process that was killed could report nothing.
+        if reason == PEER_LOST or says_killed(message):
+            return _killed(result, f"{reason}: {message}")
         return _REASONS.get(reason, "crashed"), f"{reason}: {message}"
-    return _killed(ending, f"no word after step {status.step}")
+    return _killed(result, f"no word after step {status.step}")
 
 
-def _before_it_began(ending: AttemptResult, has_begun: bool) -> tuple[Kind, str]:
-    if ending.returncode == 0:
+def _before_it_began(result: AttemptResult, has_begun: bool) -> tuple[Kind, str]:
+    """How an attempt ended that wrote no status. A refusal after a good beginning is no wrong call but a crash."""
+    if result.returncode == 0:
         return "completed", "nothing was left to do"
-    if ending.returncode == BAD_CALL and not has_begun:
-        return "refused", _last_words(ending)
-    return _kind_by_output(ending)
+    if result.returncode == BAD_CALL and not has_begun:
+        return "refused", _last_line(result)
+    return _kind_by_output(result)
 
 
-def _kind_by_output(ending: AttemptResult) -> tuple[Kind, str]:
-    code, said = ending.returncode, ending.evidence
-    if ending.error is not None:
-        return "refused", f"it cannot be started: {ending.error}"
-    if ending.ordered and ending.ordered != "nonfinite":
-        return "interrupted", ending.ordered
-    if said.nonfinite:
-        return "nonfinite", said.nonfinite
-    if said.out_of_memory and (code != 0 or said.ended_out_of_memory):
-        return "out_of_memory", said.out_of_memory
+def _kind_by_output(result: AttemptResult) -> tuple[Kind, str]:
+    """The first line that applies counts: a NaN explains the exit code that follows from it, not the reverse."""
+    code, evidence = result.returncode, result.evidence
+    if result.error is not None:
+        return "refused", f"it cannot be started: {result.error}"
+    if result.stop_reason and result.stop_reason != "nonfinite":
+        return "interrupted", result.stop_reason
+    if evidence.nonfinite:
+        return "nonfinite", evidence.nonfinite
+    if evidence.out_of_memory and (code != 0 or evidence.ended_out_of_memory):
+        return "out_of_memory", evidence.out_of_memory
     if code == 0:
         return "completed", ""
-    if code in _KILLS or code is None or said.killed:
-        return _killed(ending, said.killed or "killed by signal 9")
-    if code in _REQUESTS:
+    if code in _KILLS or code is None or evidence.killed:
+        return _killed(result, evidence.killed or "killed by signal 9")
+    if code in _STOPS:
         return "interrupted", f"it was told to stop: {_in_words(code)}"
-    if any(text in line for line in said.last_lines for text in _NO_SPACE):
-        return "disk_full", said.last_words
-    return "crashed", f"{_in_words(code)}: {said.last_words}"
+    if any(text in line for line in evidence.last_lines for text in _NO_SPACE):
+        return "disk_full", evidence.last_words
+    return "crashed", f"{_in_words(code)}: {evidence.last_words}"
 
 
-def _killed(ending: AttemptResult, detail: str) -> tuple[Kind, str]:
-    """A kill under memory pressure was the kernel's."""
-    if ending.memory_pressure:
+def _killed(result: AttemptResult, detail: str) -> tuple[Kind, str]:
+    """A kill while memory was short came from the kernel, and means out of memory."""
+    if result.memory_pressure:
         return "out_of_memory", f"{detail}, while memory was short"
     return "killed", detail
 
 
-def _last_words(ending: AttemptResult) -> str:
-    return ending.evidence.last_lines[-1] if ending.evidence.last_lines else "it said nothing"
+def _last_line(result: AttemptResult) -> str:
+    return result.evidence.last_lines[-1] if result.evidence.last_lines else "it evidence nothing"
 
 
 def _in_words(code: int) -> str:

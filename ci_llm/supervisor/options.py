@@ -1,4 +1,4 @@
-"""The command line of safe_train.py, as typed."""
+"""The command line of safe_train.py: its options, and what it passes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.patterns import OwnPatterns
+from ci_llm.supervisor.patterns import UserPatterns
 from ci_llm.supervisor.policy import Policy
 
-_DESCRIPTION = """Run a training until it is done: watch its output, and after a failure launch it again, with a smaller
-learning rate after NaN, a smaller batch after out of memory. The configuration is never changed, and no process is left
-behind. What happened is told in safe_train.log."""
+_DESCRIPTION = """Runs a training until it is done. It watches the output, and after a failure launches the training
+again: with a smaller learning rate after NaN, with a smaller batch after out of memory. It never changes a
+configuration file, leaves no process behind, and writes what happened to safe_train.log."""
 _EXAMPLES = """examples:
-  python safe_train.py                                      our own run, as configs.yaml says
+  python safe_train.py                                      this project's trainer, with configs.yaml
   python safe_train.py num_agents=8 -- torchrun --nproc-per-node 4 train.py
   python safe_train.py --train-script train.py --config-path configs --config-name config training.learning_rate=1e-3
   python safe_train.py --train-script fit.py --config-flag --config --config my.yaml --lr-key optim.lr
@@ -26,21 +26,18 @@ _EXAMPLES = """examples:
   python safe_train.py --config my.yaml --lr-key optim.lr -- accelerate launch fit.py my.yaml
   python safe_train.py --on-retry --init_from=resume --goes-on-from out/ckpt.pt -- python train.py config/gpt2.py
 
-exit codes: 0 completed, 2 bad call, 75 interrupted (run me again), 1 gave up, 130 aborted by a second
-Ctrl-C"""
+exit codes: 0 completed, 2 bad call, 75 interrupted (call it again), 1 gave up, 130 aborted by a second Ctrl-C"""
 
 DEFAULT_SCRIPT: Final = Path("train.py")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The options as typed; None where an option was not given.
 
     Attributes:
-        words: key=value and everything else that is not ours; passed on.
-        command: what stood after `--`.
-        config, config_path, config_name, config_flag, lr_key, batch_size_key, on_retry, goes_on_from, stop_signal: None
-            where not given.
+        words: key=value, and everything else that is no option of the supervisor; passed on.
+        command: the words after `--`.
     """
 
     policy: Policy
@@ -56,7 +53,7 @@ class Options:
     lr_key: str | None = None
     batch_size_key: str | None = None
     scale_with_batch: tuple[str, ...] = ()
-    own_patterns: OwnPatterns = field(default_factory=OwnPatterns)
+    user_patterns: UserPatterns = field(default_factory=UserPatterns)
     override_style: str = "hydra"
     on_retry: str | None = None
     goes_on_from: str | None = None
@@ -64,13 +61,13 @@ class Options:
 
     @property
     def folder_and_name(self) -> tuple[Path, str] | None:
-        """Where Hydra's primary configuration is, if either was given."""
+        """The folder and the name of Hydra's primary configuration, if either was given."""
         if self.config_path is None and self.config_name is None:
             return None
         return self.config_path or Path("configs"), self.config_name or "config"
 
-    def options_for_other_scripts(self) -> list[str]:
-        """The options given that say how a script that is not ours gets its configuration."""
+    def external_script_options(self) -> list[str]:
+        """Return the given options that only make sense for an external script."""
         given = {
             "--config-path": self.config_path,
             "--config-name": self.config_name,
@@ -78,8 +75,8 @@ class Options:
             "--lr-key": self.lr_key,
             "--batch-size-key": self.batch_size_key,
             "--scale-with-batch": self.scale_with_batch,
-            "--nonfinite-pattern": self.own_patterns.nonfinite,
-            "--out-of-memory-pattern": self.own_patterns.out_of_memory,
+            "--nonfinite-pattern": self.user_patterns.nonfinite,
+            "--out-of-memory-pattern": self.user_patterns.out_of_memory,
             "--override-style": self.override_style != "hydra",
             "--on-retry": self.on_retry,
             "--goes-on-from": self.goes_on_from,
@@ -89,15 +86,15 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """The call that a command line means.
+    """Read the command line.
 
     Raises:
-        ConfigError: it means none.
+        ConfigError: an option is unknown, wrong, or contradicts another one.
         SystemExit: with 0, after `--help`.
     """
-    own, command = _split(_with_dashes_as_value(list(arguments)))
+    before_command, command = _split(_with_dashes_as_value(list(arguments)))
     parser = _parser()
-    known, words = parser.parse_known_args(own)
+    known, words = parser.parse_known_args(before_command)
     _refuse_near_misses(words, parser)
     policy = Policy(
         max_retries=known.max_retries,
@@ -122,7 +119,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         lr_key=known.lr_key,
         batch_size_key=known.batch_size_key,
         scale_with_batch=tuple(known.scale_with_batch),
-        own_patterns=OwnPatterns(tuple(known.nonfinite_pattern), tuple(known.out_of_memory_pattern)),
+        user_patterns=UserPatterns(tuple(known.nonfinite_pattern), tuple(known.out_of_memory_pattern)),
         override_style=known.override_style,
         on_retry=known.on_retry,
         goes_on_from=known.goes_on_from,
@@ -131,7 +128,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def _with_dashes_as_value(arguments: list[str]) -> list[str]:
-    """`--on-retry --a=b` as one word: argparse would take the second for an option of ours."""
+    """Join `--on-retry --a=b` into one word: argparse would take the second for an option of the supervisor."""
     place = arguments.index("--on-retry") if "--on-retry" in arguments else len(arguments)
     if "--" in arguments[: place + 2] or place + 1 >= len(arguments):
         return arguments
@@ -151,6 +148,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", hint="python safe_train.py --help")
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own method hides a write error
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
@@ -161,59 +161,75 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    what = parser.add_argument_group("what to run")
-    what.add_argument("--train-script", type=Path, default=DEFAULT_SCRIPT, metavar="FILE", help="train.py by default")
-    what.add_argument("--config", type=Path, metavar="FILE", help="the configuration; ours: configs.yaml by default")
-    what.add_argument("--config-path", type=Path, metavar="DIR", help="of another script: its folder of configurations")
-    what.add_argument("--config-name", metavar="NAME", help="and the name in it; configs and config by default")
-    what.add_argument("--config-flag", metavar="F", help="hand the file on as F FILE, not as Hydra takes it")
-    what.add_argument(
-        "--lr-key", metavar="K", help="dotted key of the learning rate; training.learning_rate by default"
-    )
-    what.add_argument("--batch-size-key", metavar="K", help="of the batch size; training.meta_batch_size or the like")
-    what.add_argument(
-        "--scale-with-batch",
+    _add_target_options(parser.add_argument_group("what to run"))
+    _add_key_options(parser.add_argument_group("which keys are adjusted"))
+    _add_output_options(parser.add_argument_group("what the output of an external script means"))
+    _add_resume_options(parser.add_argument_group("how an external script resumes from its own checkpoints"))
+    _add_limit_options(parser.add_argument_group("limits"))
+    return parser
+
+
+def _add_target_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--train-script", type=Path, default=DEFAULT_SCRIPT, metavar="FILE", help="the script; default train.py")
+    add("--config", type=Path, metavar="FILE", help="its configuration; default configs.yaml, for train.py")
+    add("--config-path", type=Path, metavar="DIR", help="Hydra's folder of configurations; default configs")
+    add("--config-name", metavar="NAME", help="the name of the configuration in it; default config")
+    add("--config-flag", metavar="F", help="pass the file as F FILE instead of in Hydra's way")
+
+
+def _add_key_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--lr-key", metavar="K", help="dotted key of the learning rate; default training.learning_rate")
+    add(
+        "--batch-size-key",
         metavar="K",
-        action="append",
-        default=[],
-        help="a key that shrinks with the batch; repeatable",
+        help="of the batch size; default training.meta_batch_size and others",
     )
-    says = parser.add_argument_group("what its output says")
+    add("--scale-with-batch", metavar="K", action="append", default=[], help="a key that shrinks with it; repeatable")
+    add(
+        "--override-style",
+        choices=("hydra", "argparse"),
+        default="hydra",
+        help="how a key is added to the command line: key=value (hydra, the default) or --key=value (argparse)",
+    )
+
+
+def _add_output_options(group: argparse._ArgumentGroup) -> None:
     for failure in ("nonfinite", "out-of-memory"):
-        says.add_argument(
+        group.add_argument(
             f"--{failure}-pattern",
             metavar="REGEX",
             type=_regex,
             action="append",
             default=[],
-            help=f"a line that matches means {failure}, as the known ones do; repeatable",
+            help=f"a line that matches means {failure}, as the known patterns do; repeatable",
         )
-    what.add_argument(
-        "--override-style",
-        choices=("hydra", "argparse"),
-        default="hydra",
-        help="a key that must be added is key=value for Hydra, --key=value for argparse; hydra",
-    )
-    again = parser.add_argument_group("how another script goes on from its own checkpoints")
-    again.add_argument("--on-retry", metavar="WORDS", help="what it gets in addition from the second attempt on")
-    again.add_argument(
+
+
+def _add_resume_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--on-retry", metavar="WORDS", help="words added to its command from the second attempt on")
+    group.add_argument(
         "--goes-on-from",
         metavar="GLOB",
-        help="its checkpoints: WORDS are given whenever there is one, {checkpoint} in them is the newest",
+        help="its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest",
     )
-    how = parser.add_argument_group("how far to go")
-    how.add_argument(
-        "--max-retries", type=_at_least(int, 0), default=10, metavar="N", help="attempts after the first; 10"
+
+
+def _add_limit_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-retries", type=_at_least(int, 0), default=10, metavar="N", help="attempts after the first; default 10")
+    add("--min-lr", type=_positive, default=1e-6, metavar="X", help="the smallest learning rate; default 1e-6")
+    add("--min-batch-size", type=_at_least(int, 1), default=1, metavar="N", help="the smallest batch; default 1")
+    add(
+        "--grace",
+        type=_at_least(float, 0),
+        metavar="S",
+        help="seconds from TERM to KILL; default 120 for this project's trainer, 10 for other scripts",
     )
-    how.add_argument("--min-lr", type=_positive, default=1e-6, metavar="X", help="the smallest learning rate; 1e-6")
-    how.add_argument("--min-batch-size", type=_at_least(int, 1), default=1, metavar="N", help="the smallest batch; 1")
-    how.add_argument(
-        "--grace", type=_at_least(float, 0), metavar="S", help="seconds from TERM to KILL; 120 for ours, 10 for others"
-    )
-    how.add_argument("--stop-signal", metavar="NAME", help="what another script is stopped by; the signal that came")
-    how.add_argument("--no-delete-wandb-runs", action="store_true", help="keep the W&B runs of failed attempts")
-    how.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
+    add("--stop-signal", metavar="NAME", help="the signal that stops an external script; default the one that came")
+    add("--no-delete-wandb-runs", action="store_true", help="keep the W&B runs of failed attempts")
+    add("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _at_least(kind: type, least: float) -> Any:
@@ -245,11 +261,11 @@ def _regex(text: str) -> re.Pattern[str]:
 
 
 def _refuse_near_misses(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """A misspelt option of ours would otherwise be handed on to the script."""
-    own = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    """Refuse a misspelt option of the supervisor, which would otherwise be passed on to the script."""
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
-        near = get_close_matches(name, own, n=1, cutoff=0.85) if name.startswith("--") else []
+        near = get_close_matches(name, known, n=1, cutoff=0.85) if name.startswith("--") else []
         if near:
             raise ConfigError(
                 f"there is no option {word.partition('=')[0]}", where="command line", hint=f"did you mean {near[0]}?"

@@ -1,4 +1,4 @@
-"""Our own run: tells in its folder how it stands, goes on from its checkpoints, is asked to change by recovery.json."""
+"""A run of this project's trainer as a target: it reports in its folder, resumes by itself, and reads recovery.json."""
 
 from __future__ import annotations
 
@@ -10,48 +10,42 @@ from typing import Final
 
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import SUPERVISED
-from ci_llm.cluster.slurm import attempts_in_vain, put_back
+from ci_llm.cluster.slurm import requeue
 from ci_llm.config import default_file, load_config
+from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
 from ci_llm.core.recovery import read_recovery, write_recovery
-from ci_llm.core.run_status import (
-    VANISHED_AFTER_S,
-    Failure,
-    Status,
-    earliest_failure,
-    pid_space,
-    read_failures,
-    read_status,
-)
+from ci_llm.core.run_status import VANISHED_AFTER_S, Status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
-from ci_llm.supervisor.attempt import AttemptResult
-from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, fault
+from ci_llm.supervisor.attempt import AttemptResult, StopOrder
+from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, crash_signature
 from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.patterns import OwnPatterns
+from ci_llm.supervisor.patterns import UserPatterns
 from ci_llm.supervisor.policy import Decision, Outcome
 
 GRACE_S: Final = 120.0
 HANG_AFTER_S: Final = 2 * VANISHED_AFTER_S
 _LOOK_S: Final = 5.0
+#: torchrun must kill its workers before the supervisor kills torchrun.
 _LAUNCHER_RESERVE_S: Final = 5.0
 
 
 class OwnRun:
-    """A run of this project's trainer, under any launcher on this machine.
+    """A target that is a run of this project, under any launcher on this machine. See `Target` for its methods.
 
     Args:
-        command: what launches it.
-        words: the keys that the command gives to the trainer.
-        grace_s: seconds from TERM to KILL; None: as long as a last checkpoint may take.
+        command: what launches the trainer.
+        words: the `key=value` words in the command.
+        grace_s: seconds from TERM to KILL; None for the time that a last checkpoint may take.
 
     Raises:
-        ConfigError: the configuration is wrong; nothing is launched then.
+        ConfigError: the configuration is wrong, and nothing is launched.
     """
 
-    starts_anew = False
-    own_patterns = OwnPatterns()  # it tells in status.json
-    called_again = "the same command goes on"
+    restarts_from_scratch = False
+    user_patterns = UserPatterns()  # its failures are in its folder
+    rerun_effect = "the same command goes on"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
@@ -59,87 +53,90 @@ class OwnRun:
         self._config = load_config(default_file(), words)
         self._folder = self._config.run_folder
         self._recovery = read_recovery(self._folder)
-        self._before: Status | None = None
+        self._status_before: Status | None = None
         self._has_begun = False
-        self._saved_before = 0
-        self._sign: tuple[int, float] | None = None  # of life: lines of output, and the heartbeat
-        self._heard_at = 0.0
+        self._step_before = 0
+        self._last_sign: tuple[int, float] | None = None  # lines of output, and the time of the heartbeat
+        self._last_sign_at = 0.0
         self._next_look = 0.0
 
-    def begin(self) -> list[str]:
-        """What is supervised. Leftovers of attempts that were killed are the trainer's to clear away."""
+    def prepare(self) -> list[str]:
+        """Clear nothing away: the trainer does that itself at its start."""
         return [f"run: {self._folder}"]
 
-    def command(self) -> list[str]:
-        """Always the same: the run goes on by itself."""
-        return self._command
+    def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
+        """The same command every time. Its environment tells trainer and torchrun how long a last checkpoint may take.
 
-    def environment(self) -> Mapping[str, str]:
-        """Ours, how long we wait for the last checkpoint, and what makes torchrun wait for it and hand signals on."""
-        self._before = self._status()
-        self._saved_before = self._newest_step()
-        self._heard_at = time.monotonic()
+        PET_SIGNALS_TO_HANDLE makes torchrun pass these signals on to its workers.
+        """
+        self._status_before = self._status()
+        self._step_before = self._newest_step()
+        self._last_sign_at = time.monotonic()
         patience_s = max(1, int(self.grace_s - _LAUNCHER_RESERVE_S))
-        return {
+        return self._command, {
             SUPERVISED: f"{self.grace_s:g}",
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience_s),
             **os.environ,
         }
 
-    def orders(self, evidence: Evidence) -> tuple[str, str] | None:
-        """Kill what gives no sign of life: its heartbeat thread is stuck as well, so that it would not hear a TERM.
+    def stop_order(self, evidence: Evidence) -> StopOrder | None:
+        """Kill a run without a sign of life, be it output or heartbeat.
 
-        The age of a heartbeat is measured here: clocks jump, and those of two machines differ.
+        By KILL, because the thread of the heartbeat is stuck as well, and with it the reaction to a TERM. Its age is
+        measured by the clock of this process: the time in the file may come from another machine, or from before a
+        correction of the clock.
         """
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_look:  # this is called several times a second, and a status file may be on a network
             return None
         self._next_look = now + _LOOK_S
-        status = self._status_seen()
+        status = self._readable_status()
         if status is None or status.status not in ("running", "vanished"):
             return None
-        if (sign := (evidence.num_lines, status.heartbeat)) != self._sign:
-            self._sign, self._heard_at = sign, now
-        return ("SIGKILL", "hang") if now - self._heard_at > HANG_AFTER_S else None
+        if (sign := (evidence.num_lines, status.heartbeat)) != self._last_sign:
+            self._last_sign, self._last_sign_at = sign, now
+        return StopOrder("SIGKILL", "hang") if now - self._last_sign_at > HANG_AFTER_S else None
 
     def stop_signal(self, stop_reason: str) -> str:
-        """The one that every launcher hands on."""
+        """TERM: every launcher passes it on."""
         return "SIGTERM"
 
-    def save_now(self) -> str:
-        """Ask the main process of the run for a checkpoint, by the signal that it listens to."""
-        status = self._status_seen()
+    def request_save(self) -> str:
+        """Send the main process of the run the signal by which it saves."""
+        status = self._readable_status()
         wanted = next(iter(self._config.save_signals), None)
         if wanted is None:
             return "nothing is saved: save_signals is empty"
-        ours = {process.pid for process in process_tree.living()}  # anybody else may have that number by now
-        hears = status is not None and status.pid_space == pid_space() and status.pid in ours
-        if status is None or not hears or status.status != "running" or not send(status.pid, wanted):
-            return f"nothing is saved: there is no training on this machine that hears {wanted}"
+        # A pid in status.json may belong to another machine, or to a program that came later and got the same number.
+        descendants = {process.pid for process in process_tree.living()}
+        is_here = status is not None and status.pid_space == pid_space() and status.pid in descendants
+        if status is None or not is_here or status.status != "running" or not send(status.pid, wanted):
+            return f"nothing is saved: there is no training on this machine that reacts to {wanted}"
         return f"{wanted} to process {status.pid}: it saves and goes on"
 
-    def verdict(self, ending: AttemptResult) -> Outcome:
-        """What the run wrote about its own end; what it can do nothing about is seen from outside."""
+    def classify(self, result: AttemptResult) -> Outcome:
+        """Judge by what the run wrote about its end; by exit code and output where it could write nothing."""
+        self._recovery = read_recovery(self._folder)  # an attempt that began anew has moved it aside
         status = self._status_of_attempt()
         failures = read_failures(self._folder, status.attempt) if status else []
-        kind, detail = classify_by_status(ending, status, failures, has_begun=self._has_begun)
+        kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
         self._has_begun |= status is not None
         cause = earliest_failure(failures)
-        saved = self._newest_step()
+        known = f"{cause.reason}: {cause.message}" if cause else _exception_in_output(result)
         return Outcome(
             kind,
             detail,
-            progress=saved > self._saved_before,
+            progress=self._newest_step() > self._step_before,
             learning_rate=self._config.learning_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
             good_step=self._good_step(cause) if kind == "nonfinite" else None,
-            fault=fault(kind, f"{cause.reason}: {cause.message}" if cause else _exception_before_it_began(ending)),
-            duration_s=ending.duration_s,
+            signature=crash_signature(kind, known),
+            duration_s=result.duration_s,
         )
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
-        """Ask the next attempt for it in recovery.json: the configuration and the effective batch stay."""
+        """Write the new settings into recovery.json. The configuration stays, and so does the effective batch."""
         lines, new = [], self._recovery
         if decision.learning_rate is not None:
             factor = decision.learning_rate / self._config.learning_rate
@@ -157,37 +154,38 @@ class OwnRun:
             write_recovery(self._folder, self._recovery)
         return lines
 
-    def put_back(self, stop_reason: str | None) -> str | None:
+    def requeue(self, stop_reason: str | None) -> str | None:
         """Ask SLURM to run this job again, as the configuration allows."""
         status = self._status()
-        return put_back(
+        return requeue(
             self._config.requeue,
             stop_reason or (status and status.reason) or "",
             max_requeues=self._config.max_requeues,
-            in_vain=attempts_in_vain(self._folder, status.step) if status else 0,
+            without_progress=attempts_without_progress(self._folder, status.step) if status else 0,
         )
 
     def close(self) -> list[str]:
-        """The configuration was never touched."""
+        """Remove nothing: there is nothing temporary."""
         steps = CheckpointStore(self._folder).all_steps()
-        saved = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
-        return [f"{saved} in {self._folder}", "original unchanged: adjustments travel in recovery.json"]
+        newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
+        return [f"{newest} in {self._folder}", "original unchanged: adjustments travel in recovery.json"]
 
     def _good_step(self, cause: Failure | None) -> int | None:
-        """The failure names the last finite step; what went wrong may have begun a little before it showed."""
+        """The last step that counts as good: what led to non-finite values may have begun some steps before them."""
         if cause is None or cause.step is None:
             return None
         return max(0, cause.step - self._config.good_after_steps)
 
     def _micro_batch_size(self) -> int:
-        """The one in force: the trainer may have cut it by itself, which it tells in status.json."""
+        """The one in force. The trainer may have cut it by itself; then it is in status.json."""
         status = self._status_of_attempt()
-        told = status.micro_batch_size if status else None
-        known = [self._config.batch_size, self._recovery.micro_batch_size, told]
+        reported = status.micro_batch_size if status else None
+        known = [self._config.batch_size, self._recovery.micro_batch_size, reported]
         return min(size for size in known if size is not None)
 
     def _newest_step(self) -> int:
-        """The newest checkpoint that the next attempt may go on from, or that the last one has left; 0 if none."""
+        """The step of the newest checkpoint from which the next attempt may resume; 0 if there is none."""
+        # After a rollback was ordered, checkpoints beyond it are no progress, though they are still in the folder.
         status = self._status()
         allowed = self._recovery.latest_step_allowed(status.attempt if status else None)
         steps = CheckpointStore(self._folder).all_steps()
@@ -196,21 +194,21 @@ class OwnRun:
     def _status(self) -> Status | None:
         return read_status(self._folder) if (self._folder / "status.json").exists() else None
 
-    def _status_seen(self) -> Status | None:
-        """That of the running attempt as far as it can be read: a file that cannot be must not end a training."""
+    def _readable_status(self) -> Status | None:
+        """The status of the running attempt, if it can be read: an unreadable file must not end a training."""
         try:
             return self._status_of_attempt()
         except (BadInput, OSError):
             return None
 
     def _status_of_attempt(self) -> Status | None:
-        """The status, if the attempt that was launched last has written it."""
-        status = self._status()
-        if status is None or self._before is None:
+        """The status, if the attempt that was launched last has written it; otherwise it is that of an earlier one."""
+        status, before = self._status(), self._status_before
+        if status is None or before is None:
             return status
-        return status if (status.attempt, status.pid) != (self._before.attempt, self._before.pid) else None
+        return status if (status.attempt, status.pid) != (before.attempt, before.pid) else None
 
 
-def _exception_before_it_began(ending: AttemptResult) -> str | None:
-    """What the output tells; a refusal is none, because another writer may hold the folder for a minute."""
-    return None if ending.returncode == BAD_CALL else ending.evidence.exception
+def _exception_in_output(result: AttemptResult) -> str | None:
+    """The exception of an attempt that wrote no failure. Of a refusal there is none: it may pass, as a lease does."""
+    return None if result.returncode == BAD_CALL else result.evidence.exception

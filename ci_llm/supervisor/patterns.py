@@ -1,9 +1,9 @@
-"""What the output of a script gives away: non-finite losses, memory that ran out, kills, tracker runs.
+"""What one line of output says: a non-finite loss, memory that ran out, a kill, a learning rate, a W&B run.
 
-Whole tokens only: "nano", "finance loss" and "nancy" never match, and neither does a sentence about what would happen
-("stops if loss is NaN"), what did not ("0 nan losses found") or what was best so far ("best_val_loss=inf").
+Only whole tokens match: "nano", "finance loss" and "nancy" never do. Nor does a sentence about what would happen
+("stops if loss is NaN"), what did not happen ("0 nan losses found") or what was best so far ("best_val_loss=inf").
 
-Every pattern looks at a bounded piece of the line, so that none takes long on a line of any length.
+Every pattern looks at a bounded piece of the line, so that the time per line is bounded too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final
 from urllib.parse import unquote
 
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-#: Nothing below can match a line without one of these; most lines end here.
-_WORTH_A_LOOK: Final = re.compile(
+#: A line without one of these words can match no pattern below. This cheap test is the last one for most lines.
+_MAY_MATCH: Final = re.compile(
     r"nan|\binf|finite|invalid loss|loss scale|memory|alloc|exhausted|oom|kill|exitcode|wandb", re.IGNORECASE
 )
-#: How far to the left of a match its sentence is read.
-_REACH: Final = 160
-#: How many non-finite values of a line are looked at.
-_MOST_VALUES: Final = 32
+#: How many characters before a match are read as its sentence.
+_CONTEXT: Final = 160
+#: How many non-finite values of one line are examined.
+_MAX_VALUES: Final = 32
 _HYPOTHETICAL: Final = re.compile(
     r"\b(?:if|when|whenever|whether|unless|until|in case|avoid|avoids|prevent|prevents)\b[^.:;!?]*$", re.IGNORECASE
 )
@@ -30,15 +30,15 @@ _DENIED: Final = re.compile(
     r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
 )
 
-#: A line of the script's source, as `rich` shows it around the one that raised.
+#: A line of the script's source, as `rich` prints it in a traceback. It talks about a loss and reports none.
 _SOURCE: Final = re.compile(r"│[\s❱]*\d+\s*│.*(?:[(=]|\b(?:raise|assert|return)\b)")
 
-# A loss with a value: the value is found first, then what stands to its left says whose it is.
+# A loss with a value. The value is found first, because it is rare; the text to its left then says what it belongs to.
 
 _VALUE: Final = re.compile(
     r"(?<![\w.+-])[-+]?(?:(?P<nan>nan)|inf(?:inity)?)"
     r"(?:(?=Epoch \d|Batch \d)"  # the bar of Keras, cut short
-    # otherwise a whole token; Lightning pads its width: nan.0
+    # Otherwise a whole token. Lightning pads numbers to a width with zeros: nan.0
     r"|(?:\.0*)?(?![\w-]|\.\w|/(?!inf|nan)[a-z]|\s*-+>|\s+(?:values?|checks?|handling|detection|filter|guard)\b))"
     r"(?!\s*[:=?]\s*(?:false|no|none|off|0)\b)",
     re.IGNORECASE,
@@ -70,24 +70,26 @@ _NAMED: Final = re.compile(
     re.IGNORECASE,
 )
 _AFTER_BARE: Final = re.compile(r"\s*(?:[,;|│┃)\]}/(]|$)|\t|\s{2}")
-#: Losses that are not the present one, and quantities that only belong to one.
+#: Losses of another time (the best, the previous one), and quantities that merely have "loss" in their name.
 _BEST: Final = re.compile(
     r"(?<![a-z])(?:(?:best|lowest|smallest|prev(?:ious)?)(?:[_/.-][a-z]{1,20}){0,3}"
     r"|min(?:imum)?|max(?:imum)?|old|target|delta|std)"
     r"(?:[_/. -]?(?:train|val|valid|validation|eval|test|dev|avg|mean|model|so far)){0,3}[_/. -]*\Z",
     re.IGNORECASE,
 )
-_NO_LOSS: Final = re.compile(
+_NOT_A_LOSS: Final = re.compile(
     r"(?:^|[_/.])(?:scale|scaler|scaling|weights?|std|stddev|var|delta|diff|change|min|max|best|limit|threshold|clip|fn|mask)"
     r"(?:[_/.]|$)",
     re.IGNORECASE,
 )
 
-_BAD: Final = r"(?:nan|inf(?:inite|inity)?|non-?finite)(?:\s*(?:/|or|and)\s*(?:nan|inf(?:inite|inity)?))?"
-#: What trainers say without a value, in the words of the trainer named.
+_INVALID: Final = r"(?:nan|inf(?:inite|inity)?|non-?finite)(?:\s*(?:/|or|and)\s*(?:nan|inf(?:inite|inity)?))?"
+#: Messages without a value, each in the words of the trainer that the comment names.
 NONFINITE: Final = (
-    re.compile(rf"(?<![\w-]){_BAD} loss(?:es)? (?:w\w+ )?(?:detected|encountered|found|at|during)\b", re.IGNORECASE),
-    re.compile(rf"\b(?:detected|encountered|found|got|hit) (?:an? |[1-9]\d* )?{_BAD} loss(?:es)?\b", re.IGNORECASE),
+    re.compile(
+        rf"(?<![\w-]){_INVALID} loss(?:es)? (?:w\w+ )?(?:detected|encountered|found|at|during)\b", re.IGNORECASE
+    ),
+    re.compile(rf"\b(?:detected|encountered|found|got|hit) (?:an? |[1-9]\d* )?{_INVALID} loss(?:es)?\b", re.IGNORECASE),
     re.compile(r"(?<![a-z])loss (?:is|was|became|has become) (?:not finite|non-?finite|infinite)\b", re.IGNORECASE),
     re.compile(r"\bInvalid loss, terminating training"),  # Keras
     re.compile(r"[\"']loss[\"']: [\"']?0(?:\.0*)?[\"']?, [\"']grad_norm[\"']: [\"']?nan\b"),  # HF Trainer, filtered
@@ -128,6 +130,13 @@ KILLED: Final = (
     re.compile(r"\bSignal 9 \(SIGKILL\)|\bexitcode\s*:\s*-9\b"),  # a process of torchrun
 )
 
+#: A learning rate with its value. A bound, a base or a peak of a schedule is another quantity.
+_RATE: Final = re.compile(
+    r"(?<![\w-])(?<!min )(?<!max )(?<!base )(?<!peak )(?<!initial )"
+    r"(?:lr|learning[ _-]?rate)(?:[-/]\w+)?[\"']?\s*[=:|]?\s*[\[(\"']*(\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?![\w%])",
+    re.IGNORECASE,
+)
+
 _RUN_URL: Final = re.compile(r"https?://[^\s/]+/([^\s/]+)/([^\s/]+)/runs/([\w-]+)")
 _RUN_FOLDER: Final = re.compile(r"\bsaved locally in \S*[\\/]run-\d{8}_\d{6}-([\w-]+)")
 _RUN_ID: Final = re.compile(r"^WandB run ID: ([\w-]+)", re.IGNORECASE)
@@ -136,7 +145,7 @@ _RESUMED: Final = re.compile(r"\bwandb: Resuming run\b")
 
 @dataclass(frozen=True)
 class WandbRun:
-    """A run of Weights & Biases as the output names it; entity and project only where a URL does."""
+    """A run of Weights & Biases as the output names it. Only a URL names its entity and project."""
 
     id: str
     entity: str | None = None
@@ -144,14 +153,14 @@ class WandbRun:
 
 
 @dataclass(frozen=True)
-class OwnPatterns:
-    """What a user's own script prints, in regular expressions beside those of this file."""
+class UserPatterns:
+    """Regular expressions that a user adds to those of this file, for messages of the user's own script."""
 
     nonfinite: tuple[re.Pattern[str], ...] = ()
     out_of_memory: tuple[re.Pattern[str], ...] = ()
 
     def nonfinite_in(self, line: str) -> bool:
-        """Whether the line reports a loss that is NaN."""
+        """Whether the line reports a loss that is not finite."""
         return any(pattern.search(line) for pattern in self.nonfinite)
 
     def out_of_memory_in(self, line: str) -> bool:
@@ -160,19 +169,19 @@ class OwnPatterns:
 
 
 def plain(line: str) -> str:
-    """The line without colours and cursor movements."""
+    """Return the line without colours and cursor movements."""
     return _ANSI.sub("", line)
 
 
-def worth_a_look(line: str) -> bool:
-    """Whether any pattern of this file could match."""
-    return _WORTH_A_LOOK.search(line) is not None and not _SOURCE.match(line)
+def may_match(line: str) -> bool:
+    """Whether any pattern of this file, but that of a learning rate, could match the line."""
+    return _MAY_MATCH.search(line) is not None and not _SOURCE.match(line)
 
 
 def says_nonfinite(line: str) -> bool:
-    """Whether the line reports a loss that is NaN or infinite, or that training ended because of one."""
-    values = islice(_VALUE.finditer(line), _MOST_VALUES)
-    return any(_is_of_a_loss(line, value) for value in values) or _any(NONFINITE, line)
+    """Whether the line reports a loss that is NaN or infinite, or an end of the training because of one."""
+    values = islice(_VALUE.finditer(line), _MAX_VALUES)
+    return any(_is_present_loss(line, value) for value in values) or _any(NONFINITE, line)
 
 
 def says_out_of_memory(line: str) -> bool:
@@ -186,12 +195,19 @@ def says_killed(line: str) -> bool:
 
 
 def says_resumed(line: str) -> bool:
-    """Whether W&B goes on with a run that existed before."""
+    """Whether the line reports that W&B resumes a run that existed before."""
     return _RESUMED.search(line) is not None
 
 
+def printed_rate(line: str) -> str | None:
+    """Return the learning rate that the line names, as written there: `lr: 1.00e-03`, `'learning_rate': 5e-05`."""
+    lower = line.lower()
+    found = _RATE.search(line) if "lr" in lower or "learning" in lower else None
+    return found[1] if found else None
+
+
 def wandb_run(line: str) -> WandbRun | None:
-    """The W&B run that the line names."""
+    """Return the W&B run that the line names, or None."""
     if "wandb" not in line.lower():
         return None
     if url := _RUN_URL.search(line):
@@ -201,18 +217,20 @@ def wandb_run(line: str) -> WandbRun | None:
     return WandbRun(named[1]) if named else None
 
 
-def _is_of_a_loss(line: str, value: re.Match[str]) -> bool:
-    """Whether what stands before a non-finite value is the name of a loss, which reports it now."""
-    left = line[max(0, value.start() - _REACH) : value.start()]
+def _is_present_loss(line: str, value: re.Match[str]) -> bool:
+    """Whether a non-finite value belongs to a loss, and to the present one: the text before it is the name of one."""
+    left = line[max(0, value.start() - _CONTEXT) : value.start()]
     named = _NAMED.search(left) if "loss" in left.lower() else None
     if named is None:
         return False
+    # "loss nan" without a sign between could be any sentence: it counts only where the value ends a column.
     if named["bare"] is not None and not _AFTER_BARE.match(line, value.end()):
         return False
+    # A running mean may be infinite for a harmless reason (nothing counted yet); NaN has none.
     if named["mean"] is not None and value["nan"] is None:
         return False
     before = left[: named.start()]
-    if _BEST.search(before) or _NO_LOSS.search(named["rest"]):
+    if _BEST.search(before) or _NOT_A_LOSS.search(named["rest"]):
         return False
     return not _HYPOTHETICAL.search(before) and not (named["became"] and _DENIED.search(before))
 
@@ -222,5 +240,6 @@ def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
 
 
 def _happened(line: str, match: re.Match[str]) -> bool:
-    before = line[max(0, match.start() - _REACH) : match.start()]
+    """Whether the sentence before a match neither denies it nor makes it a condition."""
+    before = line[max(0, match.start() - _CONTEXT) : match.start()]
     return not _HYPOTHETICAL.search(before) and not _DENIED.search(before)

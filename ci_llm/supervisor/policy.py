@@ -1,4 +1,4 @@
-"""What to do after an attempt: a pure table over its outcome, the attempts before it, and the policy."""
+"""What the supervisor does after an attempt: a pure table over the outcome, the attempts before it, and the policy."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ Kind = Literal[
 ]
 Action = Literal["finish", "requeue", "relaunch", "wait", "give up"]
 
-#: Kinds for which nothing is changed before the next attempt; only these need progress to go on.
+#: Kinds after which the next attempt is the same as the last. Only these must make progress sooner or later.
 UNCHANGED: Final = frozenset({"disk_full", "hang", "killed", "crashed"})
-#: Kinds that say nothing against an immediate relaunch.
-_NO_FAULT: Final = frozenset({"hang", "killed"})
+#: Kinds whose first relaunch is immediate: the cause lies outside of the program, or was ended with it.
+_NO_FIRST_PAUSE: Final = frozenset({"hang", "killed"})
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How far the supervisor goes.
+    """The limits of the supervisor.
 
     Attributes:
-        max_retries: attempts after the first.
-        min_learning_rate, min_batch_size: what a cut never goes below.
-        reduction: divides the learning rate after non-finite values, the batch after out of memory.
-        hard_reduction: divides the learning rate once `patience` cuts in a row were in vain.
-        patience: attempts in a row that change nothing and bring nothing, after which it gives up.
-        lasting_s: a script that reports no steps has made progress if it ran this long.
-        early_s: the same crash twice in a row, each within this time, will come a third time.
-        first_wait_s, disk_wait_s: the first pause after a crash and after a full disk; doubled each time.
-        longest_wait_s: where doubling ends.
+        max_retries: attempts after the first one.
+        min_learning_rate, min_batch_size: lower bounds of the cuts.
+        reduction: divides the learning rate after non-finite values, and the batch size after out of memory.
+        hard_reduction: divides the learning rate instead, once `patience` cuts brought no progress.
+        patience: attempts in a row without a change and without progress, after which the supervisor gives up.
+        progress_after_s: a script that reports no steps has made progress if it ran for this long.
+        early_crash_s: a crash within this time counts as an early one; the same early crash twice is final.
+        first_wait_s, disk_wait_s: the first pause after a crash and after a full disk. Each further one is doubled.
+        longest_wait_s: the upper bound of a pause.
     """
 
     max_retries: int = 10
@@ -48,8 +48,8 @@ class Policy:
     reduction: float = 1.5
     hard_reduction: float = 10.0
     patience: int = 3
-    lasting_s: float = 600.0
-    early_s: float = 60.0
+    progress_after_s: float = 600.0
+    early_crash_s: float = 60.0
     first_wait_s: float = 5.0
     disk_wait_s: float = 60.0
     longest_wait_s: float = 600.0
@@ -60,13 +60,13 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        detail: the evidence, for people: a line of its output, the reason in status.json.
-        stopping: the supervisor had been told to stop; nothing is launched any more.
-        progress: the attempt brought something that stays: a newer checkpoint, or a long time of running.
-        learning_rate, batch_size: what it ran with; None where nobody knows, and then neither can be cut.
-        good_step: the newest step whose checkpoint counts as good after non-finite values, of a run that can go back.
-        fault: the exception of a crash, where a later attempt may well meet it again, without the numbers in it.
-        duration_s: how long it ran.
+        detail: the evidence, for people: a line of the output, or the reason in status.json.
+        stopping: the supervisor was told to stop, and launches nothing more.
+        progress: the attempt left something that lasts: a newer checkpoint, or a long time of running.
+        learning_rate, batch_size: what the attempt ran with; None where that is unknown, and then it cannot be cut.
+        good_step: the newest step that counts as good after non-finite values, in a run that can go back to it.
+        signature: what two crashes share if they are the same one; None for a crash that may pass by itself.
+        duration_s: how long the attempt ran.
     """
 
     kind: Kind
@@ -76,19 +76,19 @@ class Outcome:
     learning_rate: float | None = None
     batch_size: int | None = None
     good_step: int | None = None
-    fault: str | None = None
+    signature: str | None = None
     duration_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do next.
+    """What the supervisor does next.
 
     Attributes:
-        learning_rate, batch_size: the new value, where it changes.
-        resume_at_most_step: the newest checkpoint that may be resumed from; None: any.
+        learning_rate, batch_size: the new value; None where it stays.
+        resume_at_most_step: the newest checkpoint that the next attempt may resume from; None for any.
         wait_s: seconds before the relaunch.
-        exit_code: of the supervisor, where it ends.
+        exit_code: of the supervisor; None if it goes on.
     """
 
     action: Action
@@ -101,20 +101,36 @@ class Decision:
 
 
 def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Decision:
-    """The next action after `outcome`; `history` holds the attempts before it, oldest first."""
-    if outcome.kind == "completed":
-        return Decision("finish", "completed", exit_code=0)
-    if outcome.stopping or outcome.kind == "interrupted":
-        return Decision("requeue", "interrupted", exit_code=75)
-    if outcome.kind == "refused":
-        return Decision("give up", "the call or the configuration must change", exit_code=2)
-    if len(history) >= policy.max_retries:
-        return _give_up(f"all {policy.max_retries} retries are used up")
-    if outcome.kind == "nonfinite":
-        return _cut_learning_rate(history, outcome, policy)
-    if outcome.kind == "out_of_memory":
-        return _cut_batch(outcome, policy)
-    return _try_again(history, outcome, policy)
+    """Decide what follows from `outcome`. The first case that applies counts.
+
+    Args:
+        history: the outcomes of the attempts before, oldest first.
+        outcome: how the last attempt ended.
+    """
+    repeats = _unchanged_in_vain(history, outcome)
+    match outcome.kind:
+        case "completed":  # even if the supervisor was told to stop meanwhile: nothing is left to do
+            return Decision("finish", "completed", exit_code=0)
+        case _ if outcome.stopping:
+            return Decision("requeue", "interrupted", exit_code=75)
+        case "interrupted":
+            return Decision("requeue", "interrupted", exit_code=75)
+        case "refused":
+            return Decision("give up", "the call or the configuration must change", exit_code=2)
+        case _ if len(history) >= policy.max_retries:
+            return _give_up(f"all {policy.max_retries} retries are used up")
+        # What is changed needs no progress: the cuts end by themselves, at the smallest value.
+        case "nonfinite":
+            return _cut_learning_rate(history, outcome, policy)
+        case "out_of_memory":
+            return _cut_batch(outcome, policy)
+        # What is not changed would go on for ever without progress.
+        case "crashed" if _is_same_early_crash(history, outcome, policy):
+            return _give_up(f"the same crash twice, each within {policy.early_crash_s:g} s: {outcome.detail}")
+        case _ if repeats >= policy.patience:
+            return _give_up(f"{repeats} attempts in a row without progress")
+        case _:
+            return _relaunch_unchanged(repeats, outcome, policy)
 
 
 def _give_up(why: str) -> Decision:
@@ -127,8 +143,7 @@ def _cut_learning_rate(history: Sequence[Outcome], outcome: Outcome, policy: Pol
         return _give_up("non-finite values, and no learning rate is known that could be cut")
     if rate <= policy.min_learning_rate:
         return _give_up(f"non-finite values at {rate:.3g}, and the learning rate may not go below it")
-    cuts_in_vain = len(list(takewhile(lambda one: one.kind == "nonfinite" and not one.progress, reversed(history))))
-    reduction = policy.reduction if cuts_in_vain < policy.patience else policy.hard_reduction
+    reduction = policy.reduction if _cuts_in_vain(history, outcome) < policy.patience else policy.hard_reduction
     return Decision(
         "relaunch",
         "non-finite values",
@@ -147,33 +162,41 @@ def _cut_batch(outcome: Outcome, policy: Policy) -> Decision:
     return Decision("relaunch", "out of memory", batch_size=smaller)
 
 
-def _try_again(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Decision:
-    if _is_the_same_again(history, outcome, policy):
-        return _give_up(f"the same crash twice, each within {policy.early_s:g} s: {outcome.detail}")
-    in_vain = _attempts_in_vain(history, outcome)
-    if in_vain >= policy.patience:
-        return _give_up(f"{in_vain} attempts in a row without progress")
-    doublings = in_vain - 1 if outcome.kind not in _NO_FAULT else in_vain - 2
+def _relaunch_unchanged(repeats: int, outcome: Outcome, policy: Policy) -> Decision:
+    """The same attempt again: at once, or after a pause that doubles with every repeat."""
+    doublings = repeats - 2 if outcome.kind in _NO_FIRST_PAUSE else repeats - 1
     if doublings < 0:
-        return Decision("relaunch", _WORDS[outcome.kind])
+        return Decision("relaunch", _WHY[outcome.kind])
     first = policy.disk_wait_s if outcome.kind == "disk_full" else policy.first_wait_s
-    return Decision("wait", _WORDS[outcome.kind], wait_s=min(first * 2.0**doublings, policy.longest_wait_s))
+    return Decision("wait", _WHY[outcome.kind], wait_s=min(first * 2.0**doublings, policy.longest_wait_s))
 
 
-def _is_the_same_again(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> bool:
-    """Whether two attempts in a row, between which nothing was changed, ended at once and by the same exception."""
-    twice = (*history[-1:], outcome)
-    early = all(one.kind == "crashed" and not one.progress and one.duration_s <= policy.early_s for one in twice)
-    return len(twice) == 2 and early and outcome.fault is not None and twice[0].fault == outcome.fault
+def _is_same_early_crash(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> bool:
+    """Whether this attempt and the one right before it, with nothing changed in between, crashed early and alike."""
+    if not history or outcome.signature is None or history[-1].signature != outcome.signature:
+        return False
+    return all(
+        one.kind == "crashed" and not one.progress and one.duration_s <= policy.early_crash_s
+        for one in (history[-1], outcome)
+    )
 
 
-def _attempts_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:
-    """Failures in a row, this one included, before which nothing was changed and which brought nothing."""
-    earlier = takewhile(lambda one: one.kind in UNCHANGED and not one.progress, reversed(history))
-    return 1 + (0 if outcome.progress else len(list(earlier)))
+def _cuts_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:
+    """Cuts of the learning rate since the last progress. A crash or a kill in between says nothing about them."""
+    return max(0, sum(one.kind == "nonfinite" for one in _without_progress(history, outcome)) - 1)
 
 
-_WORDS: Final = {
+def _unchanged_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:
+    """Attempts in a row, this one included, that changed nothing and brought no progress; 1 if this one did."""
+    return max(1, len(list(takewhile(lambda one: one.kind in UNCHANGED, _without_progress(history, outcome)))))
+
+
+def _without_progress(history: Sequence[Outcome], outcome: Outcome) -> list[Outcome]:
+    """The attempts in a row without progress, newest first; empty if this one made some."""
+    return list(takewhile(lambda one: not one.progress, (outcome, *reversed(history))))
+
+
+_WHY: Final = {
     "disk_full": "the disk was full",
     "hang": "it made no sign of life and was ended",
     "killed": "it was killed from outside",

@@ -1,7 +1,7 @@
-"""Everything that descends from this process: found, ended, and proven gone.
+"""The descendants of this process: found, ended, and proven gone.
 
-On Linux the orphans of a subreaper come back to it, so nothing that was ever started below it can get away, whatever
-sessions it made. Elsewhere an orphan is found as long as it stays in the session of the command.
+On Linux this process becomes a subreaper: an orphan below it becomes its child, so that no descendant is lost, whatever
+sessions it opens. On other systems an orphan is found as long as it stays in the session of the command.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ci_llm.core.run_status import is_alive
 from ci_llm.interrupts import signal_number
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_FIRST_LOOK_S: Final = 0.01
-_LONGEST_LOOK_S: Final = 0.5
-_KILL_S: Final = 10.0  # nobody survives a KILL for longer, but for a process stuck in the kernel
+_FIRST_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 0.5
+_KILL_S: Final = 10.0  # only a process that is stuck in the kernel survives a KILL for longer
 
 
 def adopt_orphans() -> None:
-    """Let Linux hand processes of this tree whose parent died to this one; other systems know no such thing."""
+    """Become the parent of every descendant whose own parent dies. On systems other than Linux nothing happens."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -36,10 +36,11 @@ def adopt_orphans() -> None:
 
 
 def living(session: int | None = None) -> list[psutil.Process]:
-    """The descendants of this process, and the members of `session`, that are not merely waiting to be reaped.
+    """Return the descendants of this process and the members of `session`, without those that wait to be reaped.
 
-    psutil's own walk loses the children of a process that ends while it looks. They were taken for leftovers once in
-    fifty launchers that died of their TERM, and killed before they had saved; here the parent stays on the list.
+    psutil's own `children(recursive=True)` loses the children of a process that ends while it looks. One launcher in
+    fifty ended at that moment, and its trainer was taken for a leftover and killed before it had saved. Here all pairs
+    of process and parent are read first, so that a parent that has just ended still leads to its children.
     """
     found = {process.pid: process for process in psutil.process_iter(["ppid"])}
     tree = {os.getpid()}
@@ -55,21 +56,23 @@ def end(
     *,
     settle_s: float = 0.0,
     session: int | None = None,
-    insisted: Callable[[], bool] = lambda: False,
+    kill_ordered: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """End every descendant: TERM, and KILL for what is left after `grace_s` seconds, or once `insisted` says so.
+    """End every descendant: by TERM, and by KILL after `grace_s` seconds or as soon as `kill_ordered` returns True.
 
     Args:
-        settle_s: seconds in which they may go by themselves before anything is sent.
+        settle_s: seconds in which they may end by themselves before anything is sent.
+        session: see `living`.
 
     Returns:
-        what had to be killed, as "python (pid 17)".
+        what had to be killed, each as "python (pid 17)".
     """
-    ask(signal_number("SIGTERM"), grace_s, settle_s=settle_s, session=session, insisted=insisted)
+    ask(signal_number("SIGTERM"), grace_s, settle_s=settle_s, session=session, kill_ordered=kill_ordered)
+    # Again and again: a process that is forked at this moment is in no list yet.
     killed: dict[int, str] = {}
     for alive in _looks(session, until=time.monotonic() + _KILL_S):
         killed |= {process.pid: _describe(process) for process in alive}
-        _tell_all(process.kill for process in alive)
+        _send_all(process.kill for process in alive)
     return list(killed.values())
 
 
@@ -79,48 +82,50 @@ def ask(
     *,
     settle_s: float = 0.0,
     session: int | None = None,
-    insisted: Callable[[], bool] = lambda: False,
+    kill_ordered: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Send every descendant a signal and wait until all are gone, for `grace_s` seconds, or until `insisted` says so.
+    """Send every descendant a signal, and wait until all are gone, for `grace_s` seconds or until `kill_ordered()`.
 
-    What a process starts after its signal is not asked: it may need just that to save. Its orphans are.
+    A process that is started after its parent got the signal gets none: the parent may need it to save. It gets one
+    when it is an orphan.
     """
     start = time.monotonic()
     asked: set[int] = set()
     for alive in _looks(session, until=start + settle_s + grace_s):
-        if insisted():
+        if kill_ordered():
             break
         if time.monotonic() - start >= settle_s:
             pids = {process.pid for process in alive}
+            # In the first round everyone is asked. Later only orphans are new: their parent is not alive any more.
             new = [one for one in alive if one.pid not in asked and not (asked and one.info["ppid"] in pids)]
-            _tell_all(partial(process.send_signal, number) for process in new)
+            _send_all(partial(process.send_signal, number) for process in new)
             asked |= {process.pid for process in new}
 
 
 def reap() -> None:
-    """Collect what has ended. Only for a process none of whose children is waited for by anybody else."""
+    """Reap every child that has ended. Only for a process in which nothing else waits for a child."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def _looks(session: int | None, *, until: float) -> Iterable[list[psutil.Process]]:
-    """What is alive, again and again, more and more rarely, until nothing is or the time is over.
+    """Yield what is alive, with growing pauses, until nothing is alive or the time is over.
 
-    That nothing is takes two looks: an orphan which was listed before its parent (numbers start again at some time)
-    is below nobody when that parent has ended before its own turn.
+    It takes two looks to say that nothing is alive. In one look an orphan may be read before its parent (pids start
+    again from small numbers at some time), and if the parent ends before its own turn, nothing leads to the orphan.
     """
-    pause = _FIRST_LOOK_S
+    pause = _FIRST_PAUSE_S
     while (alive := living(session) or living(session)) and time.monotonic() < until:
         yield alive
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_LOOK_S)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _tell_all(orders: Iterable[Callable[[], None]]) -> None:
-    for order in orders:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # gone by itself, or another user's
-            order()
+def _send_all(senders: Iterable[Callable[[], None]]) -> None:
+    for send in senders:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended, or is another user's
+            send()
 
 
 def _describe(process: psutil.Process) -> str:

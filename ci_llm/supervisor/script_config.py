@@ -1,13 +1,14 @@
-"""The configuration of other people's scripts: YAML files, overrides on a command line, Hydra's config groups.
+"""The configuration files of an external script: YAML or JSON, Hydra's groups, and temporary copies with other values.
 
-A value is changed in a copy that keeps every comment, never in place. Hydra composes its groups itself; here they are
-only looked up, and an override changes what was found.
+A value is changed in a copy that keeps every comment, never in the original. Hydra composes its groups itself: a value
+that comes from a group file is only looked up here, and changed by an override on the command line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -19,14 +20,19 @@ from typing import Final
 import yaml
 
 from ci_llm.errors import ConfigError
+from ci_llm.supervisor.script_settings import overrides
 
-_ANCHOR: Final = re.compile(r"&\S+\s+")  # it stays where it is: aliases need it
+#: An anchor before a value stays when the value is replaced: aliases elsewhere in the file refer to it.
+_ANCHOR: Final = re.compile(r"&\S+\s+")
 _MARK: Final = "# made by safe_train.py for one attempt; it is removed afterwards\n"
+#: Words of Hydra before the name of a group in the list of defaults.
+_KEYWORDS: Final = re.compile(r"^(?:(?:override|optional)\s+)*/?")
+_PACKAGE: Final = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value as written, and where it stands in the text: characters `start` to `end`."""
+    """A single value as written, and the characters `start` to `end` of the text at which it stands."""
 
     text: str
     start: int
@@ -35,29 +41,39 @@ class Leaf:
 
 @dataclass(frozen=True)
 class ConfigText:
-    """A YAML file as its text, with the single values in it by dotted key, and Hydra's list of defaults."""
+    """A YAML file: its text, its single values by dotted key, and Hydra's list of defaults.
+
+    Attributes:
+        defaults: (group, option) pairs; see `group_values`.
+    """
 
     text: str
     leaves: Mapping[str, Leaf]
     defaults: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def values(self) -> dict[str, str]:
+        """The values by dotted key."""
+        return {key: leaf.text for key, leaf in self.leaves.items()}
+
     def replaced(self, new: Mapping[str, str]) -> str:
-        """The text with other values, every other character as it was. Keys that are not in it are left out."""
+        """Return the text with new values and every other character as it was. Unknown keys are ignored."""
         text = self.text
         spots = {self.leaves[key]: value for key, value in new.items() if key in self.leaves}
+        # From the end to the beginning, so that the places of the values before stay right.
         for leaf, value in sorted(spots.items(), key=lambda spot: spot[0].start, reverse=True):
             text = text[: leaf.start] + value + text[leaf.end :]
         return text
 
 
 def read_config(path: Path) -> ConfigText:
-    """The values of a YAML or JSON file; a file of another kind has none that could be changed.
+    """Read a YAML or JSON file. A file of another kind has no values that could be changed.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML.
+        ConfigError: the file cannot be read, or is no valid YAML.
     """
     try:
-        text = path.read_bytes().decode("utf-8")  # line ends stay what they are
+        text = path.read_bytes().decode("utf-8")  # not read_text: it would change the line ends
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
@@ -75,32 +91,39 @@ def read_config(path: Path) -> ConfigText:
 
 
 def in_yaml(number: float) -> str:
-    """Eight digits of it, as every program reads them: 1e-05 is text in YAML 1.1, 1.0e-05 is not."""
+    """Write a number with eight digits, so that YAML 1.1 reads a number: 1e-05 is text there, 1.0e-05 is not."""
     text = repr(float(f"{number:.8g}"))
     return text if "." in text else text.replace("e", ".0e")
 
 
 class TemporaryConfigs:
-    """Copies next to an original, named `<stem>_retry_<n>_<token>.yaml`; gone at the end, or at the next start.
+    """Copies of a configuration, next to it, named `<stem>_retry_<n>_<token>.yaml`.
 
-    Each is locked as long as its supervisor lives, so that a later one knows which were left by a dead one.
+    A copy lives until the next one is made, or until `close`. It is locked as long as its supervisor lives, so that
+    `remove_abandoned` of a later supervisor removes only those that a killed one left.
     """
 
     def __init__(self, original: Path) -> None:
         self._original = original
+        self._digest = _digest(original)
         self._locks: dict[Path, int] = {}
 
-    def sweep(self) -> list[Path]:
-        """Remove what a supervisor left that was killed; returns what it was."""
+    @property
+    def original_is_unchanged(self) -> bool:
+        """Whether the original holds the bytes that it held at the beginning."""
+        return _digest(self._original) == self._digest
+
+    def remove_abandoned(self) -> list[Path]:
+        """Remove the copies that a killed supervisor left, and return their paths."""
         name = re.compile(rf"{re.escape(self._original.stem)}_retry_\d+_[0-9a-f]+{re.escape(self._original.suffix)}")
         candidates = (path for path in self._original.parent.iterdir() if name.fullmatch(path.name))
         return sorted(path for path in candidates if _removed_if_abandoned(path))
 
     def create(self, retry: int, text: str) -> Path:
-        """Write the configuration of one attempt, for nobody's eyes that may not see the original.
+        """Write the copy of one attempt, with the permissions of the original.
 
         Raises:
-            ConfigError: there can be no file next to the original.
+            ConfigError: no file can be written next to the original.
         """
         self.close()
         token = secrets.token_hex(4)
@@ -108,9 +131,10 @@ class TemporaryConfigs:
         mark = _MARK if path.suffix != ".json" else ""
         try:
             mode = self._original.stat().st_mode & 0o777 | 0o600 if self._original.exists() else 0o600
+            # O_EXCL: never over a file of the user. 0o600 in any case: this process must be able to write it.
             lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             self._locks[path] = lock
-            with contextlib.suppress(OSError):  # a filesystem without locks: then nobody sweeps it either
+            with contextlib.suppress(OSError):  # without locks no supervisor removes it but this one
                 fcntl.flock(lock, fcntl.LOCK_EX)
             with open(lock, "wb", closefd=False) as file:
                 file.write((text if text.endswith("\n") else text + "\n").encode() + mark.encode())
@@ -124,7 +148,7 @@ class TemporaryConfigs:
         return path
 
     def close(self) -> None:
-        """Remove what was created."""
+        """Remove the copy."""
         for path, lock in self._locks.items():
             path.unlink(missing_ok=True)
             os.close(lock)
@@ -132,7 +156,7 @@ class TemporaryConfigs:
 
 
 def _leaves(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[tuple[str, Leaf]]:
-    """Every single value below a mapping; what is merged in by `<<` comes first, so that own values win."""
+    """Yield every single value below a mapping, those merged in by `<<` first: a later value of the same key wins."""
     own = sorted(node.value, key=lambda pair: pair[0].tag != "tag:yaml.org,2002:merge")
     for key, value in own:
         merged = key.tag == "tag:yaml.org,2002:merge"
@@ -145,7 +169,7 @@ def _leaves(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[tuple[st
 
 
 def _defaults(root: yaml.MappingNode) -> Iterator[tuple[str, str]]:
-    """(group, option) of every entry of Hydra's defaults list; `- group/option` has no group of its own."""
+    """Yield (group, option) of every entry in Hydra's list of defaults; of `- group/option` the group is empty."""
     entries = next((value for key, value in root.value if getattr(key, "value", None) == "defaults"), None)
     for entry in entries.value if isinstance(entries, yaml.SequenceNode) else []:
         if isinstance(entry, yaml.ScalarNode):
@@ -157,7 +181,7 @@ def _defaults(root: yaml.MappingNode) -> Iterator[tuple[str, str]]:
 
 
 def _removed_if_abandoned(path: Path) -> bool:
-    """Remove a file that bears our mark and whose supervisor does not live any more."""
+    """Remove a copy, known by its last line, whose supervisor does not live any more; return whether it was one."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -168,97 +192,48 @@ def _removed_if_abandoned(path: Path) -> bool:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
-    except OSError:  # locked by a living supervisor, or by nobody we could ask
+    except OSError:  # a living supervisor holds the lock, or the filesystem has no locks
         return False
     finally:
         os.close(handle)
     return True
 
 
-# ---------------------------------------------------------------------------------------------------- overrides
-
-
-_ASSIGNMENT: Final = re.compile(r"(\+{0,2}|--)([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
-_OPTION: Final = re.compile(r"--([A-Za-z_][\w./-]*)")
-
-
-@dataclass(frozen=True)
-class Override:
-    """A key with its value on a command line.
-
-    Attributes:
-        position: of the word that holds the value.
-        before: what stands before the value in that word.
-    """
-
-    key: str
-    value: str
-    position: int
-    before: str
-
-
-def overrides(words: Sequence[str]) -> Iterator[Override]:
-    """All keys with a value, in their order."""
-    for position, word in enumerate(words):
-        if match := _ASSIGNMENT.fullmatch(word):
-            yield Override(match[2], match[3], position, word[: match.start(3)])
-        elif (match := _OPTION.fullmatch(word)) and position + 1 < len(words):
-            value = words[position + 1]
-            if not value.startswith("--"):
-                yield Override(match[1], value, position + 1, "")
-
-
-def value_of(words: Sequence[str], key: str) -> str | None:
-    """The value of a key on a command line, where the last one wins; None if it is not there."""
-    return next((one.value for one in reversed(list(overrides(words))) if same_key(one.key, key)), None)
-
-
-def rewritten(words: Sequence[str], new: Mapping[str, str]) -> list[str]:
-    """The command line with new values for keys that stand on it; the others stay as they are."""
-    changed = list(words)
-    for one in overrides(words):
-        for key, value in new.items():
-            if same_key(one.key, key):
-                changed[one.position] = one.before + value
-    return changed
-
-
-def same_key(one: str, other: str) -> bool:
-    """`--batch-size` is `batch_size`."""
-    return one.lstrip("-").replace("-", "_") == other.lstrip("-").replace("-", "_")
-
-
-# ---------------------------------------------------------------------------------------------------- hydra groups
-
-
-_KEYWORDS: Final = re.compile(r"^(?:(?:override|optional)\s+)*/?")
-_PACKAGE: Final = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
+def _digest(path: Path) -> bytes | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError:
+        return None
 
 
 def group_values(folder: Path, config: ConfigText, words: Sequence[str]) -> dict[str, str]:
-    """Values by dotted key from the group files that the defaults list and the command line choose, the last wins."""
+    """Return the values, by dotted key, of the group files that the list of defaults and the command line choose.
+
+    Args:
+        folder: where Hydra searches for groups.
+        words: the command line; `group=option` on it chooses too, and wins.
+    """
     chosen = dict(_entry(group, option) for group, option in config.defaults if option != "_self_" and "@" not in group)
     chosen |= {one.key: one.value for one in overrides(words) if (folder / one.key / f"{one.value}.yaml").is_file()}
     values: dict[str, str] = {}
     for group, option in chosen.items():
         path = folder / group / f"{option}.yaml"
         if path.is_file():
-            text = read_config(path)
-            prefix = _package(text.text, group)
-            values |= {prefix + key: leaf.text for key, leaf in text.leaves.items()}
+            config = read_config(path)
+            prefix = _package(config.text, group)
+            values |= {prefix + key: value for key, value in config.values.items()}
     return values
 
 
 def _entry(group: str, option: str) -> tuple[str, str]:
-    """(group, option) without keywords; `training/base` names both at once. (With a package of its own, `a@b: c`, it
-    is left alone.)"""
+    """Return (group, option) without Hydra's keywords; an option like `training/base` names both."""
     if not group:
         group, _, option = option.rpartition("/")
     return _KEYWORDS.sub("", group), option
 
 
 def _package(text: str, group: str) -> str:
-    """The dotted prefix under which Hydra puts a group file: its header's, or its group's."""
+    """Return the dotted prefix of a group file's keys: from its `# @package` header, or the group's name."""
     header = _PACKAGE.search(text)
     package = header[1] if header else "_group_"
     if package == "_global_":

@@ -1,67 +1,78 @@
-"""What the supervisor needs to know of a training, whosever it is: ours (`ours.py`) or another's (`foreign.py`)."""
+"""What the supervisor needs of the training that it runs: this project's own run, or an external script."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
 
-from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.attempt import AttemptResult, StopOrder
 from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.patterns import OwnPatterns
+from ci_llm.supervisor.patterns import UserPatterns
 from ci_llm.supervisor.policy import Decision, Outcome
 
 
-class Training(Protocol):
-    """A training that can be launched again and again, each time a little differently.
+class Target(Protocol):
+    """A training that can be launched again and again, each time with other settings.
+
+    Methods that return lines return them for people: the supervisor logs them.
 
     Attributes:
-        grace_s: seconds from the order to end until the kill.
-        called_again: what the same call does after an interruption, as the end of a sentence.
-        starts_anew: an attempt that failed leaves nothing that a later one goes on with, tracker runs included.
-        own_patterns: what its output says in words of its own.
+        grace_s: seconds from the signal to stop until the kill.
+        restarts_from_scratch: a later attempt uses nothing that a failed one left, W&B runs included.
+        user_patterns: what the output says in words that only the user knows.
     """
 
     grace_s: float
-    starts_anew: bool
-    own_patterns: OwnPatterns
+    restarts_from_scratch: bool
+    user_patterns: UserPatterns
 
     @property
-    def called_again(self) -> str: ...
-
-    def begin(self) -> list[str]:
-        """Clear away what a supervisor left that was killed; returns what is supervised, in lines for people."""
+    def rerun_effect(self) -> str:
+        """What the same call does after an interruption; the end of a sentence."""
         ...
 
-    def command(self) -> list[str]:
-        """The command of the next attempt."""
+    def prepare(self) -> list[str]:
+        """Clear away what a killed supervisor left; return what is supervised, in lines."""
         ...
 
-    def environment(self) -> Mapping[str, str]:
-        """The environment of the next attempt. Called once per attempt, just before it is launched."""
+    def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
+        """Return the command and the environment of the next attempt. Called once, right before its launch."""
         ...
 
-    def orders(self, evidence: Evidence) -> tuple[str, str] | None:
-        """Whether the running attempt shall end: by which signal ("SIGTERM"; "SIGKILL": at once), and why."""
+    def stop_order(self, evidence: Evidence) -> StopOrder | None:
+        """Return how and why the running attempt is to be ended; None if it goes on. Called several times a second.
+
+        Args:
+            evidence: the output of the attempt so far.
+        """
         ...
 
     def stop_signal(self, stop_reason: str) -> str:
-        """The signal by which the attempt learns that the supervisor was told to stop, by "signal:SIGINT" say."""
+        """Return the signal that stops the attempt, when the supervisor was told to stop.
+
+        Args:
+            stop_reason: how the supervisor was told: "signal:SIGINT", for instance.
+        """
         ...
 
-    def save_now(self) -> str:
-        """Somebody asked the supervisor for a checkpoint: pass it on. Returns a line for people."""
+    def request_save(self) -> str:
+        """Pass on a request for a checkpoint; return what came of it, in a line."""
         ...
 
-    def verdict(self, ending: AttemptResult) -> Outcome:
-        """What the end of the attempt means."""
+    def classify(self, result: AttemptResult) -> Outcome:
+        """Return what the end of an attempt means."""
         ...
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
-        """Make the next attempt what `decision` says; returns what changes, in lines for people."""
+        """Give the next attempt the settings of `decision`; return what changes, in lines.
+
+        Args:
+            retry: the number of the next retry, from 1 on.
+        """
         ...
 
-    def put_back(self, stop_reason: str | None) -> str | None:
-        """Ask the scheduler to run this supervision again, as the last act; returns a line for people.
+    def requeue(self, stop_reason: str | None) -> str | None:
+        """Ask the scheduler to run this supervision again, as the last act; return what came of it, in a line.
 
         Args:
             stop_reason: the signal that the supervisor got; None if the training stopped by itself.
@@ -69,5 +80,5 @@ class Training(Protocol):
         ...
 
     def close(self) -> list[str]:
-        """Leave nothing temporary behind; returns what is to say at the end."""
+        """Remove everything temporary; return what is to say at the end, in lines."""
         ...

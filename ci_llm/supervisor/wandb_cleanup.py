@@ -1,8 +1,8 @@
-"""Runs of Weights & Biases that failed attempts left: collected from their output, deleted at the end.
+"""Deletes the runs of Weights & Biases that failed attempts left: found in their output, deleted at the end.
 
 Only runs that an attempt of this supervision began are deleted. A run that was resumed stays, and so does one that a
-successful attempt went on with. The deletion runs in a process of its own, with a time limit, because the network may
-be slow, prompt, or fail.
+successful attempt went on with. The deletion runs in a process of its own, with a time limit: the client may wait for a
+slow network, ask for a password, or crash.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Final
 
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.patterns import WandbRun
 from ci_llm.supervisor.shim import run_task
 
-Errand = Callable[..., tuple[bool, str]]
+RunTask = Callable[..., tuple[bool, str]]
+
+#: The clocks of this machine and of the server may differ by this much.
+_CLOCK_TOLERANCE_S: Final = 300.0
 
 
-class TrackerRuns:
-    """The runs that this supervision saw.
+class WandbCleanup:
+    """The W&B runs that appeared in the output of the attempts.
 
     Args:
-        environ: WANDB_ENTITY and WANDB_PROJECT name what the output does not.
-        errand: starts the process that talks to W&B.
+        environ: its WANDB_ENTITY and WANDB_PROJECT complete what the output does not name.
+        run_task: starts the process that talks to W&B.
     """
 
-    def __init__(self, environ: Mapping[str, str], errand: Errand = run_task) -> None:
-        self._environ, self._errand = environ, errand
+    def __init__(self, environ: Mapping[str, str], run_task: RunTask = run_task) -> None:
+        self._environ, self._run_task = environ, run_task
         self._since = time.time()
         self._failed: dict[str, WandbRun] = {}
         self._kept: set[str] = set()
@@ -45,7 +48,7 @@ class TrackerRuns:
             self._kept |= set(evidence.wandb_runs)
 
     def delete_failed(self, *, timeout_s: float) -> list[str]:
-        """Delete the runs of failed attempts; returns a line for each. Nothing that goes wrong here is an error."""
+        """Delete the runs of failed attempts; return a line for each. A deletion that fails is no error."""
         doomed = [run for run in self._failed.values() if run.id not in self._kept]
         paths = {run.id: self._path(run) for run in doomed}
         lines = [
@@ -64,9 +67,9 @@ class TrackerRuns:
         return "/".join(part for part in (entity, project, run.id) if part)
 
     def _delete(self, paths: Sequence[str], timeout_s: float) -> list[str]:
-        done, said = self._errand("wandb_cleanup", [str(self._since), *paths], timeout_s=timeout_s)
-        results = dict(_results(said))
-        why = "W&B could not be reached" if done else (said.strip().splitlines() or ["no answer"])[-1]
+        succeeded, output = self._run_task("wandb_cleanup", [str(self._since), *paths], timeout_s=timeout_s)
+        results = dict(_results(output))
+        why = "W&B could not be reached" if succeeded else (output.strip().splitlines() or ["no answer"])[-1]
         return [
             f"deleted the W&B run of a failed attempt: {path}"
             if results.get(path) == "deleted"
@@ -75,24 +78,21 @@ class TrackerRuns:
         ]
 
 
-def _results(said: str) -> list[tuple[str, str]]:
-    """The lines of the errand that are results; the client may say more."""
+def _results(output: str) -> list[tuple[str, str]]:
+    """(run, result) of every line of the process that `main` printed; the client of W&B prints lines of its own."""
     found = []
-    for line in said.splitlines():
+    for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             value = json.loads(line)
             found.append((value["run"], value["result"]))
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- wandb deletion
-
-
-_CLOCKS_MAY_DIFFER_S = 300.0
-
-
 def main() -> int:
-    """`wandb_deletion SINCE PATH...`: one JSON line per run; SINCE is the unix time at which the supervision began."""
+    """The process that deletes: `wandb_cleanup SINCE PATH...`; prints one line of JSON per run.
+
+    SINCE is the unix time at which the supervision began.
+    """
     since, paths = float(sys.argv[1]), sys.argv[2:]
     try:
         wandb: Any = importlib.import_module("wandb")
@@ -110,12 +110,12 @@ def main() -> int:
 
 
 def delete(api: Any, path: str, since: float) -> str:
-    """Delete one run, unless it is older than the supervision; returns "deleted" or why not."""
+    """Delete one run unless it is older than the supervision; return "deleted", or why it stays."""
     run = api.run(path)
     created = datetime.fromisoformat(run.created_at.replace("Z", "+00:00"))
-    if created.tzinfo is None:
+    if created.tzinfo is None:  # a time without a zone is UTC too
         created = created.replace(tzinfo=timezone.utc)
-    if created.timestamp() < since - _CLOCKS_MAY_DIFFER_S:
+    if created.timestamp() < since - _CLOCK_TOLERANCE_S:
         return "it is older than this supervision"
     run.delete()
     return "deleted"

@@ -57,6 +57,7 @@ class Training:
 def training() -> Training:
     made = Training()
     made.step()
+    made.optimizer.zero_grad()
     return made
 
 

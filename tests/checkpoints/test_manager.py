@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -503,6 +504,50 @@ def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_pa
     assert said == ["checkpoint_step_1 is dropped: [Errno 28] No space left on device"]
 
 
+def test_a_step_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
+    manager = managers()
+    manager.save(1, {"a": 1})
+    assert manager.save(2, {"a": 2})
+    (tmp_path / "run" / "checkpoint_step_2" / "a.json").write_text("{}")
+    assert manager.latest_step() == 1
+    assert manager.should_save(2)
+    assert manager.save(2, {"a": 3})
+    assert manager.restore() == {"a": 3}
+    assert manager.save(2, {"a": 4}) is False
+
+
+def test_a_closed_manager_reads_and_says_why_it_does_not_write(managers: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    manager = managers(async_save=True)
+    manager.save(1, {"a": 1})
+    manager.close()
+    for write in (
+        lambda: manager.save(2, {"a": 2}),
+        lambda: manager.save_last(2, {"a": 2}, info={}),
+        lambda: manager.delete(1),
+        lambda: manager.supersede(0),
+        lambda: manager.finish(),
+    ):
+        with pytest.raises(CheckpointError, match="this manager is closed"):
+            write()
+    assert not manager.reached_preemption(2)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert manager.restore(manager.latest_step()) == {"a": 1}
+    manager.close()
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_folder_that_was_removed_is_not_called_taken_over(managers: Any, tmp_path: Path, made_again: bool) -> None:
+    manager = managers()
+    manager.save(1, {"a": 1})
+    shutil.rmtree(tmp_path / "run")
+    if made_again:
+        (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match="removed or moved") as told:
+        manager.save(2, {"a": 2})
+    assert not isinstance(told.value, WriterBusy)
+
+
 # Stopping
 
 
@@ -551,6 +596,14 @@ def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: 
     directory, log = tmp_path / "run", tmp_path / "log"
     assert server.run(loops.failing_together, log, ranks=2, directory=directory) == [0, 0], log.read_text()
     assert CheckpointManager(directory).all_steps() == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [False, True])
+def test_every_process_can_wait_for_the_save_of_process_0(server: ForkServer, tmp_path: Path, full: bool) -> None:
+    log = tmp_path / "log"
+    codes = server.run(loops.waiting_together, log, ranks=2, directory=tmp_path / "run", full=full)
+    assert codes == [0, 0], log.read_text()
 
 
 def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:

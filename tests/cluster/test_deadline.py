@@ -1,4 +1,4 @@
-"""The end of the time: who names it, what a run needs to leave before it, and a clock that speaks like a signal."""
+"""The deadline of a run: its sources, the time that a run needs before it, and the request to stop in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.cluster.deadline import MARGIN_S, MEASUREMENTS, Deadline, Pace, Walltime, find_deadline, spare_s, upper
+from ci_llm.cluster.deadline import (
+    MARGIN_S,
+    MEASUREMENTS,
+    Deadline,
+    Pace,
+    Walltime,
+    find_deadline,
+    seconds_until_stop,
+    upper_quantile,
+)
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from tests.support.events import DEADLINE_S
@@ -37,7 +46,7 @@ class Saved:
 # Who names the end
 
 
-def test_the_earliest_end_counts_and_says_whose_it_is() -> None:
+def test_the_earliest_deadline_counts_and_names_its_source() -> None:
     environ = {"CI_LLM_DEADLINE": "700"}
     assert find_deadline(None, None, environ={}) is None
     assert find_deadline(None, None, environ=environ) == Deadline(700.0, "CI_LLM_DEADLINE")
@@ -65,7 +74,7 @@ def test_a_deadline_may_be_a_local_time_or_one_with_a_zone() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "1e9e", "-5", "nan", "24:00:00", "1795000000000"])
-def test_a_deadline_that_is_no_time_is_refused_in_words(text: str) -> None:
+def test_a_deadline_that_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no time"):
         find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
 
@@ -73,24 +82,24 @@ def test_a_deadline_that_is_no_time_is_refused_in_words(text: str) -> None:
 # What is needed
 
 
-def test_the_upper_quantile_forgives_a_few_outliers_of_many_and_none_of_few() -> None:
-    assert upper([]) == 0.0
-    assert upper([3.0, 9.0, 1.0]) == 9.0
-    assert upper([1.0] * 95 + [50.0] * 5) == 1.0
-    assert upper([1.0] * 94 + [50.0] * 6) == 50.0
+def test_the_upper_quantile_ignores_few_outliers_of_many_measurements() -> None:
+    assert upper_quantile([]) == 0.0
+    assert upper_quantile([3.0, 9.0, 1.0]) == 9.0
+    assert upper_quantile([1.0] * 95 + [50.0] * 5) == 1.0
+    assert upper_quantile([1.0] * 94 + [50.0] * 6) == 50.0
 
 
-def test_what_a_step_and_a_save_need_is_kept_back() -> None:
-    assert spare_s(100.0, [], []) == 100.0 - MARGIN_S
-    assert spare_s(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
+def test_the_time_for_a_step_and_a_save_is_reserved() -> None:
+    assert seconds_until_stop(100.0, [], []) == 100.0 - MARGIN_S
+    assert seconds_until_stop(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
 
 
 @given(left=st.floats(-1e6, 1e6), steps=durations, saves=durations, more=st.floats(0, 1e6))
 def test_slower_steps_never_leave_more_time(left: float, steps: list[float], saves: list[float], more: float) -> None:
-    before = spare_s(left, steps, saves)
-    assert spare_s(left, [one + more for one in steps], saves) <= before
-    assert spare_s(left, steps, [one + more for one in saves]) <= before
-    assert spare_s(left - more, steps, saves) <= before
+    before = seconds_until_stop(left, steps, saves)
+    assert seconds_until_stop(left, [one + more for one in steps], saves) <= before
+    assert seconds_until_stop(left, steps, [one + more for one in saves]) <= before
+    assert seconds_until_stop(left - more, steps, saves) <= before
 
 
 def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
@@ -99,14 +108,14 @@ def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
     save = Saved(4.0)
     for step in range(MEASUREMENTS + 20):
         pace.begin_step()
-        assert pace.began == clock.now
+        assert pace.step_started == clock.now
         clock.now += step
         pace.end_step(save)
         clock.now += 1000.0  # what lies between two steps, an evaluation for instance, belongs to neither
     assert pace.steps_s == tuple(range(20, MEASUREMENTS + 20))
     assert pace.saves_s == (4.0,)
     pace.end_step(Saved(4.0))
-    assert (pace.saves_s, len(pace.steps_s), pace.began) == ((4.0, 4.0), MEASUREMENTS, None)
+    assert (pace.saves_s, len(pace.steps_s), pace.step_started) == ((4.0, 4.0), MEASUREMENTS, None)
 
 
 # The clock speaks
@@ -122,13 +131,13 @@ def test_the_run_is_asked_to_stop_when_a_step_and_a_save_still_fit(interrupts: I
     pace.steps_s, pace.saves_s = (3.0,), (2.0,)
     looked = threading.Event()
 
-    def look_again() -> Deadline | None:
+    def refresh() -> Deadline | None:
         looked.set()
         return None
 
     at = 100.0
     clock.now = at - MARGIN_S - 5.0 - 0.2
-    with Walltime(Deadline(at, "a test"), pace, interrupts, look_again=look_again, clock=clock):
+    with Walltime(Deadline(at, "a test"), pace, interrupts, refresh=refresh, clock=clock):
         assert interrupts.stop_reason is None
         clock.now += 0.3
         assert interrupts.wait(DEADLINE_S)
@@ -142,30 +151,30 @@ def test_steps_that_become_slower_bring_the_moment_forward(interrupts: Interrupt
         assert interrupts.wait(DEADLINE_S)
 
 
-def test_a_job_that_is_prolonged_goes_on(interrupts: Interrupts) -> None:
+def test_a_job_that_is_extended_goes_on(interrupts: Interrupts) -> None:
     ends = [Deadline(1e6, "prolonged")]
     said_twice = threading.Event()
 
-    def look_again() -> Deadline:
+    def refresh() -> Deadline:
         if ends:
             return ends.pop()
         said_twice.set()
         return Deadline(1e6, "prolonged")
 
     clock = Clock()
-    walltime = Walltime(Deadline(1.0, "a test"), Pace(), interrupts, look_again=look_again, clock=clock)
+    walltime = Walltime(Deadline(1.0, "a test"), Pace(), interrupts, refresh=refresh, clock=clock)
     with walltime:
         while ends:
             threading.Event().wait(0.001)
         assert interrupts.stop_reason is None
     assert walltime.deadline == Deadline(1e6, "prolonged")
     clock.now = 1e6
-    with Walltime(walltime.deadline, Pace(), interrupts, look_again=look_again, clock=clock):
+    with Walltime(walltime.deadline, Pace(), interrupts, refresh=refresh, clock=clock):
         assert interrupts.wait(DEADLINE_S)
     assert said_twice.is_set()
 
 
-def test_an_end_that_never_comes_is_waited_for_in_portions(interrupts: Interrupts) -> None:
+def test_an_infinite_deadline_is_waited_for_in_portions(interrupts: Interrupts) -> None:
     never = find_deadline(None, None, environ={"CI_LLM_DEADLINE": "9999-12-30"})
     walltime, waits = Walltime(never, Pace(), interrupts), list[float]()
     walltime._over = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or True)  # type: ignore[assignment]
@@ -173,7 +182,7 @@ def test_an_end_that_never_comes_is_waited_for_in_portions(interrupts: Interrupt
     assert 0 < waits[0] < threading.TIMEOUT_MAX
 
 
-def test_without_an_end_nothing_is_watched_and_leaving_never_waits_for_one(interrupts: Interrupts) -> None:
+def test_without_a_deadline_nothing_is_watched_and_the_exit_waits_for_nothing(interrupts: Interrupts) -> None:
     def watchers() -> int:
         return [thread.name for thread in threading.enumerate()].count("ci_llm walltime")
 

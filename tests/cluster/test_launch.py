@@ -1,4 +1,4 @@
-"""How a process was started, read from the words of each launcher."""
+"""How a process was started, read from the variables and the command line of each launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from ci_llm.cluster.launch import Launch, accelerate_settings, decline, outside_of_a_step, read_launch, remarks
+from ci_llm.cluster.launch import (
+    Launch,
+    accelerate_settings,
+    disable_unsupported,
+    launch_notes,
+    read_launch,
+    step_notes,
+)
 from ci_llm.errors import LaunchError
 
 TORCHRUN = {
@@ -44,16 +51,16 @@ def test_plain_python_is_alone() -> None:
     launch = read({})
     assert launch == Launch("python", 1, 0, 0, 1, None, {})
     assert launch.is_main
-    assert not launch.dies_unheard
+    assert launch.forwards_sigterm
 
 
-def test_torchrun_speaks_for_itself() -> None:
+def test_the_variables_of_torchrun() -> None:
     launch = read(TORCHRUN)
-    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, patience_s=30)
+    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, kill_delay_s=30)
     assert not launch.is_main
 
 
-def test_a_task_of_srun_is_given_torch_s_words() -> None:
+def test_the_variables_of_srun_are_translated_into_those_of_torchrun() -> None:
     launch = read(STEP)
     assert (launch.launcher, launch.process_index, launch.num_local_processes) == ("srun", 4, 1)
     assert launch.variables == {
@@ -85,7 +92,7 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert read({**STEP, "SLURM_STEP_NODELIST": nodes}).variables["MASTER_ADDR"] == first
 
 
-def test_tasks_on_one_machine_meet_on_it() -> None:
+def test_tasks_on_one_machine_use_the_loopback_address() -> None:
     """Node names need not resolve there."""
     one_node = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
     assert read(one_node).variables["MASTER_ADDR"] == "127.0.0.1"
@@ -102,13 +109,13 @@ def test_torchrun_inside_a_task_of_srun_wins() -> None:
 
 
 def test_how_long_a_launcher_waits_before_it_kills() -> None:
-    assert read(TORCHRUN).patience_s == 30
-    assert read({**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == 600
-    assert read({**STEP, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).patience_s == math.inf
-    assert read({}).patience_s == math.inf
-    assert read({"CI_LLM_SUPERVISED": "0.5"}).patience_s == 0.5
-    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "120"}).patience_s == 30
-    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "10"}).patience_s == 10
+    assert read(TORCHRUN).kill_delay_s == 30
+    assert read({**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).kill_delay_s == 600
+    assert read({**STEP, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}).kill_delay_s == math.inf
+    assert read({}).kill_delay_s == math.inf
+    assert read({"CI_LLM_SUPERVISED": "0.5"}).kill_delay_s == 0.5
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "120"}).kill_delay_s == 30
+    assert read({**TORCHRUN, "CI_LLM_SUPERVISED": "10"}).kill_delay_s == 10
 
 
 def test_mpirun() -> None:
@@ -129,7 +136,7 @@ def test_mpirun() -> None:
         (without(STEP, "SLURM_STEP_NODELIST"), "no address"),
     ],
 )
-def test_variables_that_cannot_be_true(environ: Mapping[str, str], said: str) -> None:
+def test_contradicting_variables_are_refused(environ: Mapping[str, str], said: str) -> None:
     with pytest.raises(LaunchError, match=said) as caught:
         read(environ)
     assert caught.value.hint
@@ -145,23 +152,23 @@ def test_variables_that_cannot_be_true(environ: Mapping[str, str], said: str) ->
         (["--num_processes=1", "train.py"], {"MASTER_ADDR": "of my own"}, None),
     ],
 )
-def test_a_lone_accelerate_and_what_it_was_asked_for(
+def test_accelerate_with_one_process_and_the_number_that_was_requested(
     words: list[str], environ: dict[str, str], asked_for: int | None
 ) -> None:
     launch = read(environ, ACCELERATE + words)
-    assert (launch.launcher, launch.asked_for, launch.dies_unheard) == ("accelerate", asked_for, True)
+    assert (launch.launcher, launch.requested_processes, launch.forwards_sigterm) == ("accelerate", asked_for, False)
 
 
 @pytest.mark.parametrize(
     "parent", [["python", "-m", "accelerate.commands.launch"], ["/bin/accelerate-launch"], ACCELERATE]
 )
 def test_the_names_of_accelerate(parent: list[str]) -> None:
-    assert read({}, parent).dies_unheard
+    assert not read({}, parent).forwards_sigterm
 
 
 @pytest.mark.parametrize("parent", [["bash", "launch"], ["make", "train"], ["python", "safe_train.py"]])
 def test_other_parents_are_none(parent: list[str]) -> None:
-    assert not read({"MASTER_ADDR": "here"}, parent).dies_unheard
+    assert read({"MASTER_ADDR": "here"}, parent).forwards_sigterm
 
 
 def test_the_parent_is_looked_up() -> None:
@@ -179,7 +186,7 @@ def test_the_parent_is_looked_up() -> None:
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["/usr/bin/mpirun", "-n", "2", "train.py"]),
     ],
 )
-def test_the_command_of_the_launcher_is_remembered(environ: Mapping[str, str], parent: list[str]) -> None:
+def test_the_command_of_the_launcher_is_kept(environ: Mapping[str, str], parent: list[str]) -> None:
     """At the start: when it matters, the launcher has been killed, and the parent is PID 1."""
     assert read(environ, parent).launcher_command == tuple(parent)
 
@@ -188,7 +195,7 @@ def test_the_command_of_the_launcher_is_remembered(environ: Mapping[str, str], p
 @pytest.mark.parametrize(
     "stranger", [["/sbin/init"], ["make", "train"], ["ray", "--password=x"], ["bash", "-c", "torchrun train.py"]]
 )
-def test_the_words_of_a_stranger_are_not(environ: Mapping[str, str], stranger: list[str]) -> None:
+def test_the_command_of_another_parent_is_not_kept(environ: Mapping[str, str], stranger: list[str]) -> None:
     assert read(environ, stranger).launcher_command == ()
 
 
@@ -196,10 +203,10 @@ def test_the_words_of_a_stranger_are_not(environ: Mapping[str, str], stranger: l
 
 
 def remarked(launch: Launch, num_gpus: int = 0, rows: int | None = None, **environ: str) -> list[str]:
-    return remarks(launch, environ, num_gpus=num_gpus, rows_per_process=rows)
+    return launch_notes(launch, environ, num_gpus=num_gpus, rows_per_process=rows)
 
 
-def test_a_launch_as_meant_needs_no_remark() -> None:
+def test_a_launch_without_problems_has_no_notes() -> None:
     assert remarked(read({})) == []
     assert remarked(read(TORCHRUN), num_gpus=2, OMP_NUM_THREADS="1") == []
 
@@ -242,7 +249,7 @@ def test_fewer_processes_make_a_smaller_batch(number: int, share: str) -> None:
         ("launch train.py --cpu", "launch --multi_gpu --num_processes=N train.py --cpu"),
     ],
 )
-def test_the_line_that_starts_as_many_as_were_asked_for_is_ready_to_paste(typed: str, pasted: str) -> None:
+def test_the_suggested_command_can_be_pasted(typed: str, pasted: str) -> None:
     command, launched = ["/odd/python", "-m", "accelerate.commands.accelerate_cli"], shlex.split(typed)
     words = launched[launched.index("train.py") + 1 :]
     launch = read({"MASTER_ADDR": "here"}, [*command, *launched], words)
@@ -263,26 +270,28 @@ def test_the_line_that_starts_as_many_as_were_asked_for_is_ready_to_paste(typed:
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, [], {}),
     ],
 )
-def test_what_accelerate_says_of_our_keys(environ: dict[str, str], words: list[str], settings: dict[str, str]) -> None:
+def test_values_of_our_keys_from_accelerate(
+    environ: dict[str, str], words: list[str], settings: dict[str, str]
+) -> None:
     assert accelerate_settings(environ, [*ACCELERATE, *words, "train.py"]) == settings
 
 
-def test_the_options_of_a_stranger_say_nothing() -> None:
+def test_the_options_of_another_parent_are_ignored() -> None:
     assert accelerate_settings({}, ["fit.sh", "--gradient_accumulation_steps=4"]) == {}
 
 
-def test_a_process_of_a_job_that_is_no_step_of_it_is_warned() -> None:
+def test_a_process_in_a_job_but_outside_of_its_steps_is_warned() -> None:
     """SLURM tells the beginning of a preemption's grace to steps alone."""
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     (line,) = remarked(read(batch), **batch)
-    assert [line] == outside_of_a_step(batch)
+    assert [line] == step_notes(batch)
     assert line.startswith("SLURM job 77, but no step of it")
     assert "`srun`" in line
-    assert outside_of_a_step(STEP) == outside_of_a_step({}) == []
+    assert step_notes(STEP) == step_notes({}) == []
 
 
-def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launch, "fair_num_threads", property(lambda self: 8))
+def test_one_thread_per_process_by_the_launcher_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "threads_per_process", property(lambda self: 8))
     launch = read({}, ACCELERATE)
     assert remarked(launch, OMP_NUM_THREADS="1") == [
         "one CPU thread per process, as launchers set it: `export OMP_NUM_THREADS=8` uses all cores"
@@ -290,12 +299,12 @@ def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> N
     assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch, 1, OMP_NUM_THREADS="1") == []
 
 
-def test_what_accelerate_would_do_and_this_program_declines() -> None:
+def test_unsupported_settings_of_accelerate_are_disabled() -> None:
     environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "false"}
-    (line,) = decline(environ)
+    (line,) = disable_unsupported(environ)
     assert "ACCELERATE_USE_DEEPSPEED is not used" in line
     assert environ["ACCELERATE_USE_DEEPSPEED"] == "false"
-    assert decline(environ) == []
+    assert disable_unsupported(environ) == []
 
 
 @pytest.mark.parametrize(
@@ -307,9 +316,9 @@ def test_what_accelerate_would_do_and_this_program_declines() -> None:
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "no"),
     ],
 )
-def test_each_is_said_and_switched_off(name: str, yes: str, no: str) -> None:
+def test_each_unsupported_setting_is_disabled_with_a_note(name: str, yes: str, no: str) -> None:
     """A compiler alone makes Accelerate's state allow TF32 on a GPU: other bits."""
     environ = {name: yes}
-    assert [line.partition(" is not used: ")[0] for line in decline(environ)] == [name]
+    assert [line.partition(" is not used: ")[0] for line in disable_unsupported(environ)] == [name]
     assert environ == {name: no}
-    assert decline({name: no.upper()}) == []
+    assert disable_unsupported({name: no.upper()}) == []

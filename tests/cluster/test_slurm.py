@@ -1,4 +1,4 @@
-"""SLURM's answers, read; who may be put back into the queue, and when to give up. The real one is in tests/slurm/."""
+"""The answers of SLURM; which jobs are requeued, and when to give up. The real one is in tests/slurm/."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.cluster.slurm import (
-    PATIENCE,
+    MAX_WITHOUT_PROGRESS,
     Job,
-    Standing,
-    ask,
-    attempts_in_vain,
-    end_now,
-    end_of,
-    killed_at,
-    look_up,
-    objection,
-    put_back,
+    JobInfo,
+    current_job_end,
+    job_end,
+    kill_time,
+    query,
+    query_job,
     read_job,
-    record_attempt,
+    reason_not_to_requeue,
+    requeue,
 )
 from ci_llm.core.run_status import RunStatus
 from tests.support.children import Child
@@ -51,7 +49,7 @@ KillWait                = 45 sec
 LaunchParameters        = (null)"""
 END_S = datetime.fromisoformat(END).timestamp()
 JOB = Job("7", 0)
-RUNNING = Standing("RUNNING", "None", is_batch=True, may_requeue=True, end=END_S)
+RUNNING = JobInfo("RUNNING", "None", is_batch=True, may_requeue=True, end=END_S)
 
 
 class Cluster:
@@ -82,36 +80,38 @@ def test_the_job_is_read_from_the_environment() -> None:
 
 def test_the_end_is_taken_from_the_environment_else_from_squeue_else_from_scontrol() -> None:
     cluster = Cluster()
-    assert end_of(JOB, {"SLURM_JOB_END_TIME": "1795216345"}, cluster) == 1795216345.0
+    assert job_end(JOB, {"SLURM_JOB_END_TIME": "1795216345"}, cluster) == 1795216345.0
     assert cluster.asked == []
-    assert end_of(JOB, {}, cluster) == END_S
+    assert job_end(JOB, {}, cluster) == END_S
     assert cluster.asked == ["squeue"]
     cluster = Cluster(squeue=None)
-    assert end_now(JOB, cluster) == END_S
+    assert current_job_end(JOB, cluster) == END_S
     assert cluster.asked == ["squeue", "job"]
 
 
 @pytest.mark.parametrize("word", ["N/A", "NONE", "Unknown", "UNLIMITED", ""])
 def test_a_job_may_have_no_end(word: str) -> None:
-    assert end_now(JOB, Cluster(end=word)) is None
-    assert end_now(JOB, Cluster(squeue=None, job=None)) is None
+    assert current_job_end(JOB, Cluster(end=word)) is None
+    assert current_job_end(JOB, Cluster(squeue=None, job=None)) is None
 
 
-def test_what_scontrol_shows_is_understood() -> None:
-    assert look_up(JOB, Cluster()) == RUNNING
-    assert look_up(JOB, Cluster("COMPLETING", "TimeLimit")) == replace(RUNNING, state="COMPLETING", reason="TimeLimit")
-    assert look_up(JOB, Cluster(job=None)) is None
+def test_the_output_of_scontrol_is_parsed() -> None:
+    assert query_job(JOB, Cluster()) == RUNNING
+    assert query_job(JOB, Cluster("COMPLETING", "TimeLimit")) == replace(
+        RUNNING, state="COMPLETING", reason="TimeLimit"
+    )
+    assert query_job(JOB, Cluster(job=None)) is None
 
 
 def test_when_a_job_that_was_told_to_end_is_killed() -> None:
     cluster = Cluster()
-    assert killed_at(JOB, cluster, now=END_S - 60) == END_S  # the limit, or the end of a preemption's grace
+    assert kill_time(JOB, cluster, now=END_S - 60) == END_S  # the limit, or the end of a preemption's grace
     assert cluster.asked == ["job"]
-    assert killed_at(JOB, cluster, now=END_S + 1) == END_S + 45  # the limit is over
-    assert killed_at(JOB, Cluster("COMPLETING"), now=END_S - 60) == END_S + 45  # scancel, scontrol requeue
-    assert killed_at(JOB, Cluster(config=None), now=END_S + 1) is None
-    assert killed_at(JOB, Cluster(job=None), now=END_S - 60) is None
-    assert killed_at(JOB, Cluster(end="Unknown"), now=END_S - 60) is None
+    assert kill_time(JOB, cluster, now=END_S + 1) == END_S + 45  # the limit is over
+    assert kill_time(JOB, Cluster("COMPLETING"), now=END_S - 60) == END_S + 45  # scancel, scontrol requeue
+    assert kill_time(JOB, Cluster(config=None), now=END_S + 1) is None
+    assert kill_time(JOB, Cluster(job=None), now=END_S - 60) is None
+    assert kill_time(JOB, Cluster(end="Unknown"), now=END_S - 60) is None
 
 
 def test_a_command_that_is_missing_or_fails_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,70 +119,51 @@ def test_a_command_that_is_missing_or_fails_is_no_answer(tmp_path: Path, monkeyp
     for name, body in {"squeue": "echo $SLURM_TIME_FORMAT; echo $1", "scontrol": "exit 1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
-    assert ask(["squeue", "-h"]) == "standard\n-h"
-    assert ask(["scontrol", "show"]) is None
-    assert ask([str(tmp_path / "sinfo")]) is None
+    assert query(["squeue", "-h"]) == "standard\n-h"
+    assert query(["scontrol", "show"]) is None
+    assert query([str(tmp_path / "sinfo")]) is None
 
 
-# Attempts
-
-
-def test_attempts_that_bring_nothing_are_counted(tmp_path: Path) -> None:
-    for attempt, step in enumerate([0, 40, 80, 80, 80], start=7):  # 7..11: by number, not by name
-        record_attempt(tmp_path, attempt, step, JOB)
-    assert attempts_in_vain(tmp_path, 120) == 0
-    assert attempts_in_vain(tmp_path, 80) == 3
-    record_attempt(tmp_path, 12, 40, None)  # went back to an older checkpoint
-    assert attempts_in_vain(tmp_path, 80) == 0
-    assert attempts_in_vain(tmp_path, 40) == 1
-    assert attempts_in_vain(tmp_path / "none", 0) == 0
-
-
-def test_a_damaged_record_of_an_attempt_ends_the_count_and_nothing_else(tmp_path: Path) -> None:
-    for attempt in (1, 2, 3):
-        record_attempt(tmp_path, attempt, 5, None)
-    (tmp_path / "attempts" / "2" / "began.json").write_text("[]")
-    assert attempts_in_vain(tmp_path, 5) == 1
-
-
-# Putting back
+# Requeue
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "in_vain", "against"),
+    ("change", "reason", "without_progress", "against"),
     [
         ({}, "signal:SIGTERM", 0, None),
-        ({}, "walltime", PATIENCE - 1, None),
+        ({}, "walltime", MAX_WITHOUT_PROGRESS - 1, None),
         ({"state": "COMPLETING", "reason": "TimeLimit"}, "signal:SIGTERM", 0, None),
         ({}, "signal:SIGINT", 0, "a person"),
         ({"is_batch": False}, "walltime", 0, "only batch jobs"),
         ({"may_requeue": False}, "walltime", 0, "--no-requeue"),
         ({"state": "COMPLETING"}, "signal:SIGTERM", 0, "cancelled it or put it back already"),
         ({"state": "CANCELLED"}, "signal:SIGTERM", 0, "cancelled"),
-        ({}, "walltime", PATIENCE, "no progress in 3 attempts"),
+        ({}, "walltime", MAX_WITHOUT_PROGRESS, "no progress in 3 attempts"),
     ],
 )
-def test_who_is_put_back(change: dict[str, object], reason: str, in_vain: int, against: str | None) -> None:
-    found = objection(JOB, replace(RUNNING, **change), reason, 100, in_vain)  # type: ignore[arg-type]
+def test_which_jobs_are_requeued(
+    change: dict[str, object], reason: str, without_progress: int, against: str | None
+) -> None:
+    found = reason_not_to_requeue(JOB, replace(RUNNING, **change), reason, 100, without_progress)  # type: ignore[arg-type]
     assert found == against if against is None else found is not None and against in found
 
 
-def test_a_job_is_put_back_so_many_times() -> None:
-    assert objection(Job("7", 1), RUNNING, "walltime", 2, 0) is None
-    assert "max_requeues is 2" in (objection(Job("7", 2), RUNNING, "walltime", 2, 0) or "")
-    assert "max_requeues is 0" in (objection(JOB, RUNNING, "walltime", 0, 0) or "")
-    assert "scontrol says nothing" in (objection(JOB, None, "walltime", 2, 0) or "")
+def test_a_job_is_requeued_at_most_max_requeues_times() -> None:
+    assert reason_not_to_requeue(Job("7", 1), RUNNING, "walltime", 2, 0) is None
+    assert "max_requeues is 2" in (reason_not_to_requeue(Job("7", 2), RUNNING, "walltime", 2, 0) or "")
+    assert "max_requeues is 0" in (reason_not_to_requeue(JOB, RUNNING, "walltime", 0, 0) or "")
+    assert "scontrol says nothing" in (reason_not_to_requeue(JOB, None, "walltime", 2, 0) or "")
 
 
 ENVIRONMENT = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
 def back(cluster: Cluster, wanted: object = "auto", environ: dict[str, str] = ENVIRONMENT, **keys: int) -> str | None:
-    settings = {"max_requeues": 100, "in_vain": 0} | keys
-    return put_back(wanted, "walltime", environ=environ, ask=cluster, **settings)  # type: ignore[arg-type]
+    settings = {"max_requeues": 100, "without_progress": 0} | keys
+    return requeue(wanted, "walltime", environ=environ, query=cluster, **settings)  # type: ignore[arg-type]
 
 
-def test_the_outermost_of_ours_asks_once() -> None:
+def test_the_outermost_program_asks_for_the_requeue_once() -> None:
     cluster = Cluster()
     assert back(cluster) == "SLURM job 7 is put back into the queue, for the 2nd time"
     assert cluster.asked == ["job", "requeue"]
@@ -195,13 +176,13 @@ def test_the_outermost_of_ours_asks_once() -> None:
     assert cluster.asked == ["job", "requeue"]
 
 
-def test_what_was_not_done_is_said_with_its_reason() -> None:
+def test_a_job_that_is_not_requeued_has_a_reason() -> None:
     assert "no SLURM job" in (back(Cluster(), wanted=True, environ={}) or "")
     assert "scontrol requeue failed" in (back(Cluster(requeue=None)) or "")
     cluster = Cluster("COMPLETING")
     assert "is not put back into the queue: it is COMPLETING" in (back(cluster) or "")
     assert cluster.asked == ["job"]
-    assert "no progress" in (back(Cluster(), in_vain=PATIENCE) or "")
+    assert "no progress" in (back(Cluster(), without_progress=MAX_WITHOUT_PROGRESS) or "")
 
 
 # What the scripts ask of the program
@@ -213,9 +194,7 @@ def test_continue_needs_a_checkpoint_and_creates_nothing(tmp_path: Path, capsys:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_status_of_a_run_is_found_by_the_words_that_train_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_takes_the_arguments_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "mine"
     run.mkdir()
     RunStatus(run, 1).finish("interrupted", "walltime", "python train.py")
@@ -244,7 +223,7 @@ while :; do sleep 0.05; done
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_what_slurm_tells_the_batch_shell_alone_is_handed_on_to_the_step(number: int, tmp_path: Path) -> None:
+def test_a_signal_to_the_batch_shell_is_forwarded_to_the_step(number: int, tmp_path: Path) -> None:
     """By `--signal=B:USR1@600`; srun hands it on in its turn, as its manual says. The shell would have died of it."""
     for name, text in (("srun", SRUN), ("scontrol", f"#!/bin/sh\necho Command={ROOT}/slurm/train.sbatch\n")):
         (tmp_path / name).write_text(text)

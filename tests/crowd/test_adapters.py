@@ -109,7 +109,7 @@ def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: s
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
-def test_the_padded_way_equals_peft(family: str) -> None:
+def test_the_padded_route_equals_peft(family: str) -> None:
     model = base(family)
     crowd = crowd_of(copy.deepcopy(model))
     crowd.route = "padded"
@@ -172,7 +172,7 @@ def test_peft_opens_what_is_exported_with_the_same_logits(tmp_path: Path) -> Non
         torch.testing.assert_close(ours[agent], theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_import_refuses_what_does_not_fit() -> None:
+def test_load_agent_refuses_other_names_and_shapes() -> None:
     crowd = crowd_of(base())
     tensors = {n: t.clone() for n, t in crowd.agents.agent_tensors(1).items()}
     crowd.agents.load_agent(0, tensors, "here")
@@ -279,7 +279,7 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_bf16_autocast_keeps_gradients_in_fp32_and_near_the_truth(family: str) -> None:
+def test_bf16_autocast_keeps_gradients_in_fp32_and_near_the_exact_ones(family: str) -> None:
     crowd = crowd_of(base(family, torch.float32)).train()
     crowd.agents.begin_step(0)
     crowd(batch()).loss.backward()
@@ -297,7 +297,7 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     def gradient(checkpointing: bool) -> Tensor:
         crowd = crowd_of(base(), dropconnect=0.3, dropout=0.2).train()
         if checkpointing:
-            crowd.recompute_layers()
+            crowd.gradient_checkpointing_enable()
         torch.manual_seed(5)
         crowd.agents.begin_step(1)
         crowd(batch()).loss.backward()
@@ -310,7 +310,7 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     ("targets", "message"),
     [(("nowhere",), "matches nothing"), (("self_attn",), "cannot carry"), ("lm_head", "cannot carry")],
 )
-def test_target_modules_that_do_not_fit(targets: Any, message: str) -> None:
+def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         Crowd(base(), LoraSettings(target_modules=targets), "toy")
     assert "q_proj" in str(caught.value)
@@ -324,7 +324,7 @@ def test_target_modules_as_in_peft() -> None:
     assert len(Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.layers) == 3
 
 
-def test_a_base_that_sees_the_future_is_refused() -> None:
+def test_a_non_causal_base_is_refused() -> None:
     with pytest.raises(ModelError, match="no causal language model"):
         Crowd(base("bert", torch.float32), LoraSettings(), "toy").choose_route()
 
@@ -333,10 +333,28 @@ def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
     model = base("mamba")
     crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, alpha=8), "toy")
     assert sorted(crowd.agents.layers) == [f"backbone.layers.{n}.mixer.in_proj" for n in range(2)]
-    opened = peft.LoraConfig(**crowd.adapter_files()["agent0/adapter_config"])  # whose all-linear would be more
+    opened = peft.LoraConfig(**crowd.adapter_files()["agent0/adapter_config"])  # its all-linear would match more
     peft.get_peft_model(model, opened)
     with pytest.raises(ModelError, match="dt_proj, which cannot carry an adapter"):
         Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("all-linear", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        (("v_proj", "q_proj"), ["q_proj", "v_proj"]),
+        (r".*\.1\.mlp\..*_proj", [f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")]),
+    ],
+)
+def test_an_adapter_names_its_layers_in_a_list(wanted: Any, told: list[str]) -> None:
+    """Servers such as vLLM and SGLang read neither all-linear nor a pattern."""
+    model = base()
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, target_modules=wanted), "toy")
+    config = crowd.adapter_files()["agent0/adapter_config"]
+    assert config["target_modules"] == told
+    opened = peft.get_peft_model(model, peft.LoraConfig(**config))
+    assert {name for name, _ in peft.get_peft_model_state_dict(opened).items()} == set(crowd.agents.agent_tensors(0))
 
 
 def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,14 +364,14 @@ def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the code of a family does not show it."""
+    """For families whose source code does not show the read."""
     monkeypatch.setattr(targets, "_passed_by", lambda *_: False)
     crowd = Crowd(base("mamba"), LoraSettings(), "toy")
     with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
         crowd.choose_route()
 
 
-def test_what_a_layer_is_made_of_may_be_asked() -> None:
+def test_a_base_may_read_dtype_and_shape_of_an_adapted_weight_only() -> None:
     layer = next(iter(Crowd(base(), LoraSettings(), "toy").agents.layers.values()))
     assert (layer.weight.dtype, layer.weight.shape) == (torch.float64, layer.base_layer.weight.shape)
     for read in (lambda: layer.weight.T, lambda: torch.ones(1, 32) @ layer.weight, lambda: layer.weight[0]):
@@ -361,7 +379,7 @@ def test_what_a_layer_is_made_of_may_be_asked() -> None:
             read()
 
 
-def test_a_base_that_stumbles_over_our_rows_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_base_in_the_trial_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = Crowd(base(), LoraSettings(), "toy")
 
     def fail(*_: Any, **__: Any) -> None:
@@ -375,7 +393,7 @@ def test_a_base_that_stumbles_over_our_rows_is_one_message(monkeypatch: pytest.M
     assert caught.value.where == "model_name: toy"
 
 
-def test_memory_that_runs_out_in_the_trial_is_no_fault_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_the_trial_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = Crowd(base(), LoraSettings(), "toy")
 
     def fail(*_: Any, **__: Any) -> None:
@@ -386,7 +404,7 @@ def test_memory_that_runs_out_in_the_trial_is_no_fault_of_the_base(monkeypatch: 
         crowd.choose_route()
 
 
-def test_more_agents_than_any_memory_holds() -> None:
+def test_more_agents_than_any_memory_holds_is_one_message() -> None:
     with pytest.raises(ModelError, match="1,000,000,000,000 agents do not fit into memory") as caught:
         Crowd(base(), LoraSettings(num_agents=10**12), "toy")
     assert "num_agents" in str(caught.value)

@@ -1,4 +1,4 @@
-"""A base is loaded whole or not at all, and is known by its bits."""
+"""A base is loaded completely or not at all, and its fingerprint covers every bit."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from ci_llm.config import Config
 from ci_llm.crowd.base import fingerprint_of, load_base
 from ci_llm.dry_run import toy_run
+from ci_llm.dry_run.architecture import find_shape
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 from tests.support.tiny import base
@@ -25,7 +26,7 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The embedded base, to be mistreated."""
+    """A copy of the embedded base, for the tests to damage."""
     return Path(shutil.copytree(BASE_FOLDER, tmp_path / "base"))
 
 
@@ -57,7 +58,7 @@ def _odd_config(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("damage", "message"),
     [
         (_torn, "cannot be loaded: Error while deserializing header"),
         (_no_pickle, "cannot be loaded: Weights only load failed"),
@@ -66,25 +67,35 @@ def _odd_config(folder: Path) -> None:
         (_of_another_shape, f"1 weights of the base are missing or of another shape, the first is {LAYER}"),
     ],
 )
-def test_a_base_that_is_not_whole_is_refused(harm: Callable[[Path], None], message: str, folder: Path) -> None:
-    harm(folder)
+def test_a_base_that_is_not_whole_is_refused(damage: Callable[[Path], None], message: str, folder: Path) -> None:
+    damage(folder)
     with pytest.raises(ModelError) as caught:
         load_base(str(folder))
     assert message in caught.value.what
     assert caught.value.where == f"model_name: {folder}"
 
 
-def test_a_dry_run_does_not_stand_in_for_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The embedded base does so for one that would have to be downloaded, not for one that came and is torn."""
+@pytest.mark.parametrize("name", ["/nowhere/model", "./models/mine", "../mine/x", "~/mine", "runs/one/model"])
+def test_a_missing_folder_is_reported_as_missing(name: str) -> None:
+    """The hub's library would say that a repo id must use alphanumeric characters."""
+    for open_it in (load_base, find_shape):
+        with pytest.raises(ModelError) as caught:
+            open_it(name)
+        assert caught.value.what == "there is no such folder"
+        assert str(Path(name).absolute()) in str(caught.value.where)
+
+
+def test_a_dry_run_does_not_replace_a_damaged_base(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """It uses the embedded base in place of one that would have to be downloaded, not of one that is damaged."""
     _torn(folder)
     monkeypatch.setattr(toy_run, "load_base", lambda *_: load_base(str(folder)))
     shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu")
-    scene: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
+    context: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
     with pytest.raises(ModelError, match="deserializing header"):
-        toy_run._base(scene)
+        toy_run._base(context)
 
 
-def test_a_fingerprint_sees_every_bit_and_bears_every_shape() -> None:
+def test_a_fingerprint_covers_every_bit_and_parameters_of_any_shape() -> None:
     model = base(dtype=torch.float32)
     model.register_parameter("temperature", torch.nn.Parameter(torch.tensor(1.0)))
     before = fingerprint_of(model)

@@ -1,4 +1,4 @@
-"""The crowd writes what K full passes and an aggregation per token would; prompts, ends, sampling, saved crowds."""
+"""The crowd generates what K full passes and one aggregation per token give; prompts, ends, sampling, saved crowds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, 
 from ci_llm import Crowd
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
-from ci_llm.crowd.aggregate import Aggregator, aggregate
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.generation import Decoding, _OneVoice
+from ci_llm.crowd.generation import Decoding, _CrowdChoice
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer, prompts_of
 from ci_llm.data.rows import Completion, Rows, find_form
@@ -31,7 +31,7 @@ from tests.support.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
 GREEDY = Decoding(max_new_tokens=12)
-#: In fp64 the masks of two make NaN of a pad's state (their softmax is fp32), and the experts of two cannot run.
+#: In fp64 the masks of two families make NaN of a pad's state (their softmax is fp32); two cannot run their experts.
 ONLY_FP32 = ("gemma2", "bloom", "mixtral", "gpt_oss", "phimoe")
 CONFIG = Path(__file__).parents[2] / "configs.yaml"
 
@@ -39,16 +39,16 @@ CONFIG = Path(__file__).parents[2] / "configs.yaml"
 @torch.no_grad()
 def next_log_probs(crowd: Crowd, agent: int, ids: list[int]) -> torch.Tensor:
     """One full pass of one agent over one row, without cache, padding or neighbours."""
-    with crowd.solo(agent) as model:
+    with crowd.active_agent(agent) as model:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
-def written_slowly(crowd: Crowd, agents: list[int], prompt: list[int], how: Aggregator) -> list[int]:
+def reference_ids(crowd: Crowd, agents: list[int], prompt: list[int], how: str) -> list[int]:
     ids = list(prompt)
     for _ in range(GREEDY.max_new_tokens):
-        opinions = torch.stack([next_log_probs(crowd, k, ids) for k in agents])
-        ids.append(int(aggregate(opinions, how).argmax()))
+        per_agent = torch.stack([next_log_probs(crowd, k, ids) for k in agents])
+        ids.append(int(aggregate(per_agent, how).argmax()))
     return ids[len(prompt) :]
 
 
@@ -57,62 +57,59 @@ def llama() -> Crowd:
     return crowd_of(base("llama")).eval()
 
 
-# Equalities
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bert"])
-def test_crowd_and_agents_write_what_full_passes_would(family: str) -> None:
+def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
     """Prompts of different length, padded in one batch, beside each of them alone."""
     crowd = crowd_of(base(family, torch.float32 if family in ONLY_FP32 else torch.float64)).eval()
     with torch.no_grad():
-        crowd.agents.weights.mul_(4)  # or some of these toys only repeat the last token, whoever writes
-    written = crowd.write(PROMPTS, GREEDY, alone=True)
+        crowd.agents.weights.mul_(4)  # with smaller weights some of these toys only repeat the last token
+    generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
     everyone = list(range(K))
-    assert written.together == [written_slowly(crowd, everyone, p, "probability") for p in PROMPTS]
+    assert generated.crowd == [reference_ids(crowd, everyone, p, "probability") for p in PROMPTS]
     for k in everyone:
-        assert written.alone[k] == [written_slowly(crowd, [k], p, "probability") for p in PROMPTS]
-    texts = {tuple(text) for line in (written.together, *written.alone) for text in line}
+        assert generated.agents[k] == [reference_ids(crowd, [k], p, "probability") for p in PROMPTS]
+    texts = {tuple(text) for line in (generated.crowd, *generated.agents) for text in line}
     assert len(texts) == len(PROMPTS) * (K + 1), "two texts are the same, so the test would not see a mix-up"
 
 
-def test_a_base_that_does_not_bear_padding_reads_one_prompt_at_a_time() -> None:
-    """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued otherwise."""
+def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> None:
+    """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued in another way."""
     shape = PegasusConfig(
         vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48
     )
     torch.manual_seed(0)
     crowd = crowd_of(PegasusForCausalLM(shape)).eval()
-    written = crowd.write(PROMPTS, GREEDY, alone=True)
-    assert written.together == [written_slowly(crowd, list(range(K)), p, "probability") for p in PROMPTS]
-    assert written.alone == [[written_slowly(crowd, [k], p, "probability") for p in PROMPTS] for k in range(K)]
-    drawn = crowd.write(PROMPTS, Decoding(max_new_tokens=12, do_sample=True), first_prompt=5).together
+    generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
+    assert generated.crowd == [reference_ids(crowd, list(range(K)), p, "probability") for p in PROMPTS]
+    assert generated.agents == [[reference_ids(crowd, [k], p, "probability") for p in PROMPTS] for k in range(K)]
+    drawn = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=12, do_sample=True), first_prompt=5).crowd
     alone = [
-        crowd.write([p], Decoding(max_new_tokens=12, do_sample=True), first_prompt=5 + number).together[0]
+        crowd.generate_ids([p], Decoding(max_new_tokens=12, do_sample=True), first_prompt=5 + number).crowd[0]
         for number, p in enumerate(PROMPTS)
     ]
     assert drawn == alone
 
 
-def test_a_base_that_cannot_write_is_one_message(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_base_in_generation_is_one_message(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.model, "_prepare_cache_for_generation", lambda *_, **__: {}["cache"])
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot write \(KeyError: 'cache'\)"):
-        llama.write(PROMPTS[:1], GREEDY)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot generate \(KeyError: 'cache'\)"):
+        llama.generate_ids(PROMPTS[:1], GREEDY)
 
 
 @pytest.mark.slow
 def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:
-    found = llama.write(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).together
-    assert found == [written_slowly(llama, list(range(K)), prompt, "logit") for prompt in PROMPTS]
-    assert found != llama.write(PROMPTS, GREEDY).together
+    found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).crowd
+    assert found == [reference_ids(llama, list(range(K)), prompt, "logit") for prompt in PROMPTS]
+    assert found != llama.generate_ids(PROMPTS, GREEDY).crowd
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_one_agent_alone_writes_what_plain_peft_writes(family: str) -> None:
+def test_one_agent_alone_generates_what_plain_peft_generates(family: str) -> None:
     model = base(family)
     untouched = base(family)
     crowd = crowd_of(model)
-    alone = crowd.write(PROMPTS, GREEDY, alone=True).alone
+    alone = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True).agents
     for k in range(K):
         twin = peft_twin(untouched, crowd, k).eval()
         for number, prompt in enumerate(PROMPTS):
@@ -122,71 +119,66 @@ def test_one_agent_alone_writes_what_plain_peft_writes(family: str) -> None:
             assert alone[k][number] == ids.tolist()
 
 
-def test_nothing_of_the_crowd_is_changed_by_writing(llama: Crowd) -> None:
+def test_generation_leaves_the_crowd_as_it_was(llama: Crowd) -> None:
     llama.route = "packed"
     llama.train()
     kept = llama.model.generation_config
-    llama.write(PROMPTS, GREEDY)
+    llama.generate_ids(PROMPTS, GREEDY)
     assert (llama.route, llama.training, llama.model.generation_config) == ("packed", True, kept)
     llama.eval()
 
 
-def test_generation_settings_of_the_base_have_no_say(llama: Crowd) -> None:
-    wanted = llama.write(PROMPTS, GREEDY).together
+def test_generation_settings_of_the_base_have_no_effect(llama: Crowd) -> None:
+    wanted = llama.generate_ids(PROMPTS, GREEDY).crowd
     own = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=5.0, eos_token_id=wanted[0][0])
     llama.model.generation_config = own
-    assert llama.write(PROMPTS, GREEDY).together == wanted
+    assert llama.generate_ids(PROMPTS, GREEDY).crowd == wanted
     assert llama.model.generation_config is own
 
 
-# Ends
-
-
 def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
-    free = llama.write(PROMPTS, GREEDY, alone=True)
-    end = free.together[0][3]
-    found = llama.write(PROMPTS, Decoding(max_new_tokens=12, ends=frozenset({end, 5000})), alone=True)
-    for ours, theirs in zip((found.together, *found.alone), (free.together, *free.alone), strict=True):
+    free = llama.generate_ids(PROMPTS, GREEDY, include_agents=True)
+    end = free.crowd[0][3]
+    found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, ends=frozenset({end, 5000})), include_agents=True)
+    for ours, theirs in zip((found.crowd, *found.agents), (free.crowd, *free.agents), strict=True):
         for text, whole in zip(ours, theirs, strict=True):
             assert text == (whole[: whole.index(end)] if end in whole else whole)
-    assert len(found.together[0]) <= 3
+    assert len(found.crowd[0]) <= 3
 
 
 def test_a_request_to_stop_ends_everything_at_the_next_token(llama: Crowd) -> None:
     answers = iter([False, False, True])
-    written = llama.write(PROMPTS, GREEDY, alone=True, stop=lambda: next(answers))
-    wanted = llama.write(PROMPTS, Decoding(max_new_tokens=3), alone=True)
-    assert written == wanted
+    generated = llama.generate_ids(PROMPTS, GREEDY, include_agents=True, stop=lambda: next(answers))
+    wanted = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=3), include_agents=True)
+    assert generated == wanted
 
 
-def test_an_agent_without_numbers_does_not_silence_the_others() -> None:
+def test_an_agent_with_nan_is_left_out() -> None:
     crowd = crowd_of(base("llama")).eval()
-    wanted = [written_slowly(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
+    wanted = [reference_ids(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
     with torch.no_grad():
         crowd.agents.weights[1] = float("nan")
-    assert crowd.write(PROMPTS, GREEDY).together == wanted
+    assert crowd.generate_ids(PROMPTS, GREEDY).crowd == wanted
     with torch.no_grad():
         crowd.agents.weights.fill_(float("nan"))
-    with pytest.raises(ModelError, match="every agent answers NaN"):
-        crowd.write(PROMPTS, GREEDY)
+    with pytest.raises(ModelError, match="the logits of every agent hold NaN"):
+        crowd.generate_ids(PROMPTS, GREEDY)
 
 
-def test_the_base_has_no_more_positions(llama: Crowd) -> None:
+def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
     limit = 128
-    written = llama.write([[5] * (limit - 2), [6, 7]], GREEDY)
-    assert [len(text) for text in written.together] == [2, 2]
+    generated = llama.generate_ids([[5] * (limit - 2), [6, 7]], GREEDY)
+    assert [len(text) for text in generated.crowd] == [2, 2]
     with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
-        llama.write([[6, 7], [5] * limit], GREEDY)
+        llama.generate_ids([[6, 7], [5] * limit], GREEDY)
     with pytest.raises(DataError, match="empty") as caught:
-        llama.write([[6, 7], []], GREEDY, first_prompt=16)
+        llama.generate_ids([[6, 7], []], GREEDY, first_prompt=16)
     assert caught.value.where == "prompt 17 (counted from 0)"
 
 
-# Sampling
-
-
 def sampled(crowd: Crowd, prompts: list[list[int]] = PROMPTS, **choices: Any) -> list[list[int]]:
-    return crowd.write(prompts, Decoding(**{"max_new_tokens": 12, "do_sample": True, "seed": 1, **choices})).together
+    decoding = Decoding(**{"max_new_tokens": 12, "do_sample": True, "seed": 1, **choices})
+    return crowd.generate_ids(prompts, decoding).crowd
 
 
 def test_samples_are_reproducible_and_differ_by_seed(llama: Crowd) -> None:
@@ -201,7 +193,7 @@ def test_samples_are_reproducible_and_differ_by_seed(llama: Crowd) -> None:
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
 def test_the_narrowest_sample_is_the_greedy_text(llama: Crowd, narrow: dict[str, Any]) -> None:
-    assert sampled(llama, **narrow) == llama.write(PROMPTS, GREEDY).together
+    assert sampled(llama, **narrow) == llama.generate_ids(PROMPTS, GREEDY).crowd
 
 
 @pytest.mark.parametrize(
@@ -210,13 +202,13 @@ def test_the_narrowest_sample_is_the_greedy_text(llama: Crowd, narrow: dict[str,
 )
 def test_tokens_are_drawn_from_the_aggregated_distribution(choices: dict[str, Any], kept: int) -> None:
     draws, decoding = 4000, Decoding(do_sample=True, **choices)
-    opinions = torch.tensor([[0.1, 0.5, 0.2, 0.15, 0.05], [0.3, 0.5, 0.1, 0.05, 0.05]]).log()
-    crowd = aggregate(opinions, decoding.aggregator) / decoding.temperature
+    per_agent = torch.tensor([[0.1, 0.5, 0.2, 0.15, 0.05], [0.3, 0.5, 0.1, 0.05, 0.05]]).log()
+    crowd = aggregate(per_agent, decoding.aggregator) / decoding.temperature
     wanted = crowd.softmax(-1)
     wanted[wanted.argsort(descending=True)[kept:]] = 0
     wanted /= wanted.sum()
-    scores = opinions.repeat_interleave(draws, dim=0)
-    chosen = _OneVoice(2, 0, decoding, 0)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
+    scores = per_agent.repeat_interleave(draws, dim=0)
+    chosen = _CrowdChoice(2, 0, decoding, 0)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
     assert torch.equal(chosen[:draws], chosen[draws:])
     assert ((chosen == 0).sum(-1) == 1).all()
     found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws
@@ -239,8 +231,6 @@ def test_values_out_of_range_are_refused_together(choices: dict[str, Any], messa
         Decoding(**choices)
 
 
-# Prompts
-
 TEMPLATES = {
     "built in": None,
     "chatml": templates.CHATML,
@@ -252,7 +242,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_prompt_is_what_stood_before_the_answer_in_training(template: str | None) -> None:
+def test_a_prompt_has_the_tokens_before_the_answer_in_training(template: str | None) -> None:
     tokenizer = templates.byte_tokenizer(template)
     prompter = Prompter(tokenizer)
     trained = Encoder(tokenizer).encode(templates.LONG)
@@ -264,14 +254,14 @@ def test_a_prompt_is_what_stood_before_the_answer_in_training(template: str | No
     assert ends == ({"</s>", "<|im_end|>"} if "im_end" in (template or "") else {"</s>"})
 
 
-def test_a_prompt_that_opens_the_thoughts() -> None:
+def test_a_prompt_that_opens_a_think_block() -> None:
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     tokenizer = templates.byte_tokenizer(templates.CHATML.replace(templates.PROMPT, prompt))
     ids = Prompter(tokenizer).ids("q")
     assert tokenizer.decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
-def test_plain_text_is_gone_on_with() -> None:
+def test_plain_text_is_continued() -> None:
     tokenizer = templates.byte_tokenizer(templates.CHATML)
     prompter = Prompter(tokenizer, "text")
     trained = Encoder(tokenizer).encode(Completion("Once ", "upon"))
@@ -308,7 +298,7 @@ def test_one_prompt_or_many() -> None:
         ([{"role": "nobody", "content": "q"}], "chat template cannot be used"),
     ],
 )
-def test_what_is_no_prompt_is_refused(prompt: Any, message: str) -> None:
+def test_an_invalid_prompt_is_refused(prompt: Any, message: str) -> None:
     strict = (
         "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}" + templates.TURN
     )
@@ -317,12 +307,9 @@ def test_what_is_no_prompt_is_refused(prompt: Any, message: str) -> None:
         Prompter(tokenizer).ids(prompt)
 
 
-# A saved crowd
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a real run leaves."""
+    """The final checkpoint of a real run."""
     folder = tmp_path_factory.mktemp("generate") / "run"
     threads = torch.get_num_threads()
     words = ["num_agents=2", "lora_rank=2", "max_train_steps=3", "batch_size=4", "eval_samples=4", "eval_steps=100"]
@@ -349,7 +336,7 @@ def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
     assert answers == [crowd.generate(question, max_new_tokens=24)[0] for question in QUESTIONS]
     assert answers == crowd.generate([[{"role": "user", "content": q}] for q in QUESTIONS], max_new_tokens=24)
     assert crowd.prompter is not None
-    slow = written_slowly(crowd, [0, 1], crowd.prompter.ids(QUESTIONS[0]), "probability")
+    slow = reference_ids(crowd, [0, 1], crowd.prompter.ids(QUESTIONS[0]), "probability")
     assert crowd.prompter.text(slow).startswith(crowd.generate(QUESTIONS[0], max_new_tokens=12)[0])
     assert crowd.generate([]) == []
     for batch_size in (0, -1):
@@ -371,7 +358,9 @@ def test_a_saved_agent_alone_equals_plain_peft(checkpoint: Path) -> None:
     crowd = Crowd.from_pretrained(checkpoint, device="cpu")
     assert crowd.prompter is not None
     prompts = [crowd.prompter.ids(question) for question in QUESTIONS]
-    alone = crowd.write(prompts, Decoding(max_new_tokens=16, ends=crowd.prompter.ends), alone=True).alone
+    alone = crowd.generate_ids(
+        prompts, Decoding(max_new_tokens=16, ends=crowd.prompter.ends), include_agents=True
+    ).agents
     for k in range(2):
         plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
         agent = peft.PeftModel.from_pretrained(plain, checkpoint / f"agent{k}").eval()
@@ -395,7 +384,7 @@ def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path)
 
 
 def test_a_folder_without_a_crowd(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpoint, match="no such folder"):
+    with pytest.raises(BadInput, match="there is no checkpoint at this path"):
         Crowd.from_pretrained(tmp_path / "nowhere")
     with CheckpointManager(tmp_path, async_save=False) as manager:
         manager.save(0, {"weights": {"w": torch.zeros(2)}})
@@ -423,7 +412,7 @@ def test_a_crowd_saved_by_another_loop(tmp_path: Path, form: Any) -> None:
     loaded = load_base("embedded", "bf16")
     elsewhere = str(Path("/somewhere/else", *BASE_FOLDER.parts[-3:]))
     crowd = Crowd(loaded.model, LoraSettings(num_agents=2, target_modules=("q_proj", "v_proj")), elsewhere)
-    with pytest.raises(ModelError, match="no words"):
+    with pytest.raises(ModelError, match="no tokenizer"):
         crowd.generate("hello")
     crowd.prompter = Prompter(loaded.tokenizer, form)
     with torch.no_grad():

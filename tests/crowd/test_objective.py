@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.aggregate import aggregate, mean_of_probabilities
-from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
+from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.diversity.joint import jensen_gap
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.sliced_wasserstein import row_states, sliced_wasserstein, unit_directions
 from ci_llm.data.batches import Batch
 from tests.support.tiny import base, batch
 
-EVERYONE = torch.ones(3, dtype=torch.bool)
+ALL_AGENTS = torch.ones(3, dtype=torch.bool)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -55,7 +56,7 @@ def test_sliced_wasserstein_equals_pot(rows: int) -> None:
         ot.sliced_wasserstein_distance(points[i].numpy(), points[j].numpy(), projections=directions.numpy()) ** 2
         for i, j in ((0, 1), (0, 2), (1, 2))
     ]
-    found = sliced_wasserstein(points, directions, EVERYONE)
+    found = sliced_wasserstein(points, directions, ALL_AGENTS)
     assert found.item() == pytest.approx(sum(pairs) / 3, rel=1e-12)
 
 
@@ -63,7 +64,7 @@ def test_sliced_wasserstein_in_one_dimension_has_a_closed_form() -> None:
     """Equal point sets moved by c are |c|² apart; ranks are coupled, so the order of the rows does not matter."""
     points = random(1, 7, 1)
     shifted = torch.cat([points, points.flip(1) + 3.0])
-    found = sliced_wasserstein(shifted, torch.ones(1, 1, dtype=torch.float64), EVERYONE[:2])
+    found = sliced_wasserstein(shifted, torch.ones(1, 1, dtype=torch.float64), ALL_AGENTS[:2])
     assert found.item() == pytest.approx(9.0, rel=1e-12)
 
 
@@ -74,35 +75,35 @@ def test_directions_are_drawn_from_the_unit_sphere() -> None:
     points = random(1, 5, 6)
     for axis in range(6):
         moved = torch.cat([points, points + 3.0 * torch.eye(6, dtype=torch.float64)[axis]])
-        assert sliced_wasserstein(moved, directions, EVERYONE[:2]).item() == pytest.approx(9.0 / 6, rel=0.05)
+        assert sliced_wasserstein(moved, directions, ALL_AGENTS[:2]).item() == pytest.approx(9.0 / 6, rel=0.05)
 
 
 def test_diversity_terms_pass_gradcheck() -> None:
     directions = unit_directions(4, 5, torch.Generator().manual_seed(3))
     points = random(3, 6, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda p: sliced_wasserstein(p, directions, EVERYONE), (points,))
+    assert torch.autograd.gradcheck(lambda p: sliced_wasserstein(p, directions, ALL_AGENTS), (points,))
     log_probs = random(3, 9).requires_grad_()
-    assert torch.autograd.gradcheck(lambda p: jensen_gap(p.log_softmax(0), EVERYONE), (log_probs,))
+    assert torch.autograd.gradcheck(lambda p: jensen_gap(p.log_softmax(0), ALL_AGENTS), (log_probs,))
 
 
 @pytest.mark.parametrize("term", ["joint", "swd"])
-def test_a_sick_agent_is_masked_out_before_the_operation(term: str) -> None:
-    healthy = torch.tensor([True, False, True])
+def test_a_nonfinite_agent_is_masked_out_before_the_operation(term: str) -> None:
+    finite = torch.tensor([True, False, True])
     directions = unit_directions(4, 5, torch.Generator().manual_seed(3))
 
     def value(x: Tensor, mask: Tensor) -> Tensor:
         return jensen_gap(x[..., 0], mask) if term == "joint" else sliced_wasserstein(x, directions, mask)
 
     clean = random(3, 6, 4) - 5
-    sick = clean.clone()
-    sick[1] = float("nan")
-    sick.requires_grad_()
-    alone = value(clean[[0, 2]], EVERYONE[:2])
-    found = value(sick, healthy)
+    broken = clean.clone()
+    broken[1] = float("nan")
+    broken.requires_grad_()
+    alone = value(clean[[0, 2]], ALL_AGENTS[:2])
+    found = value(broken, finite)
     assert found.item() == pytest.approx(alone.item(), rel=1e-12)
-    (gradient,) = torch.autograd.grad(found, sick)
+    (gradient,) = torch.autograd.grad(found, broken)
     assert gradient[[0, 2]].isfinite().all()
-    assert value(sick.detach(), torch.tensor([False, False, True])).item() == pytest.approx(0.0, abs=1e-12)
+    assert value(broken.detach(), torch.tensor([False, False, True])).item() == pytest.approx(0.0, abs=1e-12)
 
 
 def output_of(crowd: Crowd, packed: Batch) -> CrowdOutput:
@@ -121,12 +122,12 @@ def crowd() -> Crowd:
 def test_joint_is_a_sum_over_tokens_and_interpolates_to_the_crowds_loss(crowd: Crowd) -> None:
     packed = batch((9, 17, 23))
     output = output_of(crowd, packed)
-    gap = jensen_gap(output.log_probs, EVERYONE)
-    halves = jensen_gap(output.log_probs[:, :10], EVERYONE) + jensen_gap(output.log_probs[:, 10:], EVERYONE)
+    gap = jensen_gap(output.log_probs, ALL_AGENTS)
+    halves = jensen_gap(output.log_probs[:, :10], ALL_AGENTS) + jensen_gap(output.log_probs[:, 10:], ALL_AGENTS)
     assert gap.item() == pytest.approx(halves.item(), rel=1e-12)
     assert gap.item() > 0
     full = Objective("joint", weight=1.0)(output, packed, step=0).total
-    crowd_loss = -mean_of_probabilities(output.log_probs).sum()
+    crowd_loss = -aggregate(output.log_probs, "probability").sum()
     assert full.item() == pytest.approx(3 * crowd_loss.item(), rel=1e-12)
 
 
@@ -135,7 +136,7 @@ def test_none_rewards_nothing_and_measures_the_gap(crowd: Crowd) -> None:
     output = output_of(crowd, packed)
     loss = Objective("none", weight=5.0)(output, packed, step=0)
     assert loss.total.item() == pytest.approx(-output.log_probs.sum().item(), rel=1e-12)
-    assert loss.diversity.item() == pytest.approx(jensen_gap(output.log_probs, EVERYONE).item(), rel=1e-12)
+    assert loss.diversity.item() == pytest.approx(jensen_gap(output.log_probs, ALL_AGENTS).item(), rel=1e-12)
 
 
 def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:

@@ -269,7 +269,31 @@ def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> Non
 def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(1, tmp_path))
     assert _questions(config, "train") == _questions(config, "eval") == ["q0"]
-    assert any("a single row" in line for line in load_rows(config, "eval").description)
+    judged = load_rows(config, "eval")
+    assert (judged.trained_on, judged.description[-1].partition(":")[0]) == (
+        "all",
+        "1 of the 1 rows to evaluate on are rows to train on",
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "word"),
+    [
+        ({}, 0, "none"),
+        ({"eval_split": "train"}, 40, "all"),
+        ({"eval_split": "train", "eval_samples": 10}, 10, "all"),
+        ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9}, 3, "some"),
+        ({"dataset_split": "other", "eval_split": "other"}, 40, "all"),
+    ],
+)
+def test_rows_that_are_trained_on_are_told_from_those_held_out(
+    settings: dict[str, Any], count: int, word: str, tmp_path: Path
+) -> None:
+    config = Config(**{"dataset_name": _numbered(40, tmp_path), **settings})
+    judged = load_rows(config, "eval")
+    assert (judged.num_trained_on, judged.trained_on) == (count, word)
+    assert len({*_questions(config, "train")} & {*_questions(config, "eval")}) == count
+    assert any("scores show what is remembered" in line for line in judged.description) is (count > 0)
 
 
 def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:

@@ -206,6 +206,15 @@ def test_what_is_not_restored_is_named() -> None:
     assert "loader 0 (RandomSampler)" in said[0] or "loader 0 (SeedableRandomSampler)" in said[0]
 
 
+def test_another_model_is_sent_to_the_manager() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.free_memory()
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"Linear is no Crowd") as refused:
+        register_hooks(accelerator)
+    assert "ci_llm.CheckpointManager" in str(refused.value)
+
+
 def test_hooks_need_a_prepared_crowd() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.free_memory()

@@ -1,9 +1,10 @@
-"""The first steps under the profiler: the same steps, and files that a person can open."""
+"""The profile of the first steps: the steps are the same, and the files can be opened."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,12 @@ def names_in(trace: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [2, 4, 9])
-def test_every_step_comes_once_and_the_first_are_in_the_trace(count: int, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_every_step_comes_once_and_the_first_are_in_the_trace(
+    count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ci_llm")
     seen = []
-    for step in profiled(iter(range(4)), count, tmp_path, "attempt1_process0", say=said.append):
+    for step in profiled(iter(range(4)), count, tmp_path, "attempt1_process0"):
         seen.append(step)
         multiply([step])
     assert seen == [0, 1, 2, 3]
@@ -36,23 +39,22 @@ def test_every_step_comes_once_and_the_first_are_in_the_trace(count: int, tmp_pa
     ]
     assert names.count("aten::mm") == traced
     assert "aten::mm" in (tmp_path / "profile/attempt1_process0.txt").read_text()
-    assert "attempt1_process0.json.gz" in said[0]
+    assert "attempt1_process0.json.gz" in caplog.messages[0]
 
 
-def test_off_it_leaves_nothing(tmp_path: Path) -> None:
-    assert list(profiled(iter("abc"), None, tmp_path, "name", say=print)) == ["a", "b", "c"]
+def test_without_a_profile_nothing_is_written(tmp_path: Path) -> None:
+    assert list(profiled(iter("abc"), None, tmp_path, "name")) == ["a", "b", "c"]
     assert not list(tmp_path.iterdir())
 
 
 def test_an_attempt_that_ends_before_writes_nothing(tmp_path: Path) -> None:
-    steps = profiled(iter(range(9)), 5, tmp_path, "name", say=print)
+    steps = profiled(iter(range(9)), 5, tmp_path, "name")
     assert next(iter(steps)) == 0
     steps.close()  # type: ignore[attr-defined]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses_is_said_and_the_steps_go_on(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_reported_and_the_steps_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("in the way")
-    said: list[str] = []
-    assert list(profiled(iter(range(3)), 1, tmp_path, "name", say=said.append)) == [0, 1, 2]
-    assert "cannot be written, the run goes on" in said[0]
+    assert list(profiled(iter(range(3)), 1, tmp_path, "name")) == [0, 1, 2]
+    assert "cannot be written, the run goes on" in caplog.messages[0]

@@ -1,4 +1,4 @@
-"""What a run tells: nothing is lost or torn, a resumed run tells one story, and telling never ends a run."""
+"""The log of a run: no line is lost or cut, a resumed run continues its files, and no log ends a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import io
 import itertools
 import json
+import logging
 import os
 import pty
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +21,22 @@ from typing import Any, TextIO
 import pytest
 
 from ci_llm.errors import ConfigError
-from ci_llm.logs.progress import ProgressLine
-from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, RunLog
+from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
+from ci_llm.logs.terminal import ProgressLine
 from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
+
+logger = logging.getLogger("ci_llm.tests")  # as the modules of the package have it
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> Iterator[None]:
+    """Every test ends without handlers of logs that it left open."""
+    yield
+    while handlers := [one for one in PACKAGE.handlers if isinstance(one, RunHandler)]:
+        handlers[-1].detach()  # which brings back the one before
+    assert (PACKAGE.level, PACKAGE.propagate) == (logging.NOTSET, True)
 
 
 class Clock:
@@ -70,7 +84,7 @@ def test_says_to_terminal_and_file_with_date_and_attempt(tmp_path: Path, screen:
     assert one[:4].isdigit()
 
 
-def test_nothing_is_created_before_open_and_nothing_said_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
+def test_before_open_no_file_is_created_and_no_message_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
     log = RunLog(tmp_path, terminal=screen)
     log.say("hello")
     log.metrics(1, {"loss": 1.0})
@@ -80,12 +94,118 @@ def test_nothing_is_created_before_open_and_nothing_said_is_lost(tmp_path: Path,
     assert log_text(tmp_path).splitlines()[1].endswith("[1] hello")
 
 
-def test_other_processes_are_silent(tmp_path: Path, screen: io.StringIO) -> None:
+def test_records_of_the_package_are_shown_and_marked_by_their_level(tmp_path: Path, screen: io.StringIO) -> None:
+    make_log(tmp_path, screen)
+    logger.debug("for developers")
+    logger.info("step 46 % done")
+    logger.warning("the disk is slow\n  it took 3 s")
+    assert screen.getvalue() == "step 46 % done\nwarning: the disk is slow\n  it took 3 s\n"
+    written = [line.partition("] ")[2] for line in log_text(tmp_path).splitlines()[1:]]
+    assert written == ["step 46 % done", "WARNING the disk is slow", "  it took 3 s"]
+
+
+def test_records_before_open_reach_the_file_once_it_exists(tmp_path: Path, screen: io.StringIO) -> None:
+    log = RunLog(tmp_path, terminal=screen)
+    logger.warning("early")
+    assert screen.getvalue() == "warning: early\n"
+    assert list(tmp_path.iterdir()) == []
+    log.open(1)
+    assert log_text(tmp_path).splitlines()[1].endswith("[1] WARNING early")
+
+
+def test_a_level_that_is_set_before_is_kept_and_shows_debug_messages(tmp_path: Path, screen: io.StringIO) -> None:
+    PACKAGE.setLevel(logging.DEBUG)
+    log = make_log(tmp_path, screen)
+    logger.debug("for developers")
+    log.close()
+    assert PACKAGE.level == logging.DEBUG
+    PACKAGE.setLevel(logging.NOTSET)
+    assert screen.getvalue() == "debug: for developers\n"
+    assert log_text(tmp_path).endswith("[1] DEBUG for developers\n")
+
+
+def test_a_warning_with_an_exception_keeps_its_traceback(tmp_path: Path, screen: io.StringIO) -> None:
+    make_log(tmp_path, screen)
+    try:
+        raise ValueError("the cause")
+    except ValueError:
+        logger.warning("it failed", exc_info=True)
+    assert "WARNING it failed" in log_text(tmp_path)
+    assert "ValueError: the cause" in log_text(tmp_path)
+
+
+def test_a_closed_log_takes_no_records_and_restores_the_logger(
+    tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = make_log(tmp_path, screen)
+    logger.warning("while it is open")
+    assert caplog.messages == [], "the root logger would show every line twice"
+    log.close()
+    log.close()
+    logger.warning("afterwards")
+    assert caplog.messages == ["afterwards"]
+    assert "afterwards" not in screen.getvalue() + log_text(tmp_path)
+
+
+def test_threads_that_log_and_threads_that_write_metrics_do_not_wait_for_each_other(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
+    log = make_log(tmp_path, screen)
+    log._trackers = SimpleNamespace(log=lambda *_: logger.warning("while metrics are written"))  # type: ignore[assignment]
+    count = 300
+
+    def write_metrics() -> None:
+        for step in range(count):
+            log.metrics(step, {})
+
+    def write_messages() -> None:
+        for _ in range(count):
+            logger.info("a message")
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (write_metrics, write_messages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert log_text(tmp_path).count("a message\n") == log_text(tmp_path).count("while metrics are written\n") == count
+
+
+def test_a_forked_process_writes_nothing_and_does_not_wait_for_a_lock_of_its_parent(
+    tmp_path: Path, screen: io.StringIO
+) -> None:
+    log = make_log(tmp_path, screen)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with log._lock:
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(DEADLINE_S))
+        logger.warning("from a worker")
+        os._exit(0)
+    forked.set()
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert "from a worker" not in log_text(tmp_path)
+
+
+def test_other_processes_are_silent(
+    tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = make_log(tmp_path, screen, is_main=False)
     log.say("hello")
+    logger.warning("hello")
+    assert (caplog.messages, *capfd.readouterr()) == ([], "", "")
     log.metrics(1, {"loss": 1.0})
     log.progress(1, 2, [1.0])
-    log.cut_back(0)
+    log.truncate_metrics(0)
     log.start_trackers(None, ("tensorboard",))
     assert log.tracker_state() == {}
     log.close()
@@ -98,8 +218,9 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     log = RunLog(tmp_path, terminal=screen)
     log.open(1, still_held=lambda: False)
     log.say("hello")
+    logger.warning("hello")
     log.metrics(1, {"loss": 1.0})
-    log.cut_back(0)
+    log.truncate_metrics(0)
     assert lines(tmp_path) == [{"step": 5}]
     assert not (tmp_path / LOG_NAME).exists()
 
@@ -114,7 +235,7 @@ def test_an_attempt_that_loses_its_folder_while_a_file_opens_writes_nothing(
     assert len((tmp_path / LOG_NAME).read_text().splitlines()) == 1
 
 
-def test_a_full_disk_is_said_once_and_lines_stay_whole(
+def test_a_full_disk_is_reported_once_and_lines_stay_whole(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = make_log(tmp_path, screen)
@@ -138,7 +259,7 @@ def test_a_full_disk_is_said_once_and_lines_stay_whole(
     text = (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()
     assert len(text) == 3
     assert json.loads(text[-1])["step"] == 4
-    log.cut_back(4)
+    log.truncate_metrics(4)
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
 
 
@@ -266,19 +387,19 @@ def test_under_slurm_metrics_and_log_say_how_often_the_job_was_started_again(
     assert [", SLURM restart 2" in line for line in log_text(tmp_path).splitlines()] == [False, True]
 
 
-def test_cut_back_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
+def test_truncation_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
-    log.cut_back(5)
+    log.truncate_metrics(5)
     for step in (1, 2, 2, 3, 10):
         log.metrics(step, {"loss": 1.0})
     with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as file:
         file.write('\n[]\n{"no": 1}\n{"step": "2"}\n{"step": 2, "los')
-    log.cut_back(2)
+    log.truncate_metrics(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     log.metrics(3, {})
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
-    log.cut_back(-1)
+    log.truncate_metrics(-1)
     assert lines(tmp_path) == []
 
 
@@ -289,7 +410,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next(tmp_path: Path, screen:
     log.metrics(2, {})
     assert (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()[1] == '{"st'
     assert log_text(tmp_path).splitlines()[0] == "half a li"
-    log.cut_back(2)
+    log.truncate_metrics(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
@@ -387,7 +508,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
             accelerator,
             ("wandb",),
             resumed_from=attempt_number - 1,
-            remembered=remembered,
+            saved_state=remembered,
             hyperparameters={"a": (1,)},
         )
         log.metrics(attempt_number, {"loss": 1.0})

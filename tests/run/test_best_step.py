@@ -1,11 +1,10 @@
-"""The best step by validation: alike on all processes and over kills, kept on the disk, and where patience ends."""
+"""The best step by validation: the same on all processes and over kills, kept on the disk; the end of patience."""
 
 from __future__ import annotations
 
 import json
 import math
 import signal
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError, ConfigError
-from ci_llm.run.evaluation import result_in_place
-from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.best_step import result_step
 from ci_llm.run.state import Best, TrainState, Validation
 from tests.support.forkserver import ForkServer
 from tests.support.trials import STEPS, Cell, Fate, Trials, account, differences
@@ -64,17 +62,17 @@ def test_a_gain_below_the_threshold_is_the_best_and_still_costs_patience() -> No
     assert seen(0.5, 0.3, threshold=0.1).without_better == 0
 
 
-def test_what_is_no_number_is_never_the_best() -> None:
+def test_a_value_that_is_not_a_number_is_never_the_best() -> None:
     assert seen(math.nan, math.nan).crowd is None
     assert seen(math.nan, math.nan).without_better == 2
     assert seen(math.nan, 0.7, math.nan).crowd == Best(20, 0.7)
     assert seen(0.7, math.inf).crowd == Best(10, 0.7)
 
 
-def test_the_state_keeps_it_and_reads_states_that_have_none() -> None:
+def test_the_state_holds_it_and_reads_older_states_without_it() -> None:
     state = TrainState(step=30, skipped=(0, 0), validation=seen(0.5, 0.3, 0.4))
     assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
-    older = {key: value for key, value in asdict(state).items() if key != "validation"}
+    older = {key: value for key, value in state.to_dict().items() if key != "validation"}
     assert TrainState.from_dict(older).validation == Validation()
 
 
@@ -84,11 +82,10 @@ def test_the_failure_of_the_last_save_is_not_taken_for_one_of_the_best_step() ->
             raise CheckpointError("the last step was not written")
 
     state = TrainState(step=30, validation=seen(0.5, 0.3, 0.4))
-    run: Any = SimpleNamespace(
-        state=state, config=SimpleNamespace(load_best_model_at_end=True), heartbeat=Heartbeat(), manager=Failed()
-    )
-    with pytest.raises(CheckpointError, match="the last step was not written"), result_in_place(run):
-        pass
+    config: Any = SimpleNamespace(load_best_model_at_end=True)
+    manager: Any = Failed()
+    with pytest.raises(CheckpointError, match="the last step was not written"):
+        result_step(config, state, manager, processes=config)
 
 
 def test_pruning_spares_the_kept_steps_beside_the_newest(tmp_path: Path) -> None:
@@ -111,7 +108,7 @@ def test_pruning_spares_the_kept_steps_beside_the_newest(tmp_path: Path) -> None
         (["metric_for_best_model=bleu"], "nll"),
     ],
 )
-def test_what_cannot_work_is_refused(words: list[str], message: str) -> None:
+def test_settings_that_cannot_work_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, words)
 
@@ -183,9 +180,7 @@ def test_a_run_that_was_ended_between_finds_the_same_best_and_the_same_end(
     assert checkpoints(folder) == checkpoints(undisturbed)
 
 
-def test_the_evaluation_of_the_step_that_was_saved_before_it_is_not_forgotten(
-    trials: Trials, undisturbed: Path
-) -> None:
+def test_an_evaluation_after_the_last_save_counts_on_a_resume(trials: Trials, undisturbed: Path) -> None:
     """Killed right after the evaluation of a step whose checkpoint is older than it: the metrics remember."""
     folder = trials.new_folder()
     keys = {"save_steps": 4}

@@ -1,7 +1,8 @@
-"""The last boundary is committed, whatever became of the save before it."""
+"""The emergency save commits the last boundary also after a save that failed."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.run import emergency_save
+from ci_llm.run.emergency_save import EmergencySave
 from tests.support.disks import CachedDisk
 
 
@@ -26,41 +27,47 @@ class BrokenOnce(CachedDisk):
         return super().write(handle, data)
 
 
-def boat(manager: CheckpointManager, said: list[str], monkeypatch: pytest.MonkeyPatch) -> emergency_save.EmergencySave:
-    state = {"w": torch.ones(3)}
-    for name, answer in {"contents": state, "describe": {}, "kept_steps": ()}.items():
-        monkeypatch.setattr(emergency_save, name, lambda *_, answer=answer: answer)
-    run = SimpleNamespace(
-        state=SimpleNamespace(step=7),
-        processes=SimpleNamespace(is_main=True, count=1),
-        log=SimpleNamespace(say=said.append),
-        manager=manager,
-        interrupts=SimpleNamespace(stop_reason="signal:SIGTERM"),
+def emergency_save(manager: CheckpointManager) -> EmergencySave:
+    attempt: Any = SimpleNamespace(
+        number=1,
         config=SimpleNamespace(interrupted_exit_code=75),
+        processes=SimpleNamespace(is_main=True, count=1),
+        manager=manager,
     )
-    return emergency_save.EmergencySave(run, 1, SimpleNamespace())  # type: ignore[arg-type]
+    other: Any = SimpleNamespace()  # what only a run that trains uses
+    return EmergencySave(
+        *(attempt, other, other, other, other),
+        step=lambda: 7,
+        save=lambda _: manager.save_last(7, {"w": torch.ones(3)}, info={}) and None,
+    )
 
 
-def test_a_save_in_flight_that_failed_is_said_and_the_boundary_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_save_in_flight_that_failed_is_reported_and_the_boundary_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: list[str] = []
+    caplog.set_level(logging.INFO, "ci_llm")
     with CheckpointManager(tmp_path / "run") as manager:
         manager.store.claim()
         manager.store._disk = BrokenOnce()
         assert manager.save(5, {"w": torch.zeros(3)})
-        boat(manager, said, monkeypatch)._save_boundary()
+        emergency_save(manager)._save_boundary()
         assert manager.all_steps() == [7]
-    assert said[1:] == ["the save in flight has failed: ZeroDivisionError: a bug"]
+    assert reported(caplog) == ["the save in flight has failed: ZeroDivisionError: a bug"]
 
 
-def test_whatever_keeps_the_boundary_from_being_saved_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_an_error_of_the_emergency_save_is_reported_before_the_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with CheckpointManager(tmp_path / "run") as manager:
         manager.store.claim()
         manager.store._disk = BrokenOnce()
-        boat(manager, said, monkeypatch)._go()
-    assert said[1:] == ["the last boundary could not be saved: ZeroDivisionError: a bug"]
+        emergency_save(manager)._save_and_exit()
+    assert reported(caplog) == ["the last boundary could not be saved: ZeroDivisionError: a bug"]
     assert codes == [1]
+
+
+def reported(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Warnings and errors."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

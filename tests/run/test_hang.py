@@ -1,4 +1,4 @@
-"""A run that makes no progress ends, and the log shows where every one of its processes stood; a full disk."""
+"""A run without progress ends, and the log shows where each of its processes stood; runs on a full disk."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.cluster.deadline import Pace
+from ci_llm.core.attempts import read_failures
+from ci_llm.core.run_status import read_status
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.heartbeat import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer
-from ci_llm.run.state import TrainState
 from tests.support.events import DEADLINE_S
 from tests.support.faults import Fault, fired, said, train
 from tests.support.forkserver import ForkServer
@@ -59,19 +60,22 @@ def test_a_worker_of_the_loader_that_never_answers(server: ForkServer, tmp_path:
     assert read_status(tmp_path / "run").reason == "hang"
 
 
-def test_a_disk_that_takes_nothing_hides_no_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_is_reported_although_the_disk_refuses_every_write(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "attempts").write_text("no folder can be made here")
     ends: list[str] = []
-    run: Any = SimpleNamespace(
-        heartbeat=Heartbeat(),
+    attempt: Any = SimpleNamespace(
+        number=1,
+        folder=tmp_path / "attempts/1",
         config=SimpleNamespace(run_folder=tmp_path, hang_timeout=None),
         processes=SimpleNamespace(index=0, launch=None),
-        state=TrainState(step=4),
         status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
     )
     with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
         patch.setattr("ci_llm.run.hang.command_line", lambda _: "again")
-        Watchdog(run, 1, stacks_on_demand)._tell("no progress for 3 s")
+        watchdog = Watchdog(attempt, Heartbeat(), Pace(), lambda: 4, stacks_on_demand)
+        watchdog._report("no progress for 3 s")
     assert "no progress for 3 s" in capfd.readouterr().err
     assert "in test_a_disk_that_takes_nothing_hides_no_hang" in (tmp_path / "training.log").read_text()
     assert ends == ["failed"]
@@ -99,17 +103,17 @@ with Stacks() as stacks:
 """
 
 
-def test_a_silent_child_leaves_the_others_time_to_answer() -> None:
+def test_a_silent_child_does_not_use_the_time_of_the_others() -> None:
     subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=DEADLINE_S)
 
 
-def test_a_run_at_work_is_left_alone(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_that_makes_progress_is_not_ended(server: ForkServer, tmp_path: Path) -> None:
     """Evaluation, generation and a pause are progress or rest, even where a step is short."""
     keys = {"hang_timeout": 60, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
     assert train(server, tmp_path, max_train_steps=6, **keys) == [0], said(tmp_path)
 
 
-def test_how_long_silence_may_be() -> None:
+def test_the_limit_on_silence() -> None:
     heartbeat = Heartbeat()
     silence = SilenceTimer(heartbeat)
     assert silence.limit_s(step_measured=False) == FIRST_S
@@ -124,7 +128,7 @@ def test_how_long_silence_may_be() -> None:
     assert SilenceTimer(heartbeat, 7.0).limit_s(step_measured=False) == 7.0
 
 
-def test_rest_is_no_silence_and_teaches_nothing() -> None:
+def test_a_suspended_limit_counts_no_silence_and_learns_nothing() -> None:
     heartbeat = Heartbeat()
     silence = SilenceTimer(heartbeat)
     with heartbeat.resting():
@@ -156,6 +160,9 @@ def test_results_that_find_no_space_are_no_completed_run(ranks: int, server: For
     assert (status.status, status.reason) == ("failed", "disk_full")
     assert "checkpoint_step_12 is dropped" in said(tmp_path)
     assert "make space on this disk" in said(tmp_path)
+    assert said(tmp_path).count("No space left on device") == 1, "what is known is not told again"
+    assert said(tmp_path).count("make space on this disk") == 1
+    assert "make space on this disk" in (tmp_path / "run/training.log").read_text()
     assert train(server, tmp_path, ranks=ranks, save_steps=6) == [0] * ranks, said(tmp_path)
     assert read_status(tmp_path / "run").status == "completed"
 

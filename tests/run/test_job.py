@@ -11,14 +11,16 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import read_status
+from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import BadInput
 from ci_llm.run import loop, resume
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
@@ -110,6 +112,22 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
 
 
+def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -> None:
+    final = finished / "final_checkpoint"
+    verify_folder(final)
+    assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to go on"
+    run_wide = AutoTokenizer.from_pretrained(final / "tokenizer")
+    for k in range(3):
+        own = AutoTokenizer.from_pretrained(final / f"agent{k}")
+        assert own.chat_template == run_wide.chat_template
+        assert own("3 + 4 = ").input_ids == run_wide("3 + 4 = ").input_ids
+        targets = json.loads((final / f"agent{k}" / "adapter_config.json").read_text())["target_modules"]
+        tensors = load_file(final / f"agent{k}" / "adapter_model.safetensors")
+        assert targets == sorted({name.split(".")[-3] for name in tensors})
+    assert "--lora-modules $(for k in {0..2}" in (final / "README.md").read_text()
+    assert "--max-lora-rank 8" in (final / "README.md").read_text(), "vLLM knows no rank of 2"
+
+
 def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
     assert train(run) == 0
@@ -135,6 +153,7 @@ def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.Capt
         (["max_train_samples=10"], "max_train_samples was 20, is 10"),
         (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
         (["resume_from_checkpoint=nowhere"], "there is no checkpoint at this path"),
+        (["restart_from=5"], "this run has no step 5: it holds 4, 6"),
     ],
 )
 def test_a_run_that_would_not_be_the_same_is_refused(
@@ -173,13 +192,79 @@ def test_inexact_resume_may_be_asked_for(run: Path) -> None:
 
 @pytest.mark.slow
 def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
-    path = run / "checkpoint_step_4"
-    assert train(run, f"resume_from_checkpoint={path}", "max_train_steps=5") == 0
+    assert train(run, "restart_from=4", "max_train_steps=5") == 0
     assert sorted(p.name for p in run.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_5"]
     assert any(p.name.startswith("checkpoint_step_6") for p in (run / "superseded").iterdir())
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     assert steps[-1] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("final_checkpoint", [], "nothing is left to train: the checkpoint is of step 6, and this run ends at step 6"),
+        ("checkpoint_step_6", ["max_train_steps=3"], "the checkpoint is of step 6, and this run ends at step 3"),
+        ("", [], "nothing is left to train"),
+    ],
+)
+def test_a_run_that_would_begin_where_it_ends_is_refused_before_any_evaluation(
+    name: str, words: list[str], message: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", f"resume_from_checkpoint={finished / name}", *words) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert "max_train_steps=12 trains on" in told.err
+    assert "judging" not in told.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_final_checkpoint_of_another(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (f"resume_from_checkpoint={finished / 'final_checkpoint'}", "max_train_steps=8")
+    assert train(tmp_path / "run", *words) == 0
+    assert f"step 6 of 8, verified, from {finished / 'final_checkpoint'}" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint_step_8", "final_checkpoint"]
+    assert train(tmp_path / "run", *words) == 0
+    assert "complete at step 8" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_is_overwritten_is_moved_aside_and_lends_nothing_to_the_new_one(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "recovery.json").write_text(json.dumps({"learning_rate_factor": 0.5}))
+    words = ("overwrite_output_dir=true", "max_train_steps=5")
+    assert train(run, *words) == 0
+    told = capsys.readouterr().out
+    assert "a fresh start" in told
+    assert "recovery:" not in told
+    assert read_status(run / "overwritten/1").step == 6
+    assert verify_folder(run / "overwritten/1/final_checkpoint").step == 6
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert steps[0] == 2
+    assert train(run, *words) == 0
+    assert "complete at step 5" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_another_base_on_a_resume_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+    base.model.norm.weight.data.mul_(1.5)
+    base.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(tmp_path / "other")
+    assert train(run, f"model_name={tmp_path / 'other'}", "max_train_steps=8") == 2
+    assert f"model_name was 'embedded', is '{tmp_path / 'other'}'" in capsys.readouterr().err
+
+
+def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: Path) -> None:
+    ours, theirs = (Crowd.from_pretrained(folder) for folder in (finished, finished / "final_checkpoint"))
+    assert torch.equal(ours.agents.weights, theirs.agents.weights)
+    with pytest.raises(BadInput, match="there is no checkpoint at this path"):
+        Crowd.from_pretrained(tmp_path)
 
 
 @pytest.mark.slow
@@ -203,7 +288,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: p
         (["num_agents=0"], "whole number of at least 1"),
         (["dataset_name=/nowhere.jsonl"], "does not exist"),
         (["lora_target_modules=[nothing]"], "matches nothing"),
-        (["model_name=/nowhere/model"], "cannot be loaded"),
+        (["model_name=/nowhere/model"], "there is no such folder"),
         (["mixed_precision=fp16"], "fp16 needs a GPU"),
         (["max_seq_length=2"], "No row is left"),
         (["max_seq_length=600"], "rows of up to 600 tokens, but the base has 512 positions"),
@@ -221,9 +306,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_data_that_is_missing_is_told_before_the_base_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_data_is_reported_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ci_llm.run.setup.load_base", lambda *_: pytest.fail("which takes minutes"))
     assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
 

@@ -1,4 +1,4 @@
-"""A launcher that is told to end: the run below it saves, says so, leaves nothing behind, and goes on when called.
+"""A launcher that is asked to end: the run below it saves, says so, leaves no process behind, and can be resumed.
 
 Whoever stops a job signals the launcher: one that ignores it, dies of it, or hands it on and kills after a while.
 """

@@ -21,7 +21,7 @@ def run(folder: Path, *, told_s_ago: float | None = None, is_main: bool = True, 
     return SimpleNamespace(
         config=Config(output_dir=str(folder), **keys),
         interrupts=SimpleNamespace(stop_requested_at=told_at),
-        processes=SimpleNamespace(is_main=is_main, launch=SimpleNamespace(patience_s=float("inf"))),
+        processes=SimpleNamespace(is_main=is_main, launch=SimpleNamespace(kill_delay_s=float("inf"))),
         manager=SimpleNamespace(store=SimpleNamespace(still_held=lambda: held)),
     )
 

@@ -1,4 +1,4 @@
-"""One optimizer step of the loop in PyTorch's own words, and what a process calls sick before anything is added up."""
+"""One optimizer step of the loop against PyTorch's own; which gradients count as nonfinite before they are added up."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from ci_llm.crowd.objective import Objective
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.loop import apply_gradients
-from ci_llm.run.nonfinite import HUGE, sick_here
-from ci_llm.run.nonfinite_policy import Health, RecoveryState
+from ci_llm.run.nonfinite import HUGE, nonfinite_here
+from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.state import TrainState
 from tests.crowd.test_adapters import K, crowd_of, peft_loss, peft_twin
 from tests.support.tiny import base, batch
@@ -30,7 +30,7 @@ def test_a_step_clips_the_mean_gradient_of_each_agent_and_moves_it_at_its_own_ra
         crowd=crowd,
         config=SimpleNamespace(max_grad_norm=limit),
         processes=SimpleNamespace(reduce_flat_=lambda tensor: tensor),
-        state=TrainState(healing=RecoveryState(agents=tuple(Health(rate_share=rate / 0.1) for rate in rates))),
+        state=TrainState(recovery=RecoveryState(agents=tuple(AgentRecovery(lr_factor=rate / 0.1) for rate in rates))),
         optimizer=torch.optim.SGD([{"params": [row]} for row in crowd.agents.rows]),
         learning_rate=lambda step: 0.1,
     )
@@ -61,8 +61,8 @@ def twins_of(model: Any, crowd: Any, packed: Any) -> list[list[Any]]:
     return twins
 
 
-def test_a_gradient_that_others_could_make_overflow_is_sick_before_it_does() -> None:
+def test_a_gradient_that_could_overflow_in_the_sum_counts_as_nonfinite() -> None:
     gradients = torch.tensor([[1e16, 0.0], [HUGE / 2, 0.0], [float("nan"), 0.0], [1.0, 0.0]])
     losses = torch.tensor([1.0, 1.0, 1.0, float("inf")])
-    assert sick_here(gradients, losses).tolist() == [True, False, True, True]
+    assert nonfinite_here(gradients, losses).tolist() == [True, False, True, True]
     assert torch.linalg.vector_norm(torch.full((1,), HUGE) * 10_000).isfinite()

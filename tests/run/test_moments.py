@@ -14,7 +14,7 @@ import pytest
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
-from ci_llm.run.emergency_save import MARGIN_S, time_to_go_s
+from ci_llm.run.emergency_save import MARGIN_S, seconds_left
 from tests.support import moments
 from tests.support.children import DEADLINE_S, ROOT
 from tests.support.forkserver import ForkServer
@@ -47,7 +47,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
+def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on(
     name: str, server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
     moment = MOMENTS[name]
@@ -67,17 +67,17 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on(
     assert learned(tmp_path) == learned(undisturbed)
 
 
-def test_who_is_stopped_in_an_evaluation_is_told_the_step_that_will_be_saved(
+def test_a_stop_in_an_evaluation_is_announced_with_the_step_that_will_be_saved(
     server: ForkServer, tmp_path: Path
 ) -> None:
     assert train(server, tmp_path, MOMENTS["evaluation on the way"]) == [0]
-    assert f"SIGTERM: saving step {EVAL_STEPS}\n" in (tmp_path / "log").read_text()
+    assert f"SIGTERM: step {EVAL_STEPS} is done; saving and leaving\n" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(
     ("place", "call"), [("ci_llm.crowd.scoring._score_batch", 2), ("ci_llm.crowd.model.Crowd.write", 1)]
 )
-def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
+def test_all_processes_leave_an_evaluation_in_the_round_in_which_one_was_asked_to_stop(
     place: str, call: int, server: ForkServer, tmp_path: Path
 ) -> None:
     keys = {"eval_samples": 64, "generation_eval_samples": 12}
@@ -88,7 +88,7 @@ def test_all_processes_leave_a_judgement_in_the_round_in_which_one_was_told(
     assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
 
 
-def test_a_request_to_save_is_heard_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_request_to_save_is_met_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 3, of which nobody keeps a checkpoint
     keys = {"save_total_limit": "null", "save_steps": "null"}
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
@@ -128,7 +128,7 @@ def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: For
     moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)
     assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0, committed=2) == [130]
     said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
-    assert "SIGINT: saving step 3 (again to abort now)" in said
+    assert "SIGINT: finishing step 3, then saving and leaving (again to abort now)" in said
     assert "interrupted (signal:SIGINT): step 2 is saved" in said
     assert "Traceback" not in said
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGINT", 2)
@@ -151,7 +151,7 @@ def test_a_process_whose_library_waits_for_a_lost_peer_ends_all_the_same(server:
     assert read_status(tmp_path / "run").status == "completed"
     how["words"] = arguments(lora_rank=3)
     assert server.run(moments.train_stuck, tmp_path / "again", **how) == [2]
-    assert "error: the checkpoint belongs to another crowd" in (tmp_path / "again").read_text()
+    assert "error: the run in this folder has another crowd" in (tmp_path / "again").read_text()
 
 
 def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them_finds(
@@ -204,10 +204,10 @@ def test_a_long_step_that_ends_within_the_grace_is_finished(server: ForkServer, 
 
 def test_when_a_step_is_given_up() -> None:
     until = MARGIN_S + 100.0
-    assert time_to_go_s(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
-    assert time_to_go_s(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
-    assert time_to_go_s(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
-    assert time_to_go_s(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
+    assert seconds_left(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
+    assert seconds_left(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once
+    assert seconds_left(95.0, 0.0, until, [30.0], [5.0]) == 0.0  # should have ended long ago
+    assert seconds_left(10.0, 0.0, until, [], []) == 90.0  # nothing is known: as late as possible
 
 
 AT_THE_DOOR = """

@@ -28,7 +28,7 @@ def suggested(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, list[s
 
     def suggest(*words: str) -> dict[str, list[str]]:
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *words])
-        launch = Launch("python", 1, 0, 0, 1, None, {}, words=words)
+        launch = Launch("python", 1, 0, 0, 1, None, {}, arguments=words)
         config = load_config("configs.yaml", [word for word in words if word != "--continue"])
         lines = next_steps(config, partial(command_line, launch))
         commands = {line[:10].strip(): shlex.split(line[11:].split("   ")[0]) for line in lines if "train.py" in line}

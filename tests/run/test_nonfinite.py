@@ -1,4 +1,4 @@
-"""Numbers that are not finite, in real runs: only the sick pay, a bad batch is skipped, and there is an end."""
+"""Numbers that are not finite, in real runs: other agents keep their bits, a bad batch is skipped, attempts end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import Recovery, write_recovery
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tests.support.forkserver import ForkServer
 
@@ -26,7 +27,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 # One agent
 
 
-def test_the_others_never_notice(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_the_other_agents_keep_their_bits(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     fault = Fault("nan gradient", steps=(2, 5, 6), agents=(1,))
     assert train(server, tmp_path, fault) == [0], said(tmp_path)
     assert [step for _, step, _ in fired(tmp_path)] == [2, 5, 6]
@@ -40,29 +41,31 @@ def test_the_others_never_notice(server: ForkServer, undisturbed: Path, tmp_path
 
 
 def test_the_vote_of_one_process_counts_for_all(server: ForkServer, tmp_path: Path) -> None:
-    for name, faults in (("well", []), ("sick", [Fault("nan gradient", steps=(3,), process=1, agents=(2,))])):
+    for name, faults in (("whole", []), ("faulty", [Fault("nan gradient", steps=(3,), process=1, agents=(2,))])):
         assert train(server, tmp_path / name, *faults, ranks=2) == [0, 0], said(tmp_path / name)
-    assert fired(tmp_path / "sick") == [("nan gradient", 3, 1)]
-    assert weights(tmp_path / "sick", [0, 1]) == weights(tmp_path / "well", [0, 1])
-    assert weights(tmp_path / "sick", [2]) != weights(tmp_path / "well", [2])
+    assert fired(tmp_path / "faulty") == [("nan gradient", 3, 1)]
+    assert weights(tmp_path / "faulty", [0, 1]) == weights(tmp_path / "whole", [0, 1])
+    assert weights(tmp_path / "faulty", [2]) != weights(tmp_path / "whole", [2])
 
 
 @pytest.mark.parametrize("diversity", ["joint", "swd"])
-def test_a_sick_agent_leaves_the_diversity_term(diversity: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_nonfinite_agent_leaves_the_diversity_term(diversity: str, server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan output", steps=(2, 5), agents=(1,))
-    for name, faults in (("well", []), ("sick", [fault])):
+    for name, faults in (("whole", []), ("faulty", [fault])):
         assert train(server, tmp_path / name, *faults, diversity=diversity) == [0], said(tmp_path / name)
-    assert [step for _, step, _ in fired(tmp_path / "sick")] == [2, 5]
-    well, sick = (metrics(tmp_path / name) for name in ("well", "sick"))
-    for before, after in zip(well, sick, strict=True):
+    assert [step for _, step, _ in fired(tmp_path / "faulty")] == [2, 5]
+    whole, faulty = (metrics(tmp_path / name) for name in ("whole", "faulty"))
+    for before, after in zip(whole, faulty, strict=True):
         for name in ("train/agent0/loss", "train/agent2/loss", "train/diversity"):
             assert isinstance(after[name], float)
         for name in ("train/agent0/loss", "train/agent2/loss"):
             assert after[name] == pytest.approx(before[name], rel=2e-2)
-    assert sick[2]["train/agent1/loss"] == "nan"
+    assert faulty[2]["train/agent1/loss"] == "nan"
 
 
-def test_too_often_in_a_row_it_is_set_back(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_an_agent_that_is_nonfinite_too_often_in_a_row_is_rolled_back(
+    server: ForkServer, undisturbed: Path, tmp_path: Path
+) -> None:
     fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
     keys = {"max_consecutive_nonfinite": 3}
     assert train(server, tmp_path, fault, **keys) == [0], said(tmp_path)
@@ -74,7 +77,7 @@ def test_too_often_in_a_row_it_is_set_back(server: ForkServer, undisturbed: Path
     assert float(state["optimizer"]["agent0"]["step"]) == 12
 
 
-def test_a_trouble_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
+def test_an_episode_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
     """Two steps before the checkpoint and one after it are three in a row, and the snapshot is the one of before."""
     keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
     fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
@@ -86,7 +89,7 @@ def test_a_trouble_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) -> 
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
 
 
-def test_one_agent_beyond_help_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
+def test_one_exhausted_agent_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
     assert train(server, tmp_path, fault, max_consecutive_nonfinite=2, save_steps=3) == [1]
     assert [step for _, step, _ in fired(tmp_path)] == [4, 5, 6, 7]
@@ -99,7 +102,7 @@ def test_one_agent_beyond_help_ends_the_attempt(server: ForkServer, tmp_path: Pa
 # A batch
 
 
-def test_a_bad_batch_is_skipped_and_nobody_is_blamed(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_bad_batch_is_skipped_and_no_rate_is_cut(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     fault = Fault("nan output", steps=(4,), agents=(0, 1, 2))
     assert train(server, tmp_path, fault) == [0], said(tmp_path)
     assert "step 5 is finite for no agent: skipped for good, rows " in said(tmp_path)
@@ -113,7 +116,7 @@ def test_a_bad_batch_is_skipped_and_nobody_is_blamed(server: ForkServer, undistu
     assert weights(tmp_path, [0]) != weights(undisturbed, [0])
 
 
-def test_a_replay_skips_it_without_a_look(server: ForkServer, tmp_path: Path) -> None:
+def test_a_replay_skips_a_bad_batch_without_computing_it(server: ForkServer, tmp_path: Path) -> None:
     """Killed after the batch and before the next checkpoint; in the second attempt nothing is wrong with the batch."""
     fault = Fault("nan output", steps=(4,), agents=(0, 1, 2))
     assert train(server, tmp_path / "whole", fault) == [0], said(tmp_path / "whole")
@@ -127,7 +130,7 @@ def test_a_replay_skips_it_without_a_look(server: ForkServer, tmp_path: Path) ->
     assert states[0]["train_state"] == states[1]["train_state"]
 
 
-def test_nan_for_ever_ends_with_the_story_and_the_good_weights(server: ForkServer, tmp_path: Path) -> None:
+def test_nan_in_every_step_ends_the_attempt_with_the_good_weights(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan output", steps=tuple(range(6, 99)), agents=(0, 1, 2))
     keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
     assert train(server, tmp_path, fault, **keys) == [1]
@@ -146,7 +149,7 @@ def test_nan_for_ever_ends_with_the_story_and_the_good_weights(server: ForkServe
 # What the supervisor asks for
 
 
-def test_the_supervisor_is_obeyed_and_it_stays_so(server: ForkServer, tmp_path: Path) -> None:
+def test_requests_of_the_supervisor_are_applied_and_stay_in_force(server: ForkServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(server, tmp_path, save_steps=2, save_total_limit="null", max_train_steps=6) == [0], said(tmp_path)
     write_recovery(run, Recovery(0.5, 2, 4, after_attempt=1, because=("attempt 1: non-finite values",)))

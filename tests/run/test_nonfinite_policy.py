@@ -1,96 +1,130 @@
-"""The account of numbers that are not finite: who is left out, cut, set back, given up; which batches are skipped."""
+"""What follows from numbers that are not finite: who is left out, cut, rolled back; which batches are skipped."""
 
 from __future__ import annotations
 
 from ci_llm.run.nonfinite import Findings
-from ci_llm.run.nonfinite_policy import LEAST_SHARE, BadBatch, Bounds, Health, RecoveryState
+from ci_llm.run.nonfinite_policy import LEAST_LR_FACTOR, AgentRecovery, BadBatch, Bounds, RecoveryState
 from ci_llm.run.state import TrainState
 
-BOUNDS = Bounds(rate_factor=2.0, max_in_a_row=3, good_after=4)
+BOUNDS = Bounds(lr_divisor=2.0, max_in_a_row=3, good_after=4)
 
 
-def fare(days: str, health: Health | None = None, start: int = 0) -> Health:
-    """The account after steps that are sick (x) or well (.)."""
-    health = health or Health()
-    for step, day in enumerate(days, start):
-        health = health.after(step, day == "x", BOUNDS)
-    return health
+def after(steps: str, agent: AgentRecovery | None = None, start: int = 0) -> AgentRecovery:
+    """The state after steps that are nonfinite (x) or finite (.)."""
+    agent = agent or AgentRecovery()
+    for step, kind in enumerate(steps, start):
+        agent = agent.after(step, kind == "x", BOUNDS)
+    return agent
 
 
-def test_a_healthy_agent_leaves_no_trace() -> None:
-    assert fare("." * 100) == Health()
+def test_an_agent_that_is_always_finite_keeps_the_first_state() -> None:
+    assert after("." * 100) == AgentRecovery()
 
 
-def test_each_sick_step_cuts_the_rate_and_a_finite_one_ends_the_count() -> None:
-    assert fare("..xx") == Health(rate_share=0.25, sick_in_a_row=2, trouble_since=2)
-    assert fare("..xx.") == Health(rate_share=0.25, trouble_since=2, well_in_a_row=1)
+def test_each_nonfinite_step_cuts_the_rate_and_a_finite_one_ends_the_count() -> None:
+    assert after("..xx") == AgentRecovery(lr_factor=0.25, nonfinite_in_a_row=2, episode_start=2)
+    assert after("..xx.") == AgentRecovery(lr_factor=0.25, episode_start=2, finite_in_a_row=1)
 
 
-def test_the_bound_sets_back_once_in_a_trouble() -> None:
-    at_bound = fare("xxx")
-    assert (at_bound.set_back, at_bound.set_backs, at_bound.sick_in_a_row) == (True, 1, 0)
-    assert not at_bound.is_incurable(BOUNDS)
-    assert not fare("xxxxx").is_incurable(BOUNDS)
-    assert fare("xxxxxx").is_incurable(BOUNDS)
-    assert fare("xxx...xxx").is_incurable(BOUNDS)
-    assert fare("xxx...xxx").trouble_since == 0
+def test_the_bound_rolls_back_once_in_an_episode() -> None:
+    at_bound = after("xxx")
+    assert (at_bound.rolled_back, at_bound.rollbacks, at_bound.nonfinite_in_a_row) == (True, 1, 0)
+    assert not at_bound.is_exhausted(BOUNDS)
+    assert not after("xxxxx").is_exhausted(BOUNDS)
+    assert after("xxxxxx").is_exhausted(BOUNDS)
+    assert after("xxx...xxx").is_exhausted(BOUNDS)
+    assert after("xxx...xxx").episode_start == 0
 
 
-def test_a_trouble_ends_and_the_next_one_has_its_own_way_back() -> None:
-    cured = fare("xxx....")
-    assert cured == Health(rate_share=0.125, set_backs=1)
-    again = fare("xxx", cured, start=7)
-    assert (again.set_back, again.set_backs, again.trouble_since) == (True, 2, 7)
+def test_an_episode_ends_and_the_next_one_has_its_own_rollback() -> None:
+    ended = after("xxx....")
+    assert ended == AgentRecovery(lr_factor=0.125, rollbacks=1)
+    again = after("xxx", ended, start=7)
+    assert (again.rolled_back, again.rollbacks, again.episode_start) == (True, 2, 7)
 
 
 def test_the_rate_is_never_cut_to_nothing() -> None:
-    assert fare("x." * 50).rate_share == LEAST_SHARE
+    assert after("x." * 50).lr_factor == LEAST_LR_FACTOR
 
 
-def test_only_the_sick_pay() -> None:
-    healing = RecoveryState(agents=(Health(),) * 3).after(5, [1], BOUNDS)
-    assert [healing.rate(k) for k in range(3)] == [1.0, 0.5, 1.0]
-    assert [health.sick_in_a_row for health in healing.agents] == [0, 1, 0]
+def test_only_the_nonfinite_agent_changes() -> None:
+    recovery = RecoveryState(agents=(AgentRecovery(),) * 3).after(5, [1], BOUNDS)
+    assert [recovery.lr_factor(k) for k in range(3)] == [1.0, 0.5, 1.0]
+    assert [agent.nonfinite_in_a_row for agent in recovery.agents] == [0, 1, 0]
 
 
-def test_a_step_left_out_for_an_overflow_is_neither_a_sick_nor_a_well_one() -> None:
-    before = RecoveryState(agents=(fare("x"), fare("x")))
-    after = before.after(1, (), BOUNDS, overflowed=(0,))
-    assert after.agents == (fare("x"), fare("x."))
+def test_a_step_left_out_for_an_overflow_counts_as_neither_nonfinite_nor_finite() -> None:
+    before = RecoveryState(agents=(after("x"), after("x")))
+    then = before.after(1, (), BOUNDS, overflowed=(0,))
+    assert then.agents == (after("x"), after("x."))
 
 
 def test_only_an_overflow_halves_the_loss_scale() -> None:
     state = TrainState(skipped=(0, 0), loss_scale=8.0)
-    for sick, scale in (((0,), 4.0), ((0, 1), 8.0)):
-        findings = Findings(left_out=(0, 1), sick=sick, bad_batch=False, tokens=1)
+    for nonfinite, scale in (((0,), 4.0), ((0, 1), 8.0)):
+        findings = Findings(left_out=(0, 1), nonfinite=nonfinite, bad_batch=False, tokens=1)
         moved = state.advance(1, 1, findings.left_out, findings.overflowed)
         assert (moved.loss_scale, moved.skipped) == (scale, (1, 1))
 
 
 def test_a_state_that_knows_nothing_of_healing_is_that_of_a_healthy_run() -> None:
     older = {key: value for key, value in TrainState(skipped=(0, 0)).to_dict().items() if key != "healing"}
-    assert TrainState.from_dict(older).healing == RecoveryState(agents=(Health(), Health()))
+    assert TrainState.from_dict(older).recovery == RecoveryState(agents=(AgentRecovery(), AgentRecovery()))
 
 
-def test_a_bad_batch_blames_nobody_and_is_known_by_its_rows() -> None:
-    healing = RecoveryState(agents=(Health(),)).after_bad_batch(BadBatch(5, (3, 1)))
-    assert healing.agents == (Health(),)
-    assert healing.bad_in_a_row == 1
-    assert healing.knows(5, [3, 1])
-    assert not healing.knows(5, [3, 2])
-    assert not healing.knows(6, [3, 1])
-    assert healing.after(6, [], BOUNDS).bad_in_a_row == 0
-    assert healing.after_bad_batch(BadBatch(5, (3, 1))).bad_batches == healing.bad_batches
-    assert healing.without_batches_from(5).bad_batches == ()
+def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:
+    recovery = RecoveryState(agents=(AgentRecovery(),)).after_bad_batch(BadBatch(5, (3, 1)))
+    assert recovery.agents == (AgentRecovery(),)
+    assert recovery.bad_batches_in_a_row == 1
+    assert recovery.is_bad_batch(5, [3, 1])
+    assert not recovery.is_bad_batch(5, [3, 2])
+    assert not recovery.is_bad_batch(6, [3, 1])
+    assert recovery.after(6, [], BOUNDS).bad_batches_in_a_row == 0
+    assert recovery.after_bad_batch(BadBatch(5, (3, 1))).bad_batches == recovery.bad_batches
+    assert recovery.without_batches_from(5).bad_batches == ()
 
 
-def test_what_the_supervisor_asks_for_never_loosens() -> None:
-    healing = RecoveryState().asked_for(0.5, 8)
-    assert (healing.rate_factor, healing.micro_batch_size) == (0.5, 8)
-    assert healing.asked_for(1.0, None) == healing
-    assert healing.asked_for(0.25, 16) == RecoveryState(rate_factor=0.25, micro_batch_size=8)
+def test_a_request_of_the_supervisor_never_loosens() -> None:
+    recovery = RecoveryState().with_requests(0.5, 8)
+    assert (recovery.requested_lr_factor, recovery.micro_batch_size) == (0.5, 8)
+    assert recovery.with_requests(1.0, None) == recovery
+    assert recovery.with_requests(0.25, 16) == RecoveryState(requested_lr_factor=0.25, micro_batch_size=8)
 
 
-def test_the_account_comes_back_from_plain_values() -> None:
-    healing = RecoveryState(agents=(Health(), fare("xx"))).after_bad_batch(BadBatch(5, (3, 1)))
-    assert RecoveryState.from_dict(healing.to_dict()) == healing
+def test_the_state_comes_back_from_plain_values() -> None:
+    recovery = RecoveryState(agents=(AgentRecovery(), after("xx"))).after_bad_batch(BadBatch(5, (3, 1)))
+    assert RecoveryState.from_dict(recovery.to_dict()) == recovery
+
+
+def test_the_keys_of_a_checkpoint_are_those_of_the_first_release() -> None:
+    agent = AgentRecovery(0.5, 2, 7, 0, True, 3)
+    recovery = RecoveryState((agent,), (BadBatch(5, (3, 1)),), 1, 0.25, 4, True)
+    state = TrainState(step=9, rows_per_step=8, skipped=(2,), recovery=recovery)
+    assert state.to_dict() == {
+        "step": 9,
+        "samples_seen": 0,
+        "tokens_seen": 0,
+        "effective_batch": 8,
+        "skipped": [2],
+        "healing": {
+            "agents": [
+                {
+                    "rate_share": 0.5,
+                    "sick_in_a_row": 2,
+                    "trouble_since": 7,
+                    "well_in_a_row": 0,
+                    "set_back": True,
+                    "set_backs": 3,
+                }
+            ],
+            "bad_batches": [{"step": 5, "rows": [3, 1]}],
+            "bad_in_a_row": 1,
+            "rate_factor": 0.25,
+            "micro_batch_size": 4,
+            "recompute": True,
+        },
+        "loss_scale": None,
+        "clean_steps": 0,
+        "validation": {"metric": "nll", "step": 0, "crowd": None, "agents": (), "without_better": 0},
+    }
+    assert TrainState.from_dict(state.to_dict()) == state

@@ -1,18 +1,18 @@
-"""Out of memory, for real and on order: the step is done again in smaller parts, and the run stays the same run."""
+"""Out of memory, real and injected: the step is repeated in smaller parts, and the run stays the same."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_status import read_failures, read_status
+from ci_llm.core.run_status import read_status
 from ci_llm.data.batches import pack
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 from tests.support import tiny
@@ -29,7 +29,7 @@ SPARE_BYTES = 100 << 20
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_memory_that_does_run_out(ranks: int, server: ForkServer, tmp_path: Path) -> None:
+def test_out_of_memory_by_the_kernel_changes_no_rows(ranks: int, server: ForkServer, tmp_path: Path) -> None:
     """The kernel refuses from the second step on what the first one had; on one process of two."""
     keys = BIG | {"global_batch_size": ROWS * ranks}
     fault = Fault("short memory", steps=(1,), process=ranks - 1, amount=SPARE_BYTES, times=1)
@@ -51,7 +51,9 @@ def adapters(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{k} {name}": tensor for k in range(3) for name, tensor in state[f"agent{k}/adapter_model"].items()}
 
 
-def test_all_processes_do_the_step_again_and_remember(server: ForkServer, tmp_path: Path) -> None:
+def test_all_processes_repeat_the_step_and_checkpoints_hold_the_smaller_batch(
+    server: ForkServer, tmp_path: Path
+) -> None:
     fault = Fault("out of memory", steps=(2,), process=1, amount=1)
     keys = {"max_train_steps": 6, "global_batch_size": 8, "save_steps": 4}
     assert train(server, tmp_path, fault, Fault("kill", steps=(5,), committed=4), ranks=2, **keys) == [-9, -9]
@@ -115,7 +117,7 @@ def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice
     assert train(server, tmp_path, max_train_steps=6) == [0], said(tmp_path)
 
 
-def test_recomputing_is_remembered(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_recomputing(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory", steps=(2,), times=1)
     keys = {"batch_size": 1, "save_steps": 4, "max_train_steps": 6}
     assert train(server, tmp_path, fault, Fault("kill", steps=(5,), committed=4), **keys) == [-9]
@@ -126,15 +128,14 @@ def test_recomputing_is_remembered(server: ForkServer, tmp_path: Path) -> None:
 def test_parts_hold_the_same_rows_in_the_same_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     batches = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
-    run: Any = SimpleNamespace(rows=rows, micro_batch_size=3)
-    assert in_parts(run, batches) is batches
-    run.micro_batch_size = 2
-    parts = in_parts(run, batches)
+    tokenized: Any = rows
+    assert in_parts(tokenized, batches, 3) is batches
+    parts = in_parts(tokenized, batches, 2)
     assert [part.sample_ids for part in parts] == [(3, 1), (4, 0), (2,)]
     assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
 
 
-def test_a_bug_is_no_want_of_memory(server: ForkServer, tmp_path: Path) -> None:
+def test_a_bug_does_not_count_as_out_of_memory(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, Fault("bug", steps=(2,))) == [1]
     assert fired(tmp_path) == [("bug", 2, 0)]
     status = read_status(tmp_path / "run")
@@ -180,7 +181,7 @@ def test_other_errors_go_on() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-def test_the_real_allocator_is_understood() -> None:
+def test_the_message_of_the_real_allocator_is_recognised() -> None:
     result, complaint = unless_out_of_memory(lambda: torch.empty(1 << 60, dtype=torch.uint8))
     assert result is None
     assert complaint

@@ -1,8 +1,9 @@
-"""The last words of a run that was interrupted: what is saved, whatever the disk says, and the command that goes on."""
+"""How an interrupted attempt ends: which step is saved, also on a full disk, and the command that goes on."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -13,29 +14,24 @@ from typing import Any
 import pytest
 
 from ci_llm.cluster.launch import Launch, read_launch
-from ci_llm.cluster.slurm import record_attempt
+from ci_llm.core.attempts import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run import shutdown
 
 
-def interrupted(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> tuple[Any, list[str]]:
-    """A run at its end, with checkpoints of these steps; and what it says."""
-    said: list[str] = []
+def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> shutdown.Attempt:
+    """Of a run with checkpoints of these steps."""
+    config: Any = SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9)
+    processes: Any = SimpleNamespace(is_main=True, launch=launch("python"))
+    manager: Any = SimpleNamespace(all_steps=lambda: steps, store=SimpleNamespace(still_held=lambda: True))
+    log: Any = None  # an interruption is reported by the loggers alone
     status = RunStatus(folder, 1)
     status.step = trained
-    run = SimpleNamespace(
-        began_at=began_at,
-        config=SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9),
-        processes=SimpleNamespace(is_main=True, launch=launch("python")),
-        manager=SimpleNamespace(all_steps=lambda: steps, store=SimpleNamespace(still_held=lambda: True)),
-        status=status,
-        log=SimpleNamespace(say=said.append),
-    )
-    return run, said
+    return shutdown.Attempt(1, began_at, config, processes, manager, status, log)
 
 
 def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Launch:
-    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, words=words)
+    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, arguments=words)
 
 
 @pytest.mark.parametrize(
@@ -47,34 +43,36 @@ def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] 
     ],
 )
 def test_the_step_of_an_interruption_is_the_one_that_is_saved(
-    steps: list[int], began_at: int, step: int, where: str, tmp_path: Path
+    steps: list[int], began_at: int, step: int, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps that were trained and not saved, because of a second Ctrl-C or a full disk, will be done again."""
-    run, said = interrupted(tmp_path, steps, began_at, trained=60)
-    shutdown.leave(run, "signal:SIGINT")
+    """Steps that were trained and not saved, because of a second Ctrl-C or a full disk, will be trained again."""
+    caplog.set_level(logging.INFO, "ci_llm")
+    attempt_at_its_end(tmp_path, steps, began_at, trained=60).interrupted("signal:SIGINT")
     assert read_status(tmp_path).step == step
-    assert f"interrupted (signal:SIGINT): {where}; go on with: " in said[0]
+    assert f"interrupted (signal:SIGINT): {where}; go on with: " in caplog.messages[0]
 
 
 def test_steps_that_no_checkpoint_holds_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(shutdown, "put_back", lambda *_, **keys: asked.update(keys))
+    monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
     for attempt in (1, 2):
-        record_attempt(tmp_path, attempt, 5, None)
-    run, _ = interrupted(tmp_path, [5], began_at=5, trained=9)
-    shutdown.leave(run, "signal:SIGTERM")
-    assert asked["in_vain"] == 2
+        record_attempt(tmp_path, attempt, 5)
+    attempt_at_its_end(tmp_path, [5], began_at=5, trained=9).interrupted("signal:SIGTERM")
+    assert asked["without_progress"] == 2
 
 
-def test_a_full_disk_hides_no_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_hides_no_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ci_llm")
+
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("ci_llm.core.run_status.write_json", full)
-    monkeypatch.setattr(shutdown, "put_back", lambda *_, **__: "SLURM job 7 is put back into the queue")
-    run, said = interrupted(tmp_path, [5])
-    shutdown.leave(run, "signal:SIGTERM")
-    refused, ended, queued = said
+    monkeypatch.setattr(shutdown, "requeue", lambda *_, **__: "SLURM job 7 is put back into the queue")
+    attempt_at_its_end(tmp_path, [5]).interrupted("signal:SIGTERM")
+    refused, ended, queued = caplog.messages
     assert "status.json cannot be written: [Errno 28]" in refused
     assert "interrupted (signal:SIGTERM): step 5 is saved" in ended
     assert "put back" in queued
@@ -105,7 +103,7 @@ def test_the_command_that_goes_on_is_the_launcher_s(
     assert shutdown.command_line(launch("python")) == "python train.py"
 
 
-def test_a_command_of_ours_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_ci_llm_is_shown_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python3", "/venv/bin/ci-llm", "train", "num_agents=2"])
     monkeypatch.setattr(shutil, "which", {"ci-llm": "/venv/bin/ci-llm"}.get)
     assert shutdown.command_line(launch("python")) == "ci-llm train num_agents=2"
@@ -122,11 +120,9 @@ def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, m
 def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how it goes on."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
-    monkeypatch.setattr("ci_llm.cluster.launch._command_of_parent", lambda: command)
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: command)
     launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})
-    monkeypatch.setattr(
-        "ci_llm.cluster.launch._command_of_parent", lambda: ["/sbin/supervise", "--token=of-a-stranger"]
-    )
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: ["/sbin/supervise", "--token=of-a-stranger"])
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert shutdown.command_line(launched) == " ".join(command)
 

@@ -114,7 +114,7 @@ def worlds(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Worl
     return Worlds(server, tmp_path_factory.mktemp("worlds"))
 
 
-# ------------------------------------------------------------------------------------------- what a run tells
+# What a run tells
 
 
 def samples(folder: Path) -> list[list[int]]:
@@ -151,7 +151,7 @@ def planned(num_rows: int, steps: int) -> list[list[int]]:
     return [plan.rows(step) for step in range(steps)]
 
 
-# ------------------------------------------------------------------------------------------------------ tests
+# Tests
 
 
 @pytest.mark.parametrize("processes", sampled([2, 3, 4], [3, 4]))

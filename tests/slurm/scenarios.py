@@ -23,7 +23,8 @@ import xxhash
 
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import slurm
-from ci_llm.core.run_status import Status, is_alive, read_failures, read_status
+from ci_llm.core.attempts import read_failures, record_attempt
+from ci_llm.core.run_status import Status, is_alive, read_status
 from tests.slurm.cluster import ENDED, Cluster, Job, until
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,30 @@ def preempted(scene: Scenario) -> dict[str, Any]:
     return scene.told(job) | {"weights": scene.weights(), "published": [published, scene.published()]}
 
 
+def began_afresh(scene: Scenario) -> dict[str, Any]:
+    """A fresh start was asked for, and a job of higher priority takes the node."""
+    job = scene.submit(environment=STAND_STILL, resume_from_checkpoint="null")
+    scene.caught(job)
+    scene.cluster.preempt(job.node)
+    return scene.told(job) | {"weights": scene.weights()}
+
+
+def began_from_a_path(scene: Scenario) -> dict[str, Any]:
+    """The same of a run that begins from a checkpoint of another one, which was cancelled."""
+    other = Scenario(scene.cluster, scene.folder / "other")
+    cancelled = other.submit(environment=STAND_STILL)
+    other.caught(cancelled)
+    scene.cluster.call("scancel", cancelled.number)
+    cancelled.until_ended()
+    other.until_nothing_is_left(cancelled)
+    step = other.newest_step()
+    path = other.run / f"checkpoint_step_{step}"
+    job = scene.submit(environment=STAND_STILL, resume_from_checkpoint=path)
+    scene.caught(job)
+    scene.cluster.preempt(job.node)
+    return scene.told(job) | {"weights": scene.weights(), "began_at": step}
+
+
 def out_of_time(scene: Scenario) -> dict[str, Any]:
     """(b) a job has more to do than fits into its time; when the first time is over, the rest is made short.
 
@@ -269,7 +294,7 @@ def split_brain(scene: Scenario) -> dict[str, Any]:
 def signalled_at_start(scene: Scenario) -> dict[str, Any]:
     """A SIGTERM to the srun step while it loads what it needs, for the third time."""
     for earlier in (8, 9):
-        slurm.record_attempt(scene.run, earlier, 0, None)
+        record_attempt(scene.run, earlier, 0)
     job = scene.submit()
     job.until("it is loading", lambda: "loading..." in job.said())
     return scene.signal(job)
@@ -325,7 +350,7 @@ def deaf(scene: Scenario) -> dict[str, Any]:
     job.until("it runs", lambda: "deaf" in job.said())
 
     def left() -> tuple[float, dict[str, str]]:
-        end = slurm.killed_at(slurm.Job(job.number, 0), ask=lambda command: scene.cluster.call(*command))
+        end = slurm.kill_time(slurm.Job(job.number, 0), query=lambda command: scene.cluster.call(*command))
         return (end or math.inf) - time.time(), job.show()
 
     told = {"unasked": left()}

@@ -23,11 +23,11 @@ SCRIPTS = Path(__file__).parent / "scripts"
 #: The same supervise, with pauses of no time: tests wait for events only.
 HASTY = """
 import functools, sys
-from ci_llm.cli.main import guarded
+from ci_llm.cli.main import run_guarded
 from ci_llm.supervisor import options
 from ci_llm.cli import supervise
 options.Policy = functools.partial(options.Policy, first_wait_s=0.0, disk_wait_s=0.0)
-sys.exit(guarded(lambda: supervise.supervise(sys.argv[1:]), debug=False))
+sys.exit(run_guarded(lambda: supervise.supervise(sys.argv[1:]), debug=False))
 """
 
 

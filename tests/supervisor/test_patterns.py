@@ -1,4 +1,4 @@
-"""What output gives away, and what it does not; whatever the pieces it arrives in."""
+"""What a line of output says and what it does not, and lines from bytes in pieces of any size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,22 @@ import pytest
 
 from ci_llm.supervisor import patterns
 from ci_llm.supervisor.output_scan import RECENT_LINES, Evidence, LineSplitter
-from ci_llm.supervisor.patterns import OwnPatterns, WandbRun, says_killed, says_nonfinite, says_out_of_memory, wandb_run
-from tests.supervisor.trainer_lines import ROOMY, SHORT_OF_MEMORY, SICK, WELL, Lines
+from ci_llm.supervisor.patterns import (
+    UserPatterns,
+    WandbRun,
+    printed_rate,
+    says_killed,
+    says_nonfinite,
+    says_out_of_memory,
+    wandb_run,
+)
+from tests.supervisor.trainer_lines import (
+    ENOUGH_MEMORY_LINES,
+    FINITE_LINES,
+    NONFINITE_LINES,
+    OUT_OF_MEMORY_LINES,
+    Lines,
+)
 
 NONFINITE = [
     # documented
@@ -90,10 +104,10 @@ def lines(*tables: Lines | list[str]) -> pytest.MarkDecorator:
     )
 
 
-@lines(NONFINITE, SICK)
+@lines(NONFINITE, NONFINITE_LINES)
 def test_says_nonfinite(line: str) -> None:
     assert says_nonfinite(line)
-    assert patterns.worth_a_look(line)
+    assert patterns.may_match(line)
 
 
 @lines(NONFINITE)
@@ -101,18 +115,18 @@ def test_says_nonfinite_in_capitals(line: str) -> None:
     assert says_nonfinite(line.upper())
 
 
-@lines(HARMLESS, WELL, OUT_OF_MEMORY, SHORT_OF_MEMORY, ROOM_ENOUGH, ROOMY)
+@lines(HARMLESS, FINITE_LINES, OUT_OF_MEMORY, OUT_OF_MEMORY_LINES, ROOM_ENOUGH, ENOUGH_MEMORY_LINES)
 def test_does_not_say_nonfinite(line: str) -> None:
     assert not says_nonfinite(line)
 
 
-@lines(OUT_OF_MEMORY, SHORT_OF_MEMORY)
+@lines(OUT_OF_MEMORY, OUT_OF_MEMORY_LINES)
 def test_says_out_of_memory(line: str) -> None:
     assert says_out_of_memory(line)
-    assert patterns.worth_a_look(line)
+    assert patterns.may_match(line)
 
 
-@lines(ROOM_ENOUGH, ROOMY, HARMLESS, WELL, NONFINITE, SICK)
+@lines(ROOM_ENOUGH, ENOUGH_MEMORY_LINES, HARMLESS, FINITE_LINES, NONFINITE, NONFINITE_LINES)
 def test_does_not_say_out_of_memory(line: str) -> None:
     assert not says_out_of_memory(line)
 
@@ -164,7 +178,7 @@ def test_no_line_takes_long(piece: str) -> None:
 )
 def test_says_killed(line: str) -> None:
     assert says_killed(line)
-    assert patterns.worth_a_look(line)
+    assert patterns.may_match(line)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +202,30 @@ def test_says_killed(line: str) -> None:
 )
 def test_wandb_runs(line: str, run: WandbRun | None) -> None:
     assert wandb_run(line) == run
-    assert run is None or patterns.worth_a_look(line)
+    assert run is None or patterns.may_match(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "rate"),
+    [
+        ("iter 3: loss 2.1, lr 6.00e-04, time 3 ms", "6.00e-04"),
+        ("{'loss': 1.2, 'grad_norm': 0.5, 'learning_rate': 9.5e-05, 'epoch': 0.1}", "9.5e-05"),
+        ("{'loss': '1.2', 'learning_rate': '9.5e-05'}", "9.5e-05"),
+        ("Epoch 1:  10%|# | 1/10 [00:01<00:09, 1it/s, loss=0.3, lr=[0.001], v_num=0]", "0.001"),
+        ("| lr | 0.0003 |", "0.0003"),
+        ("train/learning_rate=1e-3", "1e-3"),
+        ("lr-AdamW: 0.001", "0.001"),
+        ("LR: 1.", "1."),
+        ("Learning rate 0.1", "0.1"),
+        ("Overriding: learning_rate = 0.0006", "0.0006"),
+        ("min_lr: 1e-6, lr_decay_iters: 5000, min-lr 1e-6", None),
+        ("python fit.py --lr 1e-3 --learning-rate-decay 0.1", None),
+        ("max learning rate 0.01; lr scheduler: cosine", None),
+        ("color: 3, mlr=4, lr=abc", None),
+    ],
+)
+def test_a_printed_rate_is_read_as_it_stands(line: str, rate: str | None) -> None:
+    assert printed_rate(line) == rate
 
 
 def test_colours_do_not_hide_anything() -> None:
@@ -225,18 +262,18 @@ def test_a_line_without_end_is_cut() -> None:
     ],
 )
 def test_source_around_an_exception_is_not_what_happened(line: str) -> None:
-    assert not patterns.worth_a_look(line)
+    assert not patterns.may_match(line)
 
 
-def test_what_stands_late_in_a_long_line_is_heard() -> None:
+def test_the_end_of_a_long_line_counts() -> None:
     evidence = Evidence()
     LineSplitter(evidence.note).feed(b"x" * 10_000 + b" loss=nan \n")
     assert evidence.nonfinite is not None
 
 
-def test_own_patterns_stand_beside_the_known_ones() -> None:
-    own = OwnPatterns((re.compile("^blown up"),), (re.compile("card is full"),))
-    evidence = Evidence(own)
+def test_user_patterns_are_added_to_the_known_ones() -> None:
+    patterns_of_user = UserPatterns((re.compile("^blown up"),), (re.compile("card is full"),))
+    evidence = Evidence(patterns_of_user)
     evidence.note("\x1b[31mblown up\x1b[0m at step 3")
     evidence.note("the card is full")
     evidence.note("Loss=nan")
@@ -254,7 +291,7 @@ def test_the_first_sign_and_the_last_lines_are_kept() -> None:
     assert evidence.num_lines == 100
 
 
-def test_who_goes_on_after_running_out_of_memory_has_recovered() -> None:
+def test_a_script_that_goes_on_after_out_of_memory_has_recovered() -> None:
     evidence = Evidence()
     evidence.note("CUDA out of memory")
     assert evidence.ended_out_of_memory

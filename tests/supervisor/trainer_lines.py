@@ -1,4 +1,4 @@
-"""Lines as the trainers of the field print them: (who prints it, the line), sick and well, short of memory and not."""
+"""Lines of the trainers of the field, as (trainer, line): non-finite losses and finite ones, out of memory and not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 Lines = tuple[tuple[str, str], ...]
 
-SICK: Final[Lines] = (
+NONFINITE_LINES: Final[Lines] = (
     ("HF Trainer", "{'loss': nan, 'grad_norm': nan, 'learning_rate': 5e-05, 'epoch': 0.1}"),
     ("HF Trainer, logging_nan_inf_filter", "{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 4.8e-05, 'epoch': 0.53}"),
     (
@@ -165,7 +165,7 @@ SICK: Final[Lines] = (
     ("a loop", "max_entropy_loss: nan"),
 )
 
-WELL: Final[Lines] = (
+FINITE_LINES: Final[Lines] = (
     ("HF Trainer", "{'loss': 2.31, 'grad_norm': 1.25, 'learning_rate': 5e-05, 'epoch': 0.1}"),
     (
         "HF Trainer, fp16: the scaler skips a step",
@@ -249,7 +249,7 @@ WELL: Final[Lines] = (
     ("source in a traceback", "    best, loss = np.inf, np.nan"),
 )
 
-SHORT_OF_MEMORY: Final[Lines] = (
+OUT_OF_MEMORY_LINES: Final[Lines] = (
     (
         "PyTorch",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of",
@@ -308,7 +308,7 @@ SHORT_OF_MEMORY: Final[Lines] = (
     ),
 )
 
-ROOMY: Final[Lines] = (
+ENOUGH_MEMORY_LINES: Final[Lines] = (
     (
         "TensorFlow, JAX",
         "W bfc_allocator.cc:290] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.25GiB. "

@@ -19,8 +19,7 @@ from ci_llm.checkpoints import distributed
 from ci_llm.checkpoints import manager as manager_module
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
-from ci_llm.distributed.side_channel import PeerGone
-from ci_llm.errors import CheckpointError
+from ci_llm.errors import CheckpointError, PeerLost
 from ci_llm.interrupts import Interrupts
 
 
@@ -145,7 +144,7 @@ def killed_while_writing(directory: str, victim: int, behind: bool) -> int:
     try:
         manager.save(2, state(2))
         manager.wait_until_finished()
-    except (PeerGone, RuntimeError):
+    except (PeerLost, RuntimeError):
         return 0
     return 1
 

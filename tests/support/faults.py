@@ -103,7 +103,7 @@ def nan_gradient(fault: Fault) -> None:
         if Now.strikes(fault):
             gradients[list(fault.agents), 0] = math.nan
 
-    wrap(loop, "sick_here", strike)
+    wrap(loop, "nonfinite_here", strike)
 
 
 def nan_output(fault: Fault) -> None:
@@ -283,13 +283,13 @@ KINDS: dict[str, Callable[[Fault], None]] = {
 
 def watch_once_it_hangs() -> None:
     """No silence counts before a process hangs: on a busy machine a healthy step may be longer than `hang_timeout`."""
-    tick = SilenceTimer.tick
+    advance = SilenceTimer.advance
 
     def count(silence: SilenceTimer, seconds: float) -> None:
         if Path(FIRED).exists():
-            tick(silence, seconds)
+            advance(silence, seconds)
 
-    SilenceTimer.tick = count  # type: ignore[method-assign]
+    SilenceTimer.advance = count  # type: ignore[method-assign]
     hang_watch.OTHERS_S = DEADLINE_S  # type: ignore[misc]
 
 

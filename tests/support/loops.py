@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,40 @@ def busy_together(directory: str) -> int:
         print(type(error).__name__, flush=True)
         return 0
     return 1
+
+
+def waiting_together(directory: str, full: bool) -> int:
+    """Process 1 waits for the save that process 0 writes, and finds what that finds: the step or none."""
+    dist.init_process_group("gloo")
+    rank, gate, write = dist.get_rank(), Path(directory).with_name("gate"), Filesystem.write
+
+    def held_back(disk: Filesystem, handle: int, data: Any) -> int:
+        while not gate.exists():
+            time.sleep(0.01)
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(disk, handle, data)
+
+    with CheckpointManager(directory, save_interval_steps=100) as manager:
+        assert manager.save(0, {"a": 1}, force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0]
+        assert not manager.reached_preemption(0)  # it listens from here on
+        if rank == 0:
+            Filesystem.write = held_back  # type: ignore[method-assign]
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step = 0
+        while not manager.reached_preemption(step := step + 1):
+            assert not manager.save(step, {"a": 2})
+        assert manager.save(step, {"a": 2})
+        if rank == 1:
+            threading.Timer(0.3, gate.touch).start()  # a listing that waits for nothing is long over by then
+        manager.wait_until_finished()
+        code = 0 if manager.all_steps() == ([0] if full else [0, step]) else 1
+        code += 2 * (not manager.should_save(100) or manager.should_save(0))
+    dist.destroy_process_group()
+    return code
 
 
 def forking(directory: str) -> int:

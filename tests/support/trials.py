@@ -38,7 +38,7 @@ ROWS_PER_MICRO_BATCH = 2
 MOMENTS = {"mid epoch 0": 3, "boundary": 5, "mid epoch 1": 8}
 LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by the next attempt
 WITNESSED = "witnessed: step"
-BY_THE_CLOCK = {"attempt", "time", "tokens_per_s", "step_time_s"}
+BY_THE_CLOCK = {"attempt", "slurm_restarts", "time", "tokens_per_s", "step_time_s"}
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ def talk(processes: Any, folder: Path) -> dict[str, Any]:
     from ci_llm.distributed.ballot import Ballot
 
     index, last = processes.index, processes.count - 1
-    quiet = processes.agree(Ballot(labelled_tokens=2**40 + index, nonfinite=(False, False)))
+    quiet = processes.agree(Ballot(num_targets=2**40 + index, nonfinite=(False, False)))
     sick = Ballot(
-        labelled_tokens=0,
+        num_targets=0,
         nonfinite=torch.tensor([False, index == last, False]),
         sums=torch.tensor([0.25, float("nan") if index == last else 1.0]),
         out_of_memory=index == last,
@@ -77,7 +77,7 @@ def refusal(processes: Any, folder: Path) -> str | None:
     from ci_llm.errors import LaunchError
 
     try:
-        processes.same_folder(folder)
+        processes.require_same_folder(folder)
     except LaunchError as error:
         return error.what
     return None
@@ -98,12 +98,12 @@ def refused_on_main(processes: Any) -> str:
 
 def lose_a_peer(processes: Any) -> dict[str, Any]:
     from ci_llm.distributed.ballot import Ballot
-    from ci_llm.distributed.processes import PeerLost
+    from ci_llm.errors import PeerLost
 
     if processes.index == 1:
         os._exit(9)
     try:
-        processes.agree(Ballot(labelled_tokens=1))
+        processes.agree(Ballot(num_targets=1))
     except PeerLost as error:
         return {"lost": error.what}
     return {"lost": None}
@@ -112,7 +112,7 @@ def lose_a_peer(processes: Any) -> dict[str, Any]:
 def main(folder: Path, then: str) -> None:
     with Interrupts() as interrupts:
         launch = read_launch()
-        armed = launch.dies_unheard and die_with_parent()
+        armed = not launch.forwards_sigterm and die_with_parent()
         from ci_llm.distributed.processes import Processes
 
         processes = Processes(CONFIG)  # type: ignore[arg-type]

@@ -16,9 +16,10 @@ import psutil
 
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.cli.main import guarded  # its import makes this script one of ours
+from ci_llm.cli.main import run_guarded  # its import makes this script one of ours
+from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.recovery import read_recovery
-from ci_llm.core.run_status import Failure, RunStatus, read_status, write_failure
+from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.interrupts import Interrupts
 
 TOTAL_STEPS, SAVE_STEPS = 1000, 2
@@ -81,4 +82,4 @@ def fail(fault: str, attempt: int, step: int, store: CheckpointStore, status: Ru
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main, debug=True))
+    sys.exit(run_guarded(main, debug=True))

@@ -1,4 +1,4 @@
-"""A keeper whose command saves by a program that it starts after its TERM, and that is still there at three looks."""
+"""A shim whose command saves by a program that it starts after its TERM, and that is still there at three looks."""
 
 import pathlib
 import subprocess

@@ -1,0 +1,75 @@
+"""Orbax's names for our checkpoints, so that a script needs one other import.
+
+    from ci_llm import orbax as ocp
+
+    manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=3))
+    manager.save(step, args=ocp.args.StandardSave(state))
+    state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
+
+They are thin readings: the checkpoints are ours, and docs/coming_from/orbax.md says what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ci_llm.checkpoints import args as args
+from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
+from ci_llm.checkpoints.options import CheckpointManagerOptions as CheckpointManagerOptions
+from ci_llm.errors import CheckpointError
+
+
+class Checkpointer:
+    """One checkpoint at a path, committed and verified. All kinds of Orbax's are this one.
+
+    Args:
+        handler: not used: there is one format.
+    """
+
+    def __init__(self, handler: Any = None) -> None:
+        del handler
+
+    def save(self, directory: Path | str, state: Any = None, *, args: Any = None, force: bool = False) -> None:
+        """Write `state`; it is durable when this returns.
+
+        Raises:
+            CheckpointError: something is there already, and `force` is not given; the disk failed.
+        """
+        folder = Path(directory)
+        if folder.exists() and not force:
+            raise CheckpointError("something is there already", where=str(folder), hint="force=True replaces it")
+        write_checkpoint(folder, args_state(state, args))
+
+    def restore(
+        self, directory: Path | str, item: MutableMapping[str, Any] | None = None, *, args: Any = None
+    ) -> MutableMapping[str, Any]:
+        """Read and verify; fills `item` in place if there is one. Raises DamagedCheckpoint, ForeignCheckpoint."""
+        return requeue(load_checkpoint(Path(directory)).state, item, args)
+
+    def wait_until_finished(self) -> None:
+        """Nothing is ever in flight."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PyTreeCheckpointHandler:
+    """Says to Orbax how a tree is written; there is one way here."""
+
+
+args_state, requeue = args.state_of, args.put
+AsyncCheckpointer = PyTreeCheckpointer = StandardCheckpointer = Checkpointer
+StandardCheckpointHandler = JsonCheckpointHandler = PyTreeCheckpointHandler
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"{name} of orbax.checkpoint has no counterpart here; docs/coming_from/orbax.md has what has")

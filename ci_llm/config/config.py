@@ -1,0 +1,112 @@
+"""A configuration: all keys of a run with sound values, written down as YAML, and compared with another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ci_llm.config.documentation import groups
+from ci_llm.config.entries import by_key, read_values, sound_values
+from ci_llm.config.parsing import Entry, Items, Raw, Scalar, Unusable
+from ci_llm.config.problems import Problem, clashing, error_of
+from ci_llm.config.schema import AllKeys, ChangeKind
+from ci_llm.config.validation import find_clashes, find_notices
+from ci_llm.config.yaml_file import dump_yaml
+from ci_llm.errors import ConfigError
+
+IN_PYTHON: Final = "Config(...)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that differs between two configurations, and what that means for resuming one with the other.
+
+    `kind`: free (logging, saving, paths), schedule (how long the run is) or sample-exact (other samples,
+    maths or order). `keeps_bits` is false where the resumed run can at best be sample-exact, not bitwise.
+    """
+
+    key: str
+    old: object
+    new: object
+    kind: ChangeKind
+    keeps_bits: bool
+
+
+class Config(AllKeys):
+    """All keys of a run, read-only; other names of a key work as well: `Config(lr=1e-3)`.
+
+    Raises:
+        ConfigError: everything that is wrong with the values, at once.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        problems: list[Problem] = []
+        given = by_key(
+            (Entry(name, _raw(value), IN_PYTHON) for name, value in values.items()), problems, last_wins=False
+        )
+        sound = sound_values(_python_values(values, given, problems), _as_typed(values, given), problems)
+        super().__init__(**sound)
+        problems += [clashing(clash, given) for clash in find_clashes(self)]
+        if problems:
+            raise error_of(problems)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ConfigError(
+            f"{name} cannot be set: a configuration is read-only",
+            where="Config",
+            hint=f"config.model_copy(update={{{name!r}: ...}}) is a changed copy",
+        )
+
+    @property
+    def run_folder(self) -> Path:
+        """`output_dir`, or its sub-folder `experiment_name`."""
+        return Path(self.output_dir, self.experiment_name or "")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
+        return self.early_stopping_patience is not None or self.load_best_model_at_end
+
+    def notices(self) -> list[str]:
+        """What to log once at the start: settings without effect, and doubtful ones."""
+        return find_notices(self)
+
+    def dump(self) -> str:
+        """YAML of all values, in groups; `load_config` reads it back to an equal `Config`."""
+        values = self.model_dump()
+        return dump_yaml({title: {key: values[key] for key in keys} for title, keys in groups().items()})
+
+    def diff(self, other: Config) -> list[Change]:
+        """What `other` changes, seen from this configuration, in the order of the keys."""
+        return [
+            Change(key, getattr(self, key), getattr(other, key), **field.json_schema_extra)  # type: ignore[arg-type]
+            for key, field in Config.model_fields.items()
+            if getattr(self, key) != getattr(other, key)
+        ]
+
+
+def _raw(value: object) -> Raw:
+    """A Python value as it would be written in a file."""
+    if isinstance(value, list | tuple):
+        return Items(tuple(item if isinstance(item := _raw(each), Scalar) else Unusable(str(item)) for each in value))
+    if isinstance(value, bool) or value is None:
+        return Scalar({True: "true", False: "false", None: "null"}[value])
+    return Scalar(str(value)) if isinstance(value, str | int | float) else Unusable(f"a {type(value).__name__}")
+
+
+def _python_values(values: Mapping[str, Any], given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:
+    """Each value as it was given, unless it is a word of another trainer for something else."""
+    meant = {key: entry for key, entry in given.items() if entry.raw != _raw(values[entry.name])}
+    return {key: values[entry.name] for key, entry in given.items()} | read_values(meant, problems)
+
+
+def _as_typed(values: Mapping[str, Any], given: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries for messages: text was typed with quotes, which a number must not have."""
+    return {
+        key: replace(entry, raw=Scalar(entry.raw.text, quoted=True))
+        if isinstance(values[entry.name], str) and isinstance(entry.raw, Scalar)
+        else entry
+        for key, entry in given.items()
+    }

@@ -1,0 +1,96 @@
+"""What is wrong with a configuration: for each problem the place, what it is, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ci_llm.config.aliases import ALIASES, TRANSLATIONS
+from ci_llm.config.names import FIELDS, canonical, flag_form, normalized
+from ci_llm.config.parsing import COMMAND_LINE, NESTED_MAPPING, Entry, expected, hint
+from ci_llm.config.suggest import nearest
+from ci_llm.config.unsupported import UNSUPPORTED
+from ci_llm.config.validation import Clash
+from ci_llm.config.yaml_file import dump_value
+from ci_llm.errors import ConfigError
+
+ALL_KEYS = "all keys: python train.py --help"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with the configuration."""
+
+    where: str
+    what: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.hint}"
+
+
+def error_of(problems: Collection[Problem]) -> ConfigError:
+    """One error that lists all problems."""
+    first, *others = problems
+    if not others:
+        return ConfigError(first.what, where=first.where, hint=first.hint)
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint=ALL_KEYS)
+
+
+def misfit(key: str, entry: Entry) -> Problem:
+    """The value is none of the key's."""
+    field = FIELDS[key]
+    name = key if key == normalized(entry.name) else f"{key} (written {entry.name})"
+    what = f"{name} is {entry.raw}, but takes {expected(field)}"
+    return Problem(entry.where, what, hint(field, entry.raw) or f"the default is {dump_value(field.default)}")
+
+
+def given_twice(key: str, first: Entry, second: Entry) -> Problem:
+    """Two entries of one source set the same key."""
+    names = key if first.name == second.name else f"{key} (as {first.name} and {second.name})"
+    place = second.where if first.where == second.where else f"{first.where} and {second.where}"
+    return Problem(place, f"{names} is given twice", "keep one of them")
+
+
+def unknown(entry: Entry) -> Problem:
+    """The name is no key, or its value means none."""
+    name = normalized(entry.name)
+    if name in UNSUPPORTED:
+        is_there, instead = UNSUPPORTED[name]
+        value = f" with the value {entry.raw}" if name in TRANSLATIONS else ""
+        return Problem(entry.where, f"{entry.name} is no key here{value}; it is {is_there}", instead)
+    if name in TRANSLATIONS:
+        values = TRANSLATIONS[name]
+        means = "; ".join(f"{value} means {meaning}" for value, meaning in values.items() if meaning)
+        return Problem(entry.where, f"{entry.name} is {entry.raw}, but takes {' | '.join(values)}", means)
+    if entry.raw == NESTED_MAPPING:
+        return Problem(
+            entry.where,
+            f"{entry.name} is no key, but a group of keys",
+            f"keys are flat: remove `{entry.name}:`, and write the keys below it without indentation",
+        )
+    near = _nearest(name)
+    return Problem(entry.where, f"{entry.name} is no key", f"did you mean {near}?" if near else ALL_KEYS)
+
+
+def stray(word: str) -> Problem:
+    """A word of the command line is neither a key nor a value."""
+    if word.endswith((".yaml", ".yml")):
+        return Problem(COMMAND_LINE, f"{word!r} stands alone", f"write --config {word}")
+    return Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", "write key=value, --key value or --flag")
+
+
+def clashing(clash: Clash, given: Mapping[str, Entry]) -> Problem:
+    """Values exclude one another."""
+    places = [given[key].where for key in clash.keys if key in given]
+    return Problem(" and ".join(dict.fromkeys(places)) or "defaults", clash.what, clash.hint)
+
+
+def _nearest(name: str) -> str | None:
+    """The key or alias most like `name`; `training.lr` is looked up as lr, `no_compile` as compile=false."""
+    last = name.rpartition(".")[2]
+    if last.startswith("no_") and canonical(last[3:]) in FIELDS and flag_form(last[3:]) == "alone":
+        return f"{canonical(last[3:])}=false"
+    near = nearest(last, [*FIELDS, *ALIASES, *TRANSLATIONS])
+    return f"{near}, which is {ALIASES[near]}" if near in ALIASES else near

@@ -1,0 +1,170 @@
+"""Options of other trainers that have no counterpart here: what each one is there, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_ONE_BASE = "one frozen base carries all agents: model_name=NAME"
+_LATENT = "leave it out: agents are LoRA adapters, and lora_rank is their size"
+_ONE_LOSS = "leave it out: every learned token weighs the same"
+_HELD_OUT = "eval_split=NAME takes a split of dataset_name, which may be a folder with train.jsonl and test.jsonl"
+_LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
+_SMALLEST_BASE = "model_dtype=bf16 is the smallest base here"
+_PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
+_ADAMW = "leave it out: the optimizer is AdamW; fused_optimizer=false takes the plain one"
+_FUSED_KERNEL = "leave it out: packed rows take a fused kernel wherever it agrees with the base"
+_BATCH_SIZE = "leave it out: an evaluation derives it from batch_size"
+_STEPS = "write a number of optimizer steps: {}; the log says at the start how many steps an epoch has"
+_EVAL_STEPS = _STEPS.format("eval_steps=N, or eval_steps=null for the end only")
+_SAVE_STEPS = _STEPS.format("save_steps=N; save_steps=null save_interval_seconds=null saves at the end only")
+_HUB = "nothing is ever sent anywhere: `hf upload NAME FOLDER` sends a folder of final_checkpoint"
+_OWN_TEMPLATE = "leave it out: the base's own chat template is taken, else a built-in one (docs/data.md)"
+_ALL_ROWS = "leave it out: no row is dropped, and the order is a function of seed, epoch and position"
+_PACKED = "leave it out: rows are always packed, and never see each other"
+_EVERY_ROW = "leave it out: rows are packed, so that lengths cost nothing"
+_WANDB = "set {} in the environment; report_to=wandb switches the tracker on"
+_NO_CODE = "leave it out: code from a hub is never executed"
+
+#: name -> (what it is there, what to do instead)
+UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
+    # LatentWire
+    "llama_id": ("the first of LatentWire's two models", _ONE_BASE),
+    "qwen_id": ("the second of LatentWire's two models", _ONE_BASE),
+    "model_id": ("LatentWire's model", "model_name=NAME"),
+    "latent_len": ("the length of LatentWire's latent prefix", _LATENT),
+    "latent_shared_len": ("the shared part of LatentWire's latent prefix", _LATENT),
+    "latent_private_len": ("the private part of LatentWire's latent prefix", _LATENT),
+    "d_z": ("the width of LatentWire's latent prefix", _LATENT),
+    "encoder_type": ("the encoder of LatentWire's latent prefix", _LATENT),
+    "first_token_ce_weight": ("the weight of LatentWire's loss on the first token of an answer", _ONE_LOSS),
+    "k_ce_weight": ("the weight of LatentWire's loss on the first tokens of an answer", _ONE_LOSS),
+    "kd_first_k_weight": ("the weight of LatentWire's distillation", _ONE_LOSS),
+    "warm_anchor_text": (
+        "the text between LatentWire's latent prefix and the answer",
+        "leave it out: the chat template writes what stands before an answer (docs/data.md)",
+    ),
+    "sequential_models": (
+        "LatentWire's switch to train one model after the other",
+        "leave it out: all agents train in one pass",
+    ),
+    "max_answer_tokens": ("LatentWire's length of an answer in training", "max_seq_length=N counts prompt and answer"),
+    "grace_period": ("LatentWire's time to save after a signal", "grace_s=120"),
+    "resume_from": ("LatentWire's checkpoint to resume from", "resume_from_checkpoint=PATH"),
+    "grad_ckpt": ("LatentWire's switch for less memory", "use_gradient_checkpointing=true"),
+    "load_4bit": ("LatentWire's quantised model", _SMALLEST_BASE),
+    # PyRecover
+    "distributed": ("PyRecover's switch for several processes", _LAUNCHER),
+    "profile": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
+    "profile_nsys": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
+    "use_flash_attention": ("PyRecover's attention kernel", _FUSED_KERNEL),
+    "log_loss_to_csv": ("PyRecover's table of losses", "leave it out: metrics.jsonl always holds them"),
+    "verify_checkpoints": (
+        "PyRecover's check of what was written",
+        "leave it out: every checkpoint is read back and verified",
+    ),
+    "max_kept_checkpoints": ("PyRecover's number of checkpoints", "save_total_limit=N"),
+    # Data
+    "eval_dataset": ("a data set to evaluate on", _HELD_OUT),
+    "test_dataset": ("a data set to evaluate on", _HELD_OUT),
+    "eval_file": ("a file to evaluate on", _HELD_OUT),
+    "test_file": ("a file to evaluate on", _HELD_OUT),
+    "validation_file": ("a file to evaluate on", _HELD_OUT),
+    "train_file": ("a file to train on", "dataset_name=FILE"),
+    "dataset_dir": ("a folder of data sets", "dataset_name=FOLDER, or the path of a file in it"),
+    "dataset_num_proc": ("processes that tokenise", "leave it out: tokens are cached after the first run"),
+    "preprocessing_num_workers": ("processes that tokenise", "leave it out: tokens are cached after the first run"),
+    "overwrite_cache": ("a switch against stale tokens", "leave it out: the cache is keyed by data and template"),
+    "dataloader_drop_last": ("a switch that drops the last short batch", _ALL_ROWS),
+    "data_seed": ("a seed for the order of the data", _ALL_ROWS),
+    "group_by_length": ("a switch that sorts rows by length", _EVERY_ROW),
+    "packing": ("a switch against packed rows", _PACKED),
+    "sample_packing": (
+        "a switch against packed rows",
+        _PACKED,
+    ),
+    "padding_free": ("a switch for padded rows", _PACKED),
+    "template": ("the name of a chat template", _OWN_TEMPLATE),
+    "tokenizer_name": ("a tokenizer of its own", "leave it out: the base's own tokenizer is taken"),
+    "tokenizer_name_or_path": ("a tokenizer of its own", "leave it out: the base's own tokenizer is taken"),
+    # The base and its adapters
+    "model_path": ("the base model", "model_name=FOLDER"),
+    "model_type": ("the architecture", "leave it out: config.json of model_name has it"),
+    "load_in_4bit": ("a quantised base", _SMALLEST_BASE),
+    "load_in_8bit": ("a quantised base", _SMALLEST_BASE),
+    "quantization_bit": ("a quantised base", _SMALLEST_BASE),
+    "use_lora": ("a switch for adapters", "leave it out: agents are always LoRA adapters"),
+    "use_peft": ("a switch for adapters", "leave it out: agents are always LoRA adapters"),
+    "adapter": ("a kind of adapter", "leave it out: agents are always LoRA adapters"),
+    "finetuning_type": ("a kind of fine-tuning", "leave it out: agents are always LoRA adapters"),
+    "stage": ("a stage of training", "leave it out: agents always learn from examples"),
+    "task_type": ("a kind of model", "leave it out: the base is always a causal language model"),
+    "bias": ("a switch that trains biases", _PLAIN_LORA),
+    "use_dora": ("a switch for DoRA", _PLAIN_LORA),
+    "init_lora_weights": ("a way to begin an adapter", _PLAIN_LORA),
+    "modules_to_save": ("layers that train beside the adapters", _PLAIN_LORA),
+    "lora_target_linear": ("a switch for adapters on all Linear layers", "lora_target_modules=q_proj,v_proj"),
+    "attn_implementation": ("an attention kernel", _FUSED_KERNEL),
+    "flash_attn": ("an attention kernel", _FUSED_KERNEL),
+    "trust_remote_code": ("a switch that executes code from a hub", _NO_CODE),
+    "use_liger_kernel": ("fused kernels", "leave it out: logits are computed only where a label is, and never whole"),
+    "gradient_checkpointing_kwargs": ("arguments of gradient checkpointing", "use_gradient_checkpointing=true"),
+    # Optimization
+    "optim": ("another optimizer", _ADAMW),
+    "optimizer": ("another optimizer", _ADAMW),
+    "lr_scheduler_kwargs": ("arguments of the schedule", "take another lr_scheduler_type, such as cosine_with_min_lr"),
+    "label_smoothing_factor": ("a softer loss", _ONE_LOSS),
+    "neftune_noise_alpha": ("noise on embeddings", "lora_dropout=0.1 or dropconnect_p=0.1 regularise an agent"),
+    "precision": ("a precision", "mixed_precision=bf16, fp16 or no; model_dtype=... for the base itself"),
+    "tf32": ("a precision of products on a GPU", "leave it out: torch decides"),
+    "auto_find_batch_size": (
+        "a switch for smaller batches after running out of memory",
+        "leave it out: the micro-batch always shrinks by itself, and the effective batch holds",
+    ),
+    # Evaluation, saving, logs
+    "per_device_eval_batch_size": ("the rows that an evaluation takes at once", _BATCH_SIZE),
+    "eval_batch_size": ("the rows that an evaluation takes at once", _BATCH_SIZE),
+    "eval_strategy": ("a rhythm of evaluations", _EVAL_STEPS),
+    "evaluation_strategy": ("a rhythm of evaluations", _EVAL_STEPS),
+    "evals_per_epoch": ("a rhythm of evaluations", _EVAL_STEPS),
+    "val_check_interval": ("a rhythm of evaluations", _EVAL_STEPS),
+    "check_val_every_n_epoch": ("a rhythm of evaluations", _EVAL_STEPS),
+    "eval_on_start": ("a switch for an evaluation before the first step", "leave it out: eval_steps=N sets the rhythm"),
+    "save_strategy": ("a rhythm of checkpoints", _SAVE_STEPS),
+    "saves_per_epoch": ("a rhythm of checkpoints", _SAVE_STEPS),
+    "checkpointing_steps": ("a rhythm of checkpoints", "save_steps=N"),
+    "save_safetensors": ("a file format", "leave it out: checkpoints are always safetensors and JSON"),
+    "save_only_model": ("a switch for checkpoints that cannot resume", "leave it out: every checkpoint resumes"),
+    "ignore_data_skip": ("a switch that repeats rows after a resume", "leave it out: no row is seen twice"),
+    "remove_unused_columns": ("a switch about columns", "leave it out: columns without a meaning are not read"),
+    "logging_strategy": ("a rhythm of logging", _STEPS.format("logging_steps=N")),
+    "logging_first_step": ("a switch for a log line at step 1", "logging_steps=1 logs every step"),
+    "logging_dir": ("where trackers write", "output_dir=FOLDER"),
+    "project_dir": ("where trackers write", "output_dir=FOLDER"),
+    "with_tracking": ("a switch for trackers", "report_to=tensorboard, or another"),
+    "wandb_project": ("the project on W&B", _WANDB.format("WANDB_PROJECT")),
+    "wandb_entity": ("the team on W&B", _WANDB.format("WANDB_ENTITY")),
+    "wandb_name": ("the name of the run on W&B", "experiment_name=NAME names the run everywhere"),
+    "plot_loss": ("a picture of the losses", "leave it out: report_to=tensorboard draws them"),
+    "push_to_hub": ("a switch for an upload", _HUB),
+    "hub_model_id": ("the name of an upload", _HUB),
+    "hub_token": ("the key to an upload", "log in with `hf auth login`; keys do not belong into a configuration"),
+    "do_train": ("a switch for training", "leave it out: train.py trains, and evaluates at the end"),
+    "do_eval": ("a switch for evaluations", "eval_steps=null leaves only the evaluation at the end"),
+    "do_predict": ("a switch for answers", "generation_eval_samples=N rows are answered at the end"),
+    # Processes
+    "num_processes": (
+        "an option of accelerate launch",
+        "before train.py: accelerate launch --num_processes=4 train.py",
+    ),
+    "multi_gpu": ("an option of accelerate launch", "before train.py: accelerate launch --multi_gpu train.py"),
+    "nproc_per_node": ("an option of torchrun", "before train.py: torchrun --nproc-per-node 4 train.py"),
+    "devices": ("a number of processes", _LAUNCHER),
+    "strategy": ("a way to share work between processes", _LAUNCHER),
+    "deepspeed": ("a configuration of DeepSpeed", "leave it out: DeepSpeed owns backward, step and checkpoint"),
+    "fsdp": ("shards of the model", "leave it out: every process holds the base; FSDP owns backward and checkpoint"),
+    "ddp_find_unused_parameters": ("a setting of DDP", "leave it out: gradients are reduced once, without DDP"),
+    "ddp_timeout": ("a setting of DDP", "hang_timeout=SECONDS says when a run counts as hung"),
+    # Options of the command line
+    "debug": ("an option of the command line", "did you mean --debug on the command line?"),
+    "continue": ("an option of the command line", "did you mean --continue on the command line?"),
+}

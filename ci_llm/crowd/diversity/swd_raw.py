@@ -1,0 +1,19 @@
+"""The squared sliced Wasserstein distance between the agents' final states as they are: the original's term, unbounded.
+
+It is kept for comparison. Like `swd` it compares sets of rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ci_llm.crowd.diversity import DiversityForm, TermInputs
+from ci_llm.crowd.sliced_wasserstein import distance_between_rows
+
+
+def term(inputs: TermInputs) -> Tensor:
+    """[] the distance times the number of targets; 0 for fewer than two rows."""
+    return distance_between_rows(inputs)
+
+
+form = DiversityForm(term)

@@ -1,0 +1,86 @@
+"""From a path that a user gave to the committed checkpoint it means, or to an error that says what the path holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ci_llm.checkpoints.checkpoint import find_checkpoint
+from ci_llm.checkpoints.folders import committed
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest
+from ci_llm.crowd.external_adapters import CONFIG
+from ci_llm.crowd.external_adapters import META as META_FILE
+from ci_llm.errors import BadInput
+
+META = META_FILE.removesuffix(".json")
+#: The sub-folder that the hooks for Accelerate write into.
+HOOKS_FOLDER = "ci_llm"
+#: The keys that together only a checkpoint of train.py holds.
+RUN_KEYS = frozenset({META, "train_state", "optimizer", "rng", "config.yaml"})
+
+
+def require_checkpoint(given: Path, where: str, *, final_first: bool = False) -> Path:
+    """The committed folder that `given` means: itself, one in the folder of a run, or that of Accelerate's hooks.
+
+    Nothing but the folder's names is read.
+
+    Args:
+        given: the path.
+        where: how the path was given, for the error.
+        final_first: see `find_checkpoint`.
+
+    Raises:
+        BadInput: there is no checkpoint; the hint names the command for what the path holds.
+    """
+    found = find_checkpoint(given, final_first=final_first)
+    if found is None and (given / HOOKS_FOLDER / MANIFEST).is_file():
+        found = given / HOOKS_FOLDER
+    if found is not None and ((found / MANIFEST).is_file() or not _is_original(found)):
+        return found
+    what, hint = _what_else(found or given)
+    raise BadInput(what, where=where, hint=hint)
+
+
+def _is_original(folder: Path) -> bool:
+    """Whether it is a checkpoint of the first CI-LLM, which wrote no manifest."""
+    try:
+        return "K_agents" in json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _what_else(folder: Path) -> tuple[str, str]:
+    if _is_original(folder):
+        return (
+            "this is a checkpoint of the first CI-LLM, which holds agents and no state to resume from",
+            f"ci-llm checkpoints import {folder} --to imported --base-model NAME; then train with init_from=imported",
+        )
+    if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
+        return "these are PEFT adapters and no checkpoint", f"init_from={folder} starts agents from them"
+    if there := sorted({step for step, _ in committed(folder.parent)}):
+        steps = ", ".join(map(str, there))
+        return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
+    return (
+        "there is no checkpoint at this path",
+        "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint",
+    )
+
+
+def require_run(manifest: Manifest, folder: Path, where: str) -> None:
+    """Refuse a checkpoint that no run of train.py can resume from.
+
+    Raises:
+        BadInput: another program wrote it; the hint names what that program can do with it.
+    """
+    if manifest.forms.keys() >= RUN_KEYS:
+        return
+    if META not in manifest.forms:
+        what = "this checkpoint holds no crowd: a CheckpointManager of another loop wrote it"
+        hint = f"that loop resumes from it: CheckpointManager({str(folder.parent)!r}).restore({manifest.step})"
+    elif "imported_from" in manifest.info:
+        what = "this is a crowd of imported adapters, which has no state to resume from"
+        hint = f"init_from={folder} starts agents from it"
+    else:
+        what = "this checkpoint belongs to an Accelerate loop with `register_hooks`, and not to a run of train.py"
+        hint = f"accelerator.load_state({str(folder.parent)!r}) in that loop; init_from={folder} starts agents from it"
+    raise BadInput(what, where=where, hint=hint)

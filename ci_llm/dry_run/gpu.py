@@ -1,0 +1,288 @@
+"""Checks of what only a GPU does: each path is tried on the device at toy size before a run relies on it.
+
+A check computes a result on the device and compares it with another way to the same result: full precision, a second
+computation, the original of a copy. It works on a CPU as well, where the tests call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.core.determinism import generator_for
+from ci_llm.core.memory import free_memory, is_out_of_memory
+from ci_llm.crowd.attention import Segments, packed_attention
+from ci_llm.crowd.base import DTYPES, load_base
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.data.batches import Batch
+from ci_llm.distributed.processes import Processes
+from ci_llm.dry_run.checks import Inapplicable
+from ci_llm.dry_run.context import CheckContext
+from ci_llm.dry_run.report import size
+from ci_llm.errors import CheckpointError, CiLlmError, ModelError
+from ci_llm.logs.hardware import Gpus
+from ci_llm.run.setup import set_determinism
+
+LENGTHS: Final = (17, 400, 64)  # tokens of the toy rows; a long one takes another kernel than short ones
+SCALE: Final = 2.0**8  # of a loss in fp16
+HALF_TOLERANCE: Final = 0.05  # of a gradient in half precision, relative to its norm
+EXACT_TOLERANCE: Final = 1e-3  # in fp32, where GPUs may round products to TF32
+PROBE_BYTES: Final = 64 << 20
+REPORT_HINT: Final = "report this GPU and its driver; deterministic=true or mixed_precision=no may avoid it"
+
+
+def on_gpu(check: Callable[[torch.device], str]) -> Callable[[CheckContext], str]:
+    """`check` for a context; it is inapplicable unless the run computes on a GPU."""
+    return lambda context: check(_gpu_of(context))
+
+
+def _gpu_of(context: CheckContext) -> torch.device:
+    device = context.processes.device
+    if device.type != "cuda":
+        there = torch.cuda.is_available()
+        raise Inapplicable(f"{'this run computes on the CPU' if there else 'no GPU here'}: not checked")
+    return device
+
+
+@dataclass
+class Toy:
+    """A crowd of two on the embedded base, agents that differ, and three rows of random tokens."""
+
+    crowd: Crowd
+    batch: Batch
+
+    @classmethod
+    def on(cls, device: torch.device) -> Toy:
+        """A new toy on this device; each check makes its own, so that none sees what another one broke."""
+        base = load_base("embedded", "fp32", device)
+        settings = LoraSettings(num_agents=2, rank=4, alpha=8, seed=0)
+        crowd = Crowd(base.model, settings, base.name).train()
+        weights = crowd.agents.weights
+        weights.copy_(torch.randn(weights.shape, generator=generator_for(0, "gpu check")) * 0.02)
+        vocabulary = base.model.get_input_embeddings().weight.shape[0]
+        return cls(crowd, _random_batch(vocabulary).to(device))
+
+    def gradients(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[K, P] of the mean loss, in full precision, or under autocast to `dtype`; fp16 with a loss scale."""
+        scale = SCALE if dtype == torch.float16 else 1.0
+        self.crowd.agents.begin_step(0)
+        with torch.autocast(self.batch.input_ids.device.type, dtype=dtype, enabled=dtype is not None):
+            output = self.crowd(self.batch)
+        (output.loss * scale).backward()
+        return self.crowd.agents.gradients.clone() / scale
+
+    def optimizer(self) -> torch.optim.AdamW:
+        """The optimizer of a run: one fused kernel, one group per agent."""
+        return torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], lr=1e-3, fused=True)
+
+
+def _random_batch(vocabulary: int) -> Batch:
+    bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    ids = torch.randint(0, vocabulary, (bounds[-1],), generator=generator_for(0, "gpu check rows"))
+    learned = torch.cat([torch.arange(start, end - 1) for start, end in pairwise(bounds)])
+    return Batch(
+        input_ids=ids,
+        position_ids=torch.cat([torch.arange(length) for length in LENGTHS]),
+        bounds=tuple(bounds),
+        predict_from=learned,
+        targets=ids[learned + 1],
+        target_rows=torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1),
+        last_tokens=torch.tensor(bounds[1:]) - 1,
+        sample_ids=tuple(range(len(LENGTHS))),
+    )
+
+
+def autocast(device: torch.device) -> str:
+    """A step in each half precision that the device has: gradients near those of fp32, and agents that move."""
+    found = []
+    for name in ("bf16", "fp16"):
+        if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            continue
+        toy = Toy.on(device)
+        gap = _distance(toy.gradients(DTYPES[name]), toy.gradients())
+        if not gap < HALF_TOLERANCE:
+            raise ModelError(
+                f"gradients in {name} differ from those in fp32 by {gap:.1e} of their norm",
+                where=f"mixed_precision: {name}",
+                hint="mixed_precision=no",
+            )
+        before = toy.crowd.agents.weights.clone()
+        toy.optimizer().step()
+        after = toy.crowd.agents.weights
+        if not (after.isfinite().all() and (after != before).any(1).all()):
+            raise ModelError(
+                f"after a fused step in {name} not every agent has moved to finite weights",
+                where=f"mixed_precision: {name}, fused_optimizer: true",
+                hint="fused_optimizer=false",
+            )
+        found.append(f"{name} within {gap:.1e} of fp32")
+    return f"{', '.join(found)}; a fused optimizer step moves every agent"
+
+
+def attention(device: torch.device) -> str:
+    """The fused kernel over packed rows: forward and backward, windows and grouped heads, as plain products give."""
+    worst = 0.0
+    for window, heads in ((None, 4), (None, 2), (8, 4)):
+        inputs = [_leaf((2, count, sum(LENGTHS), 32), device) for count in (4, heads, heads)]
+        fused = _with_gradients(_fused, inputs, window)
+        plain = _with_gradients(_plain, inputs, window)
+        worst = max([worst, *(_distance(one, other) for one, other in zip(fused, plain, strict=True))])
+    if not worst < EXACT_TOLERANCE:
+        raise ModelError(
+            f"the fused attention kernel of this device differs from plain products by {worst:.1e}",
+            where=f"{device}",
+            hint=REPORT_HINT,
+        )
+    return f"fused over packed rows, with windows and grouped heads: within {worst:.1e} of plain products"
+
+
+def _leaf(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    drawn = torch.randn(shape, generator=generator_for(0, "gpu check attention", *shape))
+    return drawn.to(device).requires_grad_()
+
+
+def _with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor], window: int | None) -> list[Tensor]:
+    result = attend(*inputs, window)
+    return [result.detach(), *torch.autograd.grad(result.square().sum(), inputs)]
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    bounds = torch.tensor((0, *LENGTHS)).cumsum(0).tolist()
+    return packed_attention(
+        torch.nn.Identity(), query, key, value, None, sliding_window=window, segments=Segments(bounds)
+    )[0].transpose(1, 2)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Products, mask and softmax over all packed rows at once, as in the definition."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    rows = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(query.device)
+    seen = (rows[:, None] == rows).tril()
+    seen = seen if window is None else seen.triu(1 - window)
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    return F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1) @ value
+
+
+def determinism(device: torch.device, *, required: bool) -> str:
+    """The same step twice, from the same weights: the same bits; else the run is not called bitwise.
+
+    Args:
+        required: other bits are a failure, and not only something to know.
+    """
+    toy = Toy.on(device)
+    first, second = toy.gradients(), toy.gradients()
+    if changed := int((first != second).sum()):
+        what = f"the same step gives other bits the second time: {changed} of {first.numel()} gradients differ"
+        if not required:
+            return f"{what}; a resumed run is state-exact here, and not bitwise"
+        raise ModelError(what, where=f"deterministic: true, on {device}", hint="deterministic=auto goes on without")
+    return f"the same step twice gives the same {first.numel():,} gradients, bit for bit"
+
+
+def copies(device: torch.device) -> str:
+    """A batch goes to the device from pinned memory, and comes back, without a changed bit."""
+    ids = torch.randint(0, 2**40, (1 << 20,), generator=generator_for(0, "gpu check copies"))
+    here = ids.pin_memory() if device.type == "cuda" else ids
+    there = here.to(device, non_blocking=True)
+    back = there.to("cpu")
+    if not torch.equal(back, ids):
+        raise CiLlmError(
+            f"{int((back != ids).sum())} of {len(ids)} numbers come back changed from the device",
+            where=f"{device}",
+            hint="do not train on this machine: its memory or its bus changes bits",
+        )
+    return f"{size(ids.nbytes)} from pinned memory and back, bit for bit"
+
+
+def checkpoint(device: torch.device, folder: Path, processes: Processes | None = None) -> str:
+    """Weights and moments on the device are copied behind the next step, saved, and restored bit for bit."""
+    toy = Toy.on(device)
+    optimizer = toy.optimizer()
+    state: dict[str, Any] = {"agents": {"weights": toy.crowd.agents.weights}, "optimizer": optimizer}
+    with CheckpointManager(folder, optimizers=[optimizer], processes=processes) as manager:
+        _step(toy, optimizer)
+        wanted = _bits(toy, optimizer)
+        manager.save(1, state)
+        _step(toy, optimizer)  # waits for the copy, and not for the save
+        manager.wait_until_finished()
+        if processes is not None:
+            processes.wait()  # only the main one has written
+        manager.restore(1, into=state)
+    found = _bits(toy, optimizer)
+    changed = [
+        number for number, (one, other) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(one, other)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{len(changed)} of {len(wanted)} tensors come back changed", where=f"{device}, {folder}", hint=REPORT_HINT
+        )
+    return f"{len(wanted)} tensors copied behind a step, saved and restored, bit for bit"
+
+
+def _step(toy: Toy, optimizer: torch.optim.Optimizer) -> None:
+    toy.gradients()
+    optimizer.step()
+
+
+def _bits(toy: Toy, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return [tensor.detach().to("cpu", copy=True) for tensor in (toy.crowd.agents.weights, *moments)]
+
+
+def memory(device: torch.device) -> str:
+    """What is free is told and falls by what is taken; running out is known as such, and leaves a device that works."""
+    free, total = free_memory(device)
+    if not 0 < free <= total:
+        raise CiLlmError(f"free memory of {size(free)} of {size(total)} cannot be", where=f"{device}", hint=REPORT_HINT)
+    taken = torch.ones(PROBE_BYTES, dtype=torch.uint8, device=device)
+    if device.type == "cuda" and torch.cuda.max_memory_allocated(device) < PROBE_BYTES:
+        raise CiLlmError("the peak of memory does not count what is taken", where=f"{device}", hint=REPORT_HINT)
+    refusal = _running_out(device)
+    if refusal is None or not is_out_of_memory(refusal) or int(taken.sum(dtype=torch.int64)) != PROBE_BYTES:
+        raise CiLlmError(
+            f"running out of memory is not known as such: {refusal!r}", where=f"{device}", hint=REPORT_HINT
+        ) from refusal
+    return f"{size(free)} of {size(total)} free, running out is noticed; {_watched()}"
+
+
+def _running_out(device: torch.device) -> BaseException | None:
+    try:
+        torch.empty(1 << 56, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as error:
+        return error
+    return None
+
+
+def _watched() -> str:
+    gpus = Gpus()
+    read = gpus.read()
+    gpus.close()
+    return ", ".join(str(gpu["name"]) for gpu in read) or "the driver tells monitor_gpu nothing"
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def determinism_of(context: CheckContext) -> str:
+    """The check `determinism`, with the algorithms that the configuration chooses."""
+    device = _gpu_of(context)
+    if context.config.deterministic is False:
+        raise Inapplicable("deterministic is false: not checked")
+    set_determinism(context.config)
+    return determinism(device, required=context.config.deterministic is True)
+
+
+def checkpoint_of(context: CheckContext) -> str:
+    """The check `checkpoint`, in the scratch folder."""
+    device = _gpu_of(context)
+    return checkpoint(device, context.scratch / "gpu", context.processes)

@@ -1,0 +1,331 @@
+"""Crash-proof, exact checkpoints for the Trainer of Lightning.
+
+    checkpoints = LightningCheckpoints("runs/mine", save_interval_steps=50)
+    trainer = L.Trainer(..., callbacks=[checkpoints], enable_checkpointing=False)
+    trainer.fit(model, loader, ckpt_path=checkpoints.resume())
+
+What is saved: what Lightning puts into a checkpoint, but of the weights only those that are trained; and the generators
+of every process, at the beginning of the epoch and at the step. On a resume the epoch is begun with the draws that it
+had, and the batches that were used are passed over: the order is the same for any sampler.
+
+When: before a batch is trained on, when the one before has been validated and its gradients are used up. Lightning has
+counted that batch as begun by then, so its counters are put back. It is stopped there, too: `should_stop` alone would
+validate first. Nothing is unpickled on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ci_llm.core import determinism
+from ci_llm.errors import ConfigError, ForeignCheckpoint
+from ci_llm.integrations.saver import Saver, gathered, require_same, restore_generators
+from ci_llm.integrations.weights import frozen_digest, load_trained, trained_tensors
+
+try:
+    import lightning
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins.io import CheckpointIO
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "Lightning is not installed", where="ci_llm.integrations.lightning", hint="pip install lightning"
+    ) from error
+
+#: What they were built with, and what no resume reads; they may be any object.
+HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type", "datamodule_hyper_parameters")
+BATCHES, EPOCHS = "epoch_loop.batch_progress", "epoch_progress"
+
+
+class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not there for everyone
+    """A callback that saves a run of Lightning, stops it in time when it is told to, and brings it back bit for bit.
+
+    Args:
+        directory: the folder of the run, its own, on a disk that all processes share.
+        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others.
+
+    Attributes:
+        interrupted: why the last `fit()` has ended before its work was done, "signal:SIGTERM" for instance; None if it
+            was done.
+    """
+
+    def __init__(self, directory: Path | str, **settings: Any) -> None:
+        self._directory, self._settings = Path(directory), settings
+        self.interrupted: str | None = None
+        self._attempt: _Attempt | None = None
+
+    def resume(self) -> str | None:
+        """What to give to `trainer.fit(ckpt_path=...)`: this run if it has a checkpoint, or None."""
+        return str(self._directory) if any(self._directory.glob("*/manifest.json")) else None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._end()
+            self.interrupted = None
+            _require_fit(trainer)
+            saver = Saver(self._directory, self._settings, trainer.strategy.root_device)
+            self._attempt = _Attempt(trainer, saver, str(self._directory))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._attempt is not None:
+            self._attempt.begin()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._attempt is not None:
+            self._attempt.wrap_loader()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._attempt is not None and (reason := self._attempt.begin_batch()) is not None:
+            self.interrupted = reason
+            raise StopIteration  # ends the epoch without another word, as a -1 of this hook in the module does
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._attempt is not None:
+            self._attempt.end_batch(batch_idx)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._attempt is not None:
+            self._attempt.finish(interrupted=self.interrupted is not None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.end()
+
+
+class _Attempt:
+    """One call of `fit()`."""
+
+    def __init__(self, trainer: Any, saver: Saver, place: str) -> None:
+        self._trainer, self._saver, self._place = trainer, saver, place
+        self._module = trainer.lightning_module
+        self._io = _Io(trainer.strategy.checkpoint_io, self)
+        trainer.strategy.checkpoint_io = self._io
+        self._loaded = False
+        self._pending: dict[str, Any] | None = None
+        self._logged_steps = 0
+        self._length: Any = None  # of an epoch in batches, as it was
+        self._at_epoch: dict[str, Any] | None = None
+        self._unused_gradients = False
+
+    @cached_property
+    def _frozen(self) -> str:
+        return frozen_digest(self._module)
+
+    # Going on
+
+    def load(self) -> dict[str, Any]:
+        """The newest checkpoint in Lightning's form; one that says nothing if none verifies."""
+        self._loaded, step = True, self._saver.step
+        if step is None:
+            own = self._module.state_dict()
+            nothing: dict[str, Any] = {"state_dict": own, "optimizer_states": [], "lr_schedulers": []}
+            return {**nothing, "pytorch-lightning_version": lightning.__version__}
+        where = str(self._saver.manager.store.path(step))
+        saved = self._saver.manager.restore(step)
+        if "lightning" not in saved:
+            raise ForeignCheckpoint("this checkpoint is not of Lightning", where=where, hint="give another folder")
+        about = saved["about"]
+        require_same(about["loop"], self._loop(), where)
+        load_trained(self._module, saved["model"], where)
+        self._pending = {**saved["processes"][self._trainer.global_rank], "batches": about["batches"]}
+        self._logged_steps, self._length = about["logged_steps"], about["length"]
+        if about["complete"]:
+            self._trainer.should_stop = True
+        weights = {"state_dict": self._module.state_dict(), "optimizer_states": list(saved["optimizers"].values())}
+        return {**saved["lightning"], **weights}
+
+    def begin(self) -> None:
+        """Before the first epoch of this call; everything but generators and data is where it was."""
+        trainer = self._trainer
+        if self._saver.step is not None and not self._loaded:
+            raise ConfigError(
+                "the run would not go on from its newest checkpoint",
+                where=LightningCheckpoints.__name__,
+                hint="trainer.fit(model, loader, ckpt_path=checkpoints.resume())",
+            )
+        if len(trainer.fit_loop._combined_loader.flattened) != 1:
+            raise ConfigError(
+                "where several loaders stand is not saved", where=LightningCheckpoints.__name__, hint="give one loader"
+            )
+        if self._length is not None:
+            require_same({"batches": self._length}, {"batches": trainer.num_training_batches}, self._place)
+        for optimizer in trainer.optimizers:
+            self._saver.manager.watch(optimizer)
+        self._saver.listen()  # here, for Lightning has just taken SIGTERM for itself
+        if self._pending is not None and self._pending["at_epoch"] is None:  # it begins with an epoch
+            restore_generators(self._pending["at_batch"], self._place)
+            self._pending = None
+        self.wrap_loader()
+        iter(trainer.fit_loop._data_fetcher)
+
+    def wrap_loader(self) -> None:
+        loader = self._trainer.fit_loop._combined_loader
+        loader.flattened = [one if isinstance(one, _Replayed) else _Replayed(one, self) for one in loader.flattened]
+
+    def begin_pass(self) -> int:
+        """The order of an epoch is about to be drawn: as it was, if it is the one to go on in.
+
+        Returns:
+            how many of its batches were used.
+        """
+        if self._pending is not None:
+            restore_generators(self._pending["at_epoch"], self._place)
+        self._at_epoch = determinism.capture()
+        return self._pending["batches"] if self._pending is not None else 0
+
+    def begin_batch(self) -> str | None:
+        """The batch is fetched, and the one before is done with. Returns why the training shall end here."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        if self._pending is not None:
+            restore_generators(self._pending["at_batch"], self._place)
+            self._pending = None
+            loop.epoch_loop._batches_that_stepped = self._logged_steps  # it has counted the return as a step
+        step = trainer.global_step
+        if self._unused_gradients or step <= (self._saver.step or 0):
+            return None
+        reason = self._saver.told_to_stop(step)
+        self._saver.save(step, self._within_epoch, force=reason is not None)
+        if reason is not None:
+            trainer.should_stop = True
+            loop.min_epochs, loop.epoch_loop.min_steps = 0, None
+        return reason
+
+    def end_batch(self, batch_idx: int) -> None:
+        """Whether a window of accumulation goes on."""
+        trainer = self._trainer
+        ended = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        self._unused_gradients = trainer.lightning_module.automatic_optimization and not ended
+
+    # AttemptResult
+
+    def finish(self, *, interrupted: bool) -> None:
+        """Save the step at which the training has ended, unless it was saved before it was broken off."""
+        if not interrupted and self._trainer.global_step:
+            self._saver.save(self._trainer.global_step, self._at_the_end, force=True)
+
+    def end(self) -> None:
+        self._trainer.strategy.checkpoint_io = self._io.inner
+        if (loader := self._trainer.fit_loop._combined_loader) is not None:
+            loader.flattened = [one.loader if isinstance(one, _Replayed) else one for one in loader.flattened]
+        self._saver.close()
+
+    # What is saved
+
+    def _within_epoch(self) -> dict[str, Any]:
+        """Of a batch that is fetched and not yet trained on. A collective."""
+        return self._contents(self._at_epoch, complete=False)
+
+    def _at_the_end(self) -> dict[str, Any]:
+        """Of a training that is over: between two epochs, or within one if its steps are used up. A collective."""
+        loop = self._trainer.fit_loop
+        whole = loop.epoch_loop._num_ready_batches_reached()
+        return self._contents(None if whole else self._at_epoch, complete=bool(self._trainer.should_stop))
+
+    def _contents(self, at_epoch: dict[str, Any] | None, *, complete: bool) -> dict[str, Any]:
+        processes = gathered({"at_epoch": at_epoch, "at_batch": determinism.capture()})
+        self._trainer.save_checkpoint(self._place, weights_only=False)
+        taken, self._io.taken = self._io.taken, {}
+        if not taken:
+            return {}  # process 0 has it
+        batches = _put_counters(taken["loops"]["fit_loop"], between_epochs=at_epoch is None)
+        about = {
+            "loop": self._loop(),
+            "batches": batches,
+            "length": self._trainer.num_training_batches,
+            "logged_steps": self._trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "complete": complete,
+        }
+        optimizers = taken.pop("optimizer_states")
+        beside = ("state_dict", *HYPER_PARAMETERS)
+        return {
+            "lightning": {key: value for key, value in taken.items() if key not in beside},
+            "model": trained_tensors(self._module),
+            "optimizers": {f"{number}": state for number, state in enumerate(optimizers)},
+            "processes": processes,
+            "about": about,
+        }
+
+    def _loop(self) -> Mapping[str, Any]:
+        trainer = self._trainer
+        return {
+            "processes": trainer.world_size,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "frozen weights": self._frozen,
+        }
+
+
+def _put_counters(loop: dict[str, Any], *, between_epochs: bool) -> int:
+    """Let Lightning's counters say what is done, whatever was begun; returns the batches done in this epoch."""
+    batches, epochs = loop[BATCHES], loop[EPOCHS]
+    for counter in (batches["total"], batches["current"]):
+        done = counter["completed"]
+        counter.update(ready=done, started=done, processed=done)
+    batches["is_last_batch"] = False
+    if between_epochs:
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+    else:
+        for counter in (epochs["total"], epochs["current"]):
+            done = counter["ready"] - 1
+            counter.update(started=done + 1, processed=done, completed=done)
+    return int(batches["current"]["completed"])
+
+
+class _Io(CheckpointIO):  # type: ignore[misc]
+    """What Lightning hands over for a folder of ours goes to the manager; anything else where it went before."""
+
+    def __init__(self, inner: Any, attempt: _Attempt) -> None:
+        self.inner, self._attempt = inner, attempt
+        self.taken: dict[str, Any] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if str(path) == self._attempt._place:
+            self.taken = checkpoint
+        else:
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> Any:
+        if str(path) == self._attempt._place:
+            return self._attempt.load()
+        return self.inner.load_checkpoint(path, *arguments, **named)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
+
+
+class _Replayed:
+    """A loader, whose first pass of a resumed run has the order it had and begins where the run stands."""
+
+    def __init__(self, loader: Any, attempt: _Attempt) -> None:
+        self.loader, self._attempt = loader, attempt
+
+    def __iter__(self) -> Iterator[Any]:
+        used = self._attempt.begin_pass()
+        batches = iter(self.loader)
+        for _ in range(used):
+            next(batches)
+        yield from batches
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def _require_fit(trainer: Any) -> None:
+    kind = type(trainer.strategy).__name__
+    if kind in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
+        raise ConfigError(
+            f"{kind} writes its checkpoints itself", where=LightningCheckpoints.__name__, hint='strategy="ddp"'
+        )

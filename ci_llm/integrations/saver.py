@@ -1,0 +1,104 @@
+"""A trainer's checkpoints as its callback sees them: opened before it trains, one vote per step, closed at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.core import determinism
+from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, run_collectively
+from ci_llm.errors import ForeignCheckpoint
+from ci_llm.interrupts import Interrupts
+
+
+class Saver:
+    """One attempt at training. A collective, and so is whatever says so.
+
+    Args:
+        directory: the folder of the run.
+        settings: what a `CheckpointManager` takes.
+        device: of the collectives.
+
+    Attributes:
+        step: what to go on from, the same on every process; None for a fresh start.
+    """
+
+    def __init__(self, directory: Path | str, settings: Mapping[str, Any], device: torch.device) -> None:
+        self._interrupts = Interrupts()
+        self.manager = CheckpointManager(directory, interrupts=self._interrupts, **settings)
+        self._processes: ProcessGroup = TorchProcessGroup(device)
+        newest = self.manager.latest_step() if self._processes.index == 0 else None
+        self.step = gathered(newest)[0]
+        self._saved = self.step
+
+    def listen(self) -> None:
+        """Hear signals from here on, whoever else heard them before."""
+        self._interrupts.install()
+
+    def told_to_stop(self, step: int) -> str | None:
+        """Why the training shall end after `step`, whichever process was told so. A collective."""
+        if not self.manager.reached_preemption(step):
+            return None
+        return self._interrupts.stop_reason or "another process was told to stop"
+
+    def save(self, step: int, contents: Callable[[], dict[str, Any]], *, force: bool = False) -> None:
+        """Save what `contents` gives as `step`, if any process finds that due. A collective, and so is `contents`."""
+        if step == self._saved:
+            return
+        if not force:
+            asked = self.manager.should_save(step) or self._interrupts.save_requested
+            [due] = run_collectively(self._processes, lambda: [asked])
+            if not due:
+                return
+        self.manager.save(step, contents(), force=True)
+        self._saved = step
+
+    def close(self) -> None:
+        """Make durable what is in flight; give folder and signals back."""
+        try:
+            self.manager.close()
+        finally:
+            self._interrupts.restore()
+
+
+def gathered(value: Any) -> list[Any]:
+    """What every process gives, by index. A collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def restore_generators(saved: dict[str, Any], where: str) -> None:
+    """Put every global generator of this process back.
+
+    Raises:
+        ForeignCheckpoint: one of them could not be.
+    """
+    if (missing := determinism.restore(saved)) is not None:
+        raise ForeignCheckpoint(
+            f"not every generator could be restored: {missing}",
+            where=where,
+            hint="resume with as many GPUs visible to each process as before",
+        )
+
+
+def require_same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) -> None:
+    """Refuse a checkpoint of a loop that would go another way from here.
+
+    Raises:
+        ForeignCheckpoint: with every value that differs.
+    """
+    odd = [f"{name} was {there.get(name)!r}, is {value!r}" for name, value in here.items() if there.get(name) != value]
+    if odd:
+        raise ForeignCheckpoint(
+            f"the saved training is another one: {'; '.join(odd)}",
+            where=where,
+            hint="put the old values back, or give another folder for a new run",
+        )

@@ -1,0 +1,311 @@
+"""Crash-proof, exact checkpoints for the Trainer of Transformers, and whatever derives from it.
+
+    checkpoints = TrainerCheckpoints("runs/mine", save_interval_steps=50)
+    trainer = Trainer(..., callbacks=[checkpoints])
+    trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))
+
+What is saved: trained parameters, optimizer, scheduler, loss scale, TrainerState, the state of callbacks, the running
+loss, and the generators of every process. Where in the data the run stands, Trainer works out of its state.
+
+When: at the beginning of the step after, when a step has been logged and evaluated, its gradients are used up, and the
+next batches are fetched. So the accumulation window is at its end, and nothing of the step will be done again. The step
+at which the run ends is saved after Trainer's loop. Trainer's own checkpoints (`save_strategy`) are left to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ci_llm.core import determinism
+from ci_llm.errors import ConfigError, ForeignCheckpoint
+from ci_llm.integrations.saver import Saver, gathered, require_same, restore_generators
+from ci_llm.integrations.weights import frozen_digest, load_trained, trained_tensors
+
+_LOGGER = logging.getLogger(__name__)
+
+OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
+#: What says which rows a step has.
+LOOP = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "dataloader_drop_last")
+
+
+class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers has no types here
+    """A callback that saves a Trainer's run, stops it in time when it is told to, and brings it back bit for bit.
+
+    Args:
+        directory: the folder of the run, its own.
+        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others.
+
+    Attributes:
+        interrupted: why the last `train()` has ended before its work was done, "signal:SIGTERM" for instance; None if
+            it was done.
+    """
+
+    def __init__(self, directory: Path | str, **settings: Any) -> None:
+        self._directory, self._settings = Path(directory), settings
+        self.interrupted: str | None = None
+        self._attempt: _Attempt | None = None
+
+    def resume(self, trainer: Trainer) -> str | None:
+        """What to give to `trainer.train(resume_from_checkpoint=...)`: the newest checkpoint that verifies, or None.
+
+        Call it right before, on every process: signals are heard from here on.
+
+        Raises:
+            ConfigError: this trainer leaves its checkpoints to something else, or its batch size open.
+        """
+        _require_fit(trainer, self)
+        self._end()
+        self.interrupted = None
+        self._attempt = _Attempt(trainer, Saver(self._directory, self._settings, trainer.args.device))
+        self._attempt.saver.listen()
+        return self._attempt.source
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._attempt is None or state.global_step != (self._attempt.saver.step or 0):
+            raise ConfigError(
+                "the run would not go on from its newest checkpoint",
+                where=type(self).__name__,
+                hint="trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))",
+            )
+        self._attempt.begin()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._now.begin_epoch()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._now.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._now.end_step()
+        if (reason := self._now.saver.told_to_stop(state.global_step)) is not None:
+            self.interrupted, self._now.stopping = reason, True
+            control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._attempt is not None:  # people evaluate without training, too
+            self._attempt.mark = None
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._now.mark = None
+        if self._now.stopping and not _between_epochs(state):
+            # Trainer calls this for an epoch that was broken off as well, and would evaluate it.
+            control.should_evaluate = control.should_log = control.should_save = False
+        # At an interruption the weights stay those of the step: the best ones belong to the end of the run.
+        self._now.keep_weights()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._now.finish()
+        self._end()
+
+    @property
+    def _now(self) -> _Attempt:
+        assert self._attempt is not None
+        return self._attempt
+
+    def _end(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.end()
+
+
+class _Attempt:
+    """One call of `train()`.
+
+    Attributes:
+        source: folder of the checkpoint that it goes on from.
+        stopping: whether it was told to end.
+        mark: of the generators after the last step, as long as nothing but the fetching of batches may use them.
+    """
+
+    def __init__(self, trainer: Any, saver: Saver) -> None:
+        self._trainer, self.saver, self.stopping = trainer, saver, False
+        self._frozen = frozen_digest(trainer.model)
+        self._at_epoch: dict[str, Any] | None = None
+        self._pending: dict[str, Any] | None = None
+        self.mark: int | None = None
+        self._load_best = trainer.args.load_best_model_at_end
+        self._inner_loop = trainer._inner_training_loop
+        trainer._inner_training_loop = self._watched_loop  # no callback hears of an error
+        self.source: str | None = None
+        if saver.step is not None:
+            self.source = str(saver.manager.store.path(saver.step))
+            # It asks for files in formats of its own; ours are read when the optimizer exists.
+            trainer._load_from_checkpoint = self._leave_to_us
+
+    def _leave_to_us(self, folder: str, model: Any = None) -> None:
+        if str(folder) != self.source:
+            type(self._trainer)._load_from_checkpoint(self._trainer, folder, model)
+
+    def _watched_loop(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._inner_loop(*arguments, **named)
+        except BaseException:
+            self.end()
+            raise
+
+    # Going on
+
+    def begin(self) -> None:
+        """Restore what Trainer has made by now: model, optimizer and the rest; generators when their turn comes."""
+        trainer, manager = self._trainer, self.saver.manager
+        manager.watch(trainer.optimizer)
+        if self.source is None or self.saver.step is None:
+            return
+        saved = manager.restore(self.saver.step)
+        if "trainer" not in saved:
+            raise ForeignCheckpoint(
+                "this checkpoint is not of a Trainer", where=self.source, hint="give another folder"
+            )
+        about = saved["trainer"]
+        require_same(about["loop"], self._loop(), self.source)
+        load_trained(trainer.model, saved["model"], self.source)
+        for name, own in self._stateful().items():
+            own.load_state_dict(saved[name])
+        for callback, attributes in zip(self._callbacks(), about["callbacks"], strict=True):
+            vars(callback).update(attributes)
+        self._pending = saved["processes"][trainer.args.process_index]
+        trainer._tr_loss += self._pending["running_loss"].to(trainer._tr_loss)
+        trainer._total_loss_scalar = -float(trainer._tr_loss)  # of this call: what came before is not its loss
+        trainer._globalstep_last_logged = about["last_logged"]
+        if about["complete_at"] == trainer.state.max_steps:
+            # A length of steps that ends within an epoch: Trainer would look at it after one more step.
+            trainer._run_epoch = self._run_no_epoch
+
+    def _run_no_epoch(self, **_: Any) -> None:
+        self._trainer.control.should_training_stop = True
+
+    def begin_epoch(self) -> None:
+        """The order of the rows may be drawn here."""
+        if self._pending is not None:
+            restore_generators(self._pending["at_epoch"], str(self.source))
+        self._at_epoch = determinism.capture()
+
+    def begin_step(self) -> None:
+        """The batches of the step are fetched; the step before is done with."""
+        if self._pending is not None:
+            if self._pending["at_step"] is not None:
+                restore_generators(self._pending["at_step"], str(self.source))
+            self._pending = None
+        elif (step := self._trainer.state.global_step) > (self.saver.step or 0):
+            self._say_if_drawn()
+            self.saver.save(step, lambda: self._contents(within_epoch=True))
+
+    def end_step(self) -> None:
+        """What draws from here to the next step, and is no evaluation, draws for the data."""
+        self.mark = _mark()
+
+    def _say_if_drawn(self) -> None:
+        if self.mark is not None and self.mark != _mark():
+            _LOGGER.warning(
+                "not restored after a kill: what the rows or the collator draw at random while they are fetched;"
+                " make it a function of the row"
+            )
+
+    # AttemptResult
+
+    def keep_weights(self) -> None:
+        self._trainer.args.load_best_model_at_end = self._load_best and not self.stopping
+
+    def finish(self) -> None:
+        """Save the step at which the run has ended, if its weights are still there."""
+        state = self._trainer.state
+        replaced = self._trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if state.global_step and not replaced:
+            within = not _between_epochs(state)
+            self.saver.save(state.global_step, lambda: self._contents(within_epoch=within), force=True)
+
+    def end(self) -> None:
+        """Leave the trainer as it was; once or twice."""
+        trainer = self._trainer
+        trainer.args.load_best_model_at_end = self._load_best
+        for replaced in ("_inner_training_loop", "_load_from_checkpoint", "_run_epoch"):
+            vars(trainer).pop(replaced, None)
+        self.saver.close()
+
+    # What is saved
+
+    def _contents(self, *, within_epoch: bool) -> dict[str, Any]:
+        """A collective."""
+        trainer = self._trainer
+        trainer.store_flos()
+        now = determinism.capture()
+        processes = gathered(
+            {
+                "at_epoch": self._at_epoch if within_epoch else now,
+                "at_step": now if within_epoch else None,
+                "running_loss": trainer._tr_loss.detach().clone().cpu(),
+            }
+        )
+        state = dataclasses.asdict(trainer.state)
+        if self.stopping:  # of this call, which is only a part of the run
+            state["log_history"] = [line for line in state["log_history"] if "train_runtime" not in line]
+        about = {
+            "loop": self._loop(),
+            "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
+            "last_logged": trainer._globalstep_last_logged,
+            "complete_at": trainer.state.max_steps if self._is_complete else None,
+        }
+        return {
+            # Under the name at which Trainer looks for it.
+            "trainer_state.json": (json.dumps(state, indent=2) + "\n").encode(),
+            "trainer": about,
+            "model": trained_tensors(trainer.model),
+            "processes": processes,
+            **{name: own.state_dict() for name, own in self._stateful().items()},
+        }
+
+    @property
+    def _is_complete(self) -> bool:
+        return bool(self._trainer.control.should_training_stop) and not self.stopping
+
+    def _stateful(self) -> dict[str, Any]:
+        trainer = self._trainer
+        found = {
+            "optimizer": trainer.optimizer,
+            "scheduler": trainer.lr_scheduler,
+            "scaler": trainer.accelerator.scaler,
+        }
+        return {name: own for name, own in found.items() if own is not None}
+
+    def _callbacks(self) -> list[Any]:
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    def _loop(self) -> Mapping[str, Any]:
+        trainer = self._trainer
+        rows = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
+        values = {name: getattr(trainer.args, name) for name in LOOP}
+        callbacks = [type(callback).__name__ for callback in self._callbacks()]
+        own = {"processes": trainer.args.world_size, "rows": rows, "callbacks": callbacks}
+        return {**values, **own, "frozen weights": self._frozen}
+
+
+def _require_fit(trainer: Any, callback: TrainerCheckpoints) -> None:
+    kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
+    problems = {
+        "it is not among the callbacks of this trainer": callback not in trainer.callback_handler.callbacks,
+        f"{kind} writes its checkpoints itself": kind in OWN_CHECKPOINTS,
+        "auto_find_batch_size begins anew with other batches": trainer.args.auto_find_batch_size,
+        "enable_jit_checkpoint wants the same signals": getattr(trainer.args, "enable_jit_checkpoint", False),
+        "ignore_data_skip begins the epoch anew": trainer.args.ignore_data_skip,
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        raise ConfigError("; ".join(found), where=type(callback).__name__, hint="build the Trainer without that")
+
+
+def _between_epochs(state: Any) -> bool:
+    return float(state.epoch or 0.0).is_integer()
+
+
+def _mark() -> int:
+    """The same as long as nothing has drawn from the global generators of the CPU."""
+    state = determinism.capture()
+    tensors = (state["python"]["internal"], state["numpy"]["keys"], state["torch"])
+    return hash((state["numpy"]["pos"], *(tensor.numpy().tobytes() for tensor in tensors)))

@@ -1,0 +1,269 @@
+"""Where a run begins: beginning.json records it, and every later attempt resumes from the newest step of the run.
+
+A supervisor, a queue and a person repeat the same command. So `resume_from_checkpoint`, `restart_from` and
+`overwrite_output_dir` are about the run and not about one attempt: each acts the first time it is given, and the record
+holds that it has acted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ci_llm.checkpoints.aside import set_aside
+from ci_llm.checkpoints.folders import FINAL, folders_of, is_named_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.store import QUARANTINE, SUPERSEDED
+from ci_llm.config import Config
+from ci_llm.core.attempts import ATTEMPTS
+from ci_llm.core.durable import read_json, write_json
+from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.run.resume import Source, newest_source, open_source
+
+NAME: Final = "beginning.json"
+LATEST: Final = "latest"
+#: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
+OF_A_RUN: Final = (
+    *("checkpoint_step_*", FINAL, QUARANTINE, SUPERSEDED, ATTEMPTS, NAME, "recovery.json", "skipped_batches.json"),
+    *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
+    *("tensorboard", "profile"),
+)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The record of a run.
+
+    Attributes:
+        source: the checkpoint, or folder of another run, from which it began; None: at step 0.
+        said: values of `resume_from_checkpoint` that mean this run, beside latest.
+        restarted_from: the `restart_from` that has acted, as long as every call repeats it.
+        overwrote: the settings with which `overwrite_output_dir` has acted; with others it acts again.
+    """
+
+    source: str | None = None
+    said: tuple[str | None, ...] = ()
+    restarted_from: str | None = None
+    overwrote: Mapping[str, Any] | None = None
+
+    def also_meant_by(self, value: str | None) -> Beginning:
+        """The record with one more value of `resume_from_checkpoint` that means this run."""
+        return self if value in self.said else replace(self, said=(*self.said, value))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt begins, and what its folder has to become.
+
+    Attributes:
+        source: the checkpoint to resume from; None: step 0.
+        beginning: the record to write.
+        keeps: the run's own checkpoints after this step are superseded; -1: all of them.
+        sets_aside: the folder holds another run, which moves aside.
+        note: a line for people; may be empty.
+    """
+
+    source: Source | None
+    beginning: Beginning
+    keeps: int = -1
+    sets_aside: bool = False
+    note: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the source is one of the run's own checkpoints."""
+        return self.keeps >= 0
+
+
+def read_beginning(run_folder: Path) -> Beginning | None:
+    """The record; None where no attempt has written one.
+
+    Raises:
+        CheckpointError: the file is not of this program.
+    """
+    path = run_folder / NAME
+    try:
+        value = read_json(path)
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+        return Beginning(**{each.name: value[each.name] for each in fields(Beginning) if each.name in value})
+    except FileNotFoundError:
+        return None
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the record of how the run began cannot be read: {error}",
+            where=str(path),
+            hint="move it away, and go on with resume_from_checkpoint=latest",
+        ) from error
+
+
+def prepare(manager: CheckpointManager, start: Start) -> list[str]:
+    """Move aside what `start` names, in a folder that is leased, and write the record; returns lines for people.
+
+    Raises:
+        CheckpointError: the disk refuses it.
+    """
+    folder, store = manager.store.directory, manager.store
+    lines = []
+    try:
+        if start.sets_aside and (entries := _entries(folder)):
+            lines.append(f"what was here moved to {set_aside(store, entries)}")
+        lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
+        if read_beginning(folder) != start.beginning:
+            write_json(folder / NAME, asdict(start.beginning), staging=store.staging)
+    except OSError as error:
+        raise CheckpointError(
+            f"the run cannot begin here: {error.strerror}",
+            where=str(folder),
+            hint="make space there, and call it again",
+        ) from error
+    return lines
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted({path for pattern in OF_A_RUN for path in folder.glob(pattern)})
+
+
+def find_start(
+    manager: CheckpointManager, config: Config, known: Beginning | None, at_most: int | None = None
+) -> Start:
+    """Where this attempt begins, from the configuration and the record of earlier attempts.
+
+    Args:
+        known: the record in the folder; None: there is none.
+        at_most: the newest of the run's own steps that is trusted; None: any.
+
+    Raises:
+        ConfigError: the folder holds a run that began otherwise; or a path holds no checkpoint of a run.
+        DamagedCheckpoint: the checkpoint at a path is damaged. A run falls back to an older step only in its own
+            folder.
+    """
+    wanted = _wanted(config)
+    if config.overwrite_output_dir and not _has_overwritten(known, config, wanted):
+        return _overwrite(config, wanted)
+    if (back := _restart(config)) is not None and (known is None or known.restarted_from != back):
+        return _go_back(manager, back, (known or Beginning()).also_meant_by(wanted))
+    known = replace(known, restarted_from=back) if known else None
+    steps = manager.all_steps()
+    if not steps:
+        return _from_the_beginning(known if known and wanted in (LATEST, *known.said) else _first(wanted, known))
+    if known is None and wanted not in (LATEST, None):
+        return _from_given(manager, open_source(Path(wanted), _as_given(wanted)), Beginning(said=(wanted,)), wanted)
+    known = _require_same_beginning(manager, steps, known, wanted)
+    source = newest_source(manager, at_most)
+    return _from_the_beginning(known) if source is None else _from_own(source, known)
+
+
+def _wanted(config: Config) -> str | None:
+    """`resume_from_checkpoint`, with a path made absolute; the path of the run's own folder means latest."""
+    value = config.resume_from_checkpoint
+    if value is None or value == LATEST:
+        return value
+    return LATEST if _same_place(Path(value), config.run_folder) else os.path.abspath(value)
+
+
+def _restart(config: Config) -> str | None:
+    value = config.restart_from
+    return value if value is None or value.isdecimal() else os.path.abspath(value)
+
+
+def _same_place(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _as_given(wanted: str | None) -> str:
+    return f"resume_from_checkpoint: {'null' if wanted is None else wanted}"
+
+
+def _first(wanted: str | None, known: Beginning | None = None) -> Beginning:
+    """The record of a run without a checkpoint of its own: the value given last counts."""
+    source = None if wanted == LATEST else wanted
+    return replace(known or Beginning(), source=source, said=(wanted,))
+
+
+def _from_the_beginning(record: Beginning) -> Start:
+    return Start(open_source(Path(record.source), _as_given(record.source)) if record.source else None, record)
+
+
+def _from_own(source: Source, record: Beginning, note: str = "") -> Start:
+    return Start(source, record, keeps=source.step, note=note)
+
+
+def _from_given(manager: CheckpointManager, source: Source, record: Beginning, given: str, note: str = "") -> Start:
+    """From a checkpoint given by path: one of the run's own, or one with which another line of steps begins."""
+    own = is_named_checkpoint(source.folder) and _same_place(source.folder.parent, manager.store.directory)
+    return _from_own(source, record, note) if own else Start(source, replace(record, source=given), note=note)
+
+
+def _has_overwritten(known: Beginning | None, config: Config, wanted: str | None) -> bool:
+    """Whether `overwrite_output_dir` has made the run in the folder, so that it does not act again."""
+    return known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The keys off their defaults whose change would make this another run."""
+    return {one.key: one.new for one in Config().diff(config) if one.kind == "sample-exact"}
+
+
+def _overwrite(config: Config, wanted: str | None) -> Start:
+    given = Path(wanted or LATEST).resolve()
+    if any(entry.resolve() in (given, *given.parents) for entry in _entries(config.run_folder)):
+        raise ConfigError(
+            "the run cannot begin from what overwrite_output_dir moves aside",
+            where=_as_given(wanted),
+            hint=f"restart_from={config.resume_from_checkpoint} goes back to it; experiment_name=NAME begins elsewhere",
+        )
+    record = replace(_first(wanted), overwrote=_settings(config))
+    return replace(_from_the_beginning(record), sets_aside=True)
+
+
+def _go_back(manager: CheckpointManager, back: str, record: Beginning) -> Start:
+    record, where = replace(record, restarted_from=back), f"restart_from: {back}"
+    if not back.isdecimal():
+        source = open_source(Path(back), where)
+    elif int(back) in (steps := manager.all_steps()):
+        source = open_source(manager.store.path(int(back)), where)
+    else:
+        raise ConfigError(
+            f"this run has no step {int(back)}: it holds {_listed(steps)}",
+            where=f"{where}, output_dir: {manager.store.directory}",
+            hint="give one of these steps, or the path of a checkpoint",
+        )
+    note = f"going back on purpose (restart_from={back}): later calls with this key go on from the newest"
+    return _from_given(manager, source, record, back, note)
+
+
+def _require_same_beginning(
+    manager: CheckpointManager, steps: list[int], known: Beginning | None, wanted: str | None
+) -> Beginning:
+    """The record, if `wanted` means the run that has these checkpoints.
+
+    The path of the run's own newest step means it too, and is added to the record.
+    """
+    if known is not None and wanted in known.said:
+        return known
+    if wanted == LATEST:
+        return known or Beginning(said=(LATEST,))
+    folder = manager.store.directory
+    newest = folders_of(folder, steps[-1])
+    if wanted is not None and known is not None and any(_same_place(Path(wanted), each) for each in newest):
+        return known.also_meant_by(wanted)
+    if wanted is None:
+        what, back = "a fresh start is wanted, but", "restart_from=STEP goes back"
+    else:
+        open_source(Path(wanted), _as_given(wanted))  # a path without a checkpoint is refused first
+        began = known.source if known and known.source else "a fresh start"
+        what, back = f"the run that is here began from {began}, and", f"restart_from={wanted} takes this run there"
+    raise ConfigError(
+        f"{what} this folder holds checkpoints of steps {_listed(steps)}",
+        where=f"{_as_given(wanted)}, output_dir: {folder}",
+        hint=f"resume_from_checkpoint=latest goes on from them; experiment_name=NAME begins beside them;"
+        f" overwrite_output_dir=true begins here and moves them aside; {back}",
+    )
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"

@@ -1,0 +1,104 @@
+"""Whether the agents learn: a function of losses and gradient norms that changes nothing in the training.
+
+It warns of two things, and only when there is no doubt: the loss of an agent has risen above that of the first steps by
+more than batches differ, or an agent gets no gradient any more while its loss is not small. A learning rate that is too
+large is the usual cause of both. The run goes on; the warning is in its status and in its results.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+FIRST: Final = 3  # steps whose median is the loss at the beginning; a median ignores one bad batch
+RECENT: Final = 20  # steps whose mean is the loss now
+LEAST: Final = 5  # the same for a run that is shorter than two such windows
+RISE: Final = 1.25  # a loss has risen when it is this many times the one at the beginning,
+EARLY_RISE: Final = 2.0  # over fewer than RECENT steps this many times,
+SPREADS: Final = 3.0  # and by this many standard deviations of single batches
+STILL: Final = 1e-9  # a gradient norm below this counts as none: weights in fp32 do not move by it
+LOOKS: Final = 2  # looks in a row without a gradient before there is a warning
+SMALL_LOSS: Final = 0.05  # below this loss an agent without a gradient has simply learned its rows
+
+
+@dataclass
+class Learning:
+    """The losses and gradient norms of the agents so far.
+
+    Attributes:
+        total_steps: of the whole run.
+        first_loss: nats per target at the beginning of the run, mean over agents; None until FIRST steps were seen.
+        earlier: the warning of an earlier attempt; it holds until this attempt has seen enough steps.
+    """
+
+    total_steps: int = 0
+    first_loss: float | None = None
+    earlier: str | None = None
+    _first: list[float] = field(default_factory=list)
+    _recent: deque[tuple[float, ...]] = field(default_factory=deque)
+    _still: list[int] = field(default_factory=list)
+
+    @property
+    def window(self) -> int:
+        """Steps whose mean is the loss now."""
+        return max(LEAST, min(RECENT, self.total_steps // 2))
+
+    def count(self, losses: Sequence[float]) -> None:
+        """Take the loss of every agent in one more step."""
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if self.first_loss is None and finite:
+            self._first.append(statistics.fmean(finite))
+            if len(self._first) == FIRST:
+                self.first_loss = statistics.median(self._first)
+        self._recent.append(tuple(losses))
+        while len(self._recent) > self.window:
+            self._recent.popleft()
+
+    def look(self, norms: Sequence[float]) -> None:
+        """Take the gradient norm of every agent in the last step counted."""
+        before = self._still or [0] * len(norms)
+        losses = self._recent[-1]
+        self._still = [
+            looks + 1 if norm < STILL and loss > SMALL_LOSS else 0
+            for looks, norm, loss in zip(before, norms, losses, strict=True)
+        ]
+
+    def has_seen_enough(self) -> bool:
+        """Whether enough steps were seen to withdraw a warning."""
+        return self.first_loss is not None and len(self._recent) == self.window
+
+    def warning(self) -> str | None:
+        """What is wrong, in a sentence; None if nothing is."""
+        if still := [k for k, looks in enumerate(self._still) if looks >= LOOKS]:
+            now = statistics.fmean(self._recent[-1][k] for k in still)
+            return f"no gradient reaches {self._named(still)} any more, at a loss of {now:.3g}: nothing is learned"
+        if not self.has_seen_enough():
+            return self.earlier
+        if risen := [k for k in range(len(self._recent[0])) if self._has_risen(k)]:
+            now = statistics.fmean(loss for k in risen for loss in self._recent_of(k))
+            return (
+                f"the loss of {self._named(risen)} has risen from {self.first_loss:.3g} at the beginning to {now:.3g},"
+                f" the mean of {self.window} steps"
+            )
+        return None
+
+    def _has_risen(self, agent: int) -> bool:
+        assert self.first_loss is not None
+        recent = self._recent_of(agent)
+        if len(recent) < LEAST:
+            return False
+        factor = RISE if self.window == RECENT else EARLY_RISE
+        rise = statistics.fmean(recent) - self.first_loss
+        return rise > (factor - 1) * self.first_loss and rise > SPREADS * statistics.pstdev(recent)
+
+    def _recent_of(self, agent: int) -> list[float]:
+        return [losses[agent] for losses in self._recent if math.isfinite(losses[agent])]
+
+    def _named(self, agents: Sequence[int]) -> str:
+        if len(agents) == len(self._recent[-1]):
+            return "every agent" if len(agents) > 1 else "the agent"
+        return ", ".join(f"agent{k}" for k in agents)

@@ -1,0 +1,245 @@
+"""The doors of every command: who is told what, on which terminal, in which environment, and with which exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ci_llm import interrupts
+from ci_llm.cli import entry, main, supervise
+from ci_llm.core.run_status import Status
+from ci_llm.errors import ConfigError
+from ci_llm.supervisor.options import parse_options
+from tests.support.events import DEADLINE_S
+
+ROOT = Path(__file__).parents[2]
+COMPLETED = Status("completed", None, 7, 1, 1, "here", "space", 0.0, 0.0)
+
+
+def run(*words: str | Path, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in this checkout."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.fixture
+def nobody_reads() -> Iterator[int]:
+    """A pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
+    done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (main.BROKEN_PIPE_EXIT_CODE, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "ci_llm", "--help"],
+        ["-m", "ci_llm", "status", "--help"],
+        ["-m", "ci_llm", "checkpoints", "list", "--help"],
+        [ROOT / "safe_train.py", "--help"],
+    ],
+    ids=lambda words: " ".join(map(str, words[-2:])),
+)
+def test_an_output_that_takes_nothing_is_one_message(words: list[str | Path], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = run(*words, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the output could not be written: No space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
+    assert run("-m", "ci_llm", "status", tmp_path).returncode == 0
+    with open("/dev/full", "w") as full:
+        done = run("-m", "ci_llm", "status", tmp_path, stdout=full.fileno())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 3)
+
+
+def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
+    code = "import errno; from ci_llm.cli import main\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
+    done = run("-c", f"{code}main.run_guarded(command, debug=False)")
+    assert done.returncode == 1
+    assert "OSError: [Errno 28] full" in done.stderr
+
+
+def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
+    bad = f"{sys.executable} -m ci_llm train num_agent=3 2>/dev/full"
+    done = subprocess.run(bad, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
+    assert done.returncode == 2
+
+
+VERBS = [["train"], ["check"], ["status"]]
+VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
+
+
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*words, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said != main.USAGE + "\n"
+    assert "example" in said
+    assert " ".join(words[-1:]) in said or words == ["check"]
+
+
+def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
+    done = run("-m", "ci_llm", "status", "--debug", tmp_path)
+    assert f"ci_llm.cli.main: reads {tmp_path / 'status.json'}" in done.stderr
+    assert "debug" not in run("-m", "ci_llm", "status", tmp_path).stderr
+    bad = run("-m", "ci_llm", "train", "--debug", "num_agent=3").stderr
+    assert "debug" in bad.splitlines()[0]
+    assert "Traceback" in bad
+
+
+def test_what_a_run_tells_may_be_lost_but_not_the_run(nobody_reads: int) -> None:
+    command = "lambda: main._print_line('loading') or print('stray') or 0"
+    code = f"from ci_llm.cli import main; main.run_guarded({command}, debug=False)"
+    assert run("-c", code, stdout=nobody_reads).stderr == ""
+
+
+def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
+    broken = "r, w = os.pipe(); os.close(r); main.run_guarded(lambda: os.write(w, b'x'), debug=False)"
+    code = f"import os; from ci_llm.cli import main; {broken}"
+    done = run("-c", code)
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr
+
+
+def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(
+        "import os, sys; from ci_llm.cli import main\n"
+        "def command():\n"
+        "    print('out'); print('err', file=sys.stderr); assert not sys.stdout.isatty()\n"
+        "    return os.open(os.devnull, os.O_RDONLY)\n"
+        "sys.exit(main.run_guarded(command, debug=False))\n"
+    )
+    closed = f"{sys.executable} {tmp_path / 'command.py'} <&- >&- 2>&-"
+    done = subprocess.run(closed, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
+    assert done.returncode > 2
+
+
+def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
+    code = "from ci_llm.cli import main; main.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
+    assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "error: num_agent is no key\n  where: command line\n  hint:  did you mean num_agents?\n"),
+        ({"RANK": "1"}, "error: num_agent is no key\n  where: "),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, "error: num_agent is no key\n  where: "),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, "process 3: error: num_agent is no key\n"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "process 1: error: num_agent is no key\n"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "process 1: error: num_agent is no key\n"),
+        ({"SLURM_PROCID": "1"}, "error: num_agent is no key\n  where: "),
+    ],
+    ids=str,
+)
+def test_one_process_explains_and_no_other_ends_without_a_word(
+    environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["train", "num_agent=3"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(told)
+    assert told.endswith("where: ") or said == told
+
+
+@pytest.mark.parametrize("script", ["train.py", "safe_train.py", "dry_run_sanity_check.py"])
+def test_outside_of_the_environment_the_cure_is_one_line(script: str) -> None:
+    bare = [sys.executable, "-S", ROOT / script]  # -S: no package that was installed is found
+    done = subprocess.run(bare, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    assert "is not installed for" in done.stderr
+    assert f"make install, then .venv/bin/python {script}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(_: list[str]) -> int:
+        import package_of_somebody_else  # type: ignore[import-not-found]
+
+        return int(package_of_somebody_else.answer)
+
+    monkeypatch.setattr(main, "main", job)
+    monkeypatch.setattr(interrupts, "_process_ends", False)  # to be put back: this process does not end with it
+    with pytest.raises(ModuleNotFoundError, match="package_of_somebody_else"):
+        entry.run_command("main", [])
+
+
+# From another folder
+
+
+@pytest.mark.parametrize(("command", "module"), [("train", "run.job"), ("check", "dry_run.plan")])
+@pytest.mark.parametrize("own", [False, True], ids=["no configs.yaml there", "a configs.yaml there"])
+def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project_s_and_named(
+    command: str, module: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python /path/train.py` trained other values, without a word: those of no file at all."""
+    seen: list[Any] = []
+
+    def job(config: Any, *_: Any, **named: Any) -> int:
+        seen.append((config, *named.get("sources", ())))
+        return 0
+
+    monkeypatch.setitem(sys.modules, f"ci_llm.{module}", SimpleNamespace(run_job=job, dry_run=job))
+    monkeypatch.chdir(tmp_path)
+    if own:
+        (tmp_path / "configs.yaml").write_text("max_train_steps: 7\n")
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert main.main([command, "experiment_name=a"]) == 0
+    [(config, *said)] = seen
+    assert config.max_train_steps == (7 if own else 260)
+    said = said or [line.removeprefix("config    ") for line in told.getvalue().splitlines() if "config  " in line]
+    file = "configs.yaml" if own else str(ROOT / "configs.yaml")
+    assert said == [f"{file}; command line: experiment_name=a; defaults for all other keys"]
+
+
+def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = supervise._training(parse_options(["experiment_name=a"]))
+    assert training.command() == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
+    with pytest.raises(ConfigError, match="no such training script"):
+        supervise._training(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
+    (tmp_path / "train.py").write_text("from ci_llm.cli.entry import run_command")
+    assert supervise._training(parse_options([])).command() == [sys.executable, "train.py"]
+
+
+def test_what_the_launcher_was_told_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert main._configuration([]).config.mixed_precision == "bf16"
+    assert main._configuration(["mixed_precision=no"]).config.mixed_precision == "no"

@@ -1,0 +1,293 @@
+"""Names of other trainers: each is accepted where the thing exists here, and answered where it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ci_llm.config import Config, load_config
+from ci_llm.config.aliases import ALIASES, TRANSLATIONS, VALUE_ALIASES
+from ci_llm.config.unsupported import UNSUPPORTED
+from ci_llm.errors import ConfigError
+
+
+def changed(config: Config) -> dict[str, Any]:
+    return {change.key: change.new for change in Config().diff(config)}
+
+
+def refusal(*arguments: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, arguments)
+    return caught.value
+
+
+#: Standard names of Trainer, PEFT, TRL, LLaMA-Factory, axolotl, Lightning: what each one comes to.
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("model_name_or_path=owner/base", {"model_name": "owner/base"}),
+    ("torch_dtype=bfloat16", {"model_dtype": "bf16"}),
+    ("dtype=auto", {}),
+    ("bf16=true", {"mixed_precision": "bf16"}),
+    ("fp16=true", {"mixed_precision": "fp16"}),
+    ("bf16=false", {}),
+    ("precision=bf16-mixed", {"mixed_precision": "bf16"}),
+    ("gradient_checkpointing=true", {"use_gradient_checkpointing": True}),
+    ("use_gradient_checkpointing=unsloth", {"use_gradient_checkpointing": True}),
+    ("attn_implementation=sdpa", {}),
+    ("load_in_4bit=false", {}),
+    ("trust_remote_code=false", {}),
+    ("lora_r=16", {"lora_rank": 16}),
+    ("lora_target=all", {}),
+    ("target_modules=q_proj,v_proj", {"lora_target_modules": ("q_proj", "v_proj")}),
+    ("lora_target_linear=true", {}),
+    ("use_peft=true", {}),
+    ("finetuning_type=lora", {}),
+    ("task_type=CAUSAL_LM", {}),
+    ("bias=none", {}),
+    ("adapter_name_or_path=crowd", {"init_from": "crowd"}),
+    ("dataset_config=main", {"dataset_subset": "main"}),
+    ("dataset_train_split=train[:90%]", {"dataset_split": "train[:90%]"}),
+    ("dataset_test_split=validation", {"eval_split": "validation"}),
+    ("cutoff_len=2048", {"max_seq_length": 2048}),
+    ("max_length=2048", {"max_seq_length": 2048}),
+    ("packing=true", {}),
+    ("max_samples=100", {"max_train_samples": 100}),
+    ("max_train_samples=-1", {}),
+    ("max_eval_samples=50", {"eval_samples": 50}),
+    ("dataloader_num_workers=2", {"num_workers": 2}),
+    ("num_train_epochs=1.5", {"epochs": 1.5}),
+    ("max_steps=-1", {}),
+    ("max_steps=500", {"max_train_steps": 500}),
+    ("per_device_train_batch_size=2", {"batch_size": 2}),
+    ("accumulate_grad_batches=8", {"gradient_accumulation_steps": 8}),
+    ("optim=adamw_torch_fused", {}),
+    ("optim=adamw_torch", {"fused_optimizer": False}),
+    ("optimizer=adamw", {}),
+    ("adam_beta1=0.95", {"adam_beta1": 0.95}),
+    ("adam_beta2=0.95", {"adam_beta2": 0.95}),
+    ("adam_epsilon=1e-6", {"adam_epsilon": 1e-6}),
+    ("gradient_clip_val=0.3", {"max_grad_norm": 0.3}),
+    ("warmup_ratio=0.03", {"num_warmup_steps_ratio": 0.03}),
+    ("warmup_steps=10", {"num_warmup_steps": 10}),
+    ("full_determinism=true", {"deterministic": True}),
+    ("random_state=3407", {"seed": 3407}),
+    ("eval_strategy=steps", {}),
+    ("eval_strategy=no", {"eval_steps": None}),
+    ("save_strategy=steps", {}),
+    ("logging_strategy=steps", {}),
+    ("metric_for_best_model=eval_loss", {}),
+    ("log_every_n_steps=1", {"logging_steps": 1}),
+    ("default_root_dir=runs", {"output_dir": "runs"}),
+    ("run_name=first", {"experiment_name": "first"}),
+    ("ckpt_path=runs/one", {"resume_from_checkpoint": "runs/one"}),
+    ("push_to_hub=false", {}),
+    ("remove_unused_columns=false", {}),
+]
+
+#: Standard names, or values of them, without a counterpart: what the answer tells to do instead.
+ANSWERED: list[tuple[str, str]] = [
+    ("load_in_4bit=true", "model_dtype=bf16 is the smallest base here"),
+    ("attn_implementation=flash_attention_2", "packed rows take a fused kernel"),
+    ("optim=paged_adamw_8bit", "the optimizer is AdamW"),
+    ("optim=adafactor", "the optimizer is AdamW"),
+    ("packing=false", "rows are always packed"),
+    ("per_device_eval_batch_size=8", "an evaluation derives it from batch_size"),
+    ("eval_strategy=epoch", "eval_steps=N"),
+    ("save_strategy=epoch", "save_steps=N"),
+    ("save_strategy=no", "save_steps=null save_interval_seconds=null"),
+    ("logging_strategy=epoch", "logging_steps=N"),
+    ("hub_model_id=owner/name", "nothing is ever sent anywhere"),
+    ("push_to_hub=true", "nothing is ever sent anywhere"),
+    ("wandb_project=mine", "set WANDB_PROJECT in the environment"),
+    ("use_dora=true", "an agent is a plain LoRA adapter"),
+    ("bias=all", "an agent is a plain LoRA adapter"),
+    ("modules_to_save=lm_head", "an agent is a plain LoRA adapter"),
+    ("neftune_noise_alpha=5", "lora_dropout=0.1 or dropconnect_p=0.1"),
+    ("label_smoothing_factor=0.1", "every learned token weighs the same"),
+    ("group_by_length=true", "rows are packed"),
+    ("deepspeed=ds.json", "DeepSpeed owns backward"),
+    ("fsdp=full_shard", "every process holds the base"),
+    ("devices=4", "torchrun --nproc-per-node 4 train.py"),
+    ("trust_remote_code=true", "code from a hub is never executed"),
+    ("stage=dpo", "agents always learn from examples"),
+]
+
+
+def test_the_tables_are_of_a_size() -> None:
+    assert len(ACCEPTED) + len(ANSWERED) >= 80
+    assert len({name.partition("=")[0] for name, _ in [*ACCEPTED, *ANSWERED]}) >= 60
+
+
+@pytest.mark.parametrize(("word", "comes_to"), ACCEPTED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_standard_name_is_accepted_where_the_thing_exists(word: str, comes_to: dict[str, Any]) -> None:
+    assert changed(load_config(None, [word])) == comes_to
+    name, _, value = word.partition("=")
+    assert changed(load_config(None, [f"--{name.replace('_', '-')}", value])) == comes_to
+
+
+@pytest.mark.parametrize(("word", "answer"), ANSWERED)
+def test_another_standard_name_is_answered_with_what_to_do_instead(word: str, answer: str) -> None:
+    error = refusal(word)
+    assert answer in str(error.hint)
+    assert "did you mean" not in str(error)
+    assert error.what.startswith(f"{word.partition('=')[0]} is no key here")
+
+
+def test_the_tables_of_names_do_not_overlap() -> None:
+    assert not {*ALIASES} & {*TRANSLATIONS} | {*ALIASES} & {*UNSUPPORTED}
+    assert not {*Config.model_fields} & {*TRANSLATIONS, *UNSUPPORTED, *ALIASES}
+
+
+def test_what_a_translation_means_is_a_key_with_a_value_of_it() -> None:
+    for name, values in TRANSLATIONS.items():
+        for value, meaning in values.items():
+            assert load_config(None, [f"{name}={value}"]) == load_config(None, [meaning] if meaning else [])
+    for key, words in VALUE_ALIASES.items():
+        for value in words.values():
+            load_config(None, [f"{key}={value}"])
+
+
+# Switches
+
+
+def test_a_switch_may_stand_alone() -> None:
+    config = load_config(None, ["--bf16", "--packing", "--full_determinism", "--K", "2"])
+    assert changed(config) == {"mixed_precision": "bf16", "deterministic": True, "num_agents": 2}
+    assert "no key here with the value 'true'" in refusal("--load_in_4bit").what
+
+
+def test_a_switch_that_is_off_says_nothing_against_one_that_is_on(tmp_path: Any) -> None:
+    for first, second in (("bf16: true", "fp16: false"), ("bf16: false", "fp16: true"), ("fp16: false", "bf16: true")):
+        (tmp_path / "c.yaml").write_text(f"{first}\n{second}\n")
+        on = (first if first.endswith("true") else second).partition(":")[0]
+        assert load_config(tmp_path / "c.yaml").mixed_precision == on
+    assert refusal("bf16=true", "fp16=true").what == "mixed_precision (as bf16 and fp16) is given twice"
+    assert "given twice" in refusal("bf16=true", "mixed_precision=no").what
+
+
+def test_a_switch_that_is_off_on_the_command_line_switches_off_what_the_file_switches_on(tmp_path: Any) -> None:
+    (tmp_path / "c.yaml").write_text("mixed_precision: bf16\n")
+    assert load_config(tmp_path / "c.yaml", ["bf16=false"]).mixed_precision == "no"
+
+
+def test_no_limit_of_steps_leaves_the_epochs_to_decide(tmp_path: Any) -> None:
+    (tmp_path / "c.yaml").write_text("max_steps: -1\nnum_train_epochs: 2\n")
+    assert changed(load_config(tmp_path / "c.yaml")) == {"epochs": 2}
+
+
+# In Python
+
+
+def test_names_of_others_work_in_python_too() -> None:
+    config = Config(lr=1e-3, K=2, bf16=True, optim="adamw_torch", max_steps=-1, torch_dtype="bfloat16", resume=True)
+    assert config == Config(
+        learning_rate=1e-3, num_agents=2, mixed_precision="bf16", fused_optimizer=False, model_dtype="bf16"
+    )
+    assert Config(target_modules=["q_proj"]).lora_target_modules == ("q_proj",)
+    assert Config.model_validate({"lr": 1e-3}).learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "hint"),
+    [
+        ({"batch_size": "4"}, "batch_size is '4', but takes a whole number of at least 1", "write 4 without quotes"),
+        ({"batch_size": 0}, "batch_size is '0', but takes a whole number of at least 1", "the default is 4"),
+        ({"num_agents": True}, "num_agents is 'true', but takes a whole number of at least 1", "the default is 4"),
+        ({"lr": float("nan")}, "learning_rate (written lr) is 'nan', but takes a number above 0", "the default is"),
+        ({"seed": object()}, "seed is a object, but takes a whole number of at least 0", "the default is 42"),
+        ({"sed": 1}, "sed is no key", "did you mean seed?"),
+        ({"lr": 1e-3, "learning_rate": 1e-3}, "learning_rate (as lr and learning_rate) is given twice", "keep one"),
+        ({"load_in_4bit": True}, "load_in_4bit is no key here with the value 'true'; it is a quantised base", "bf16"),
+        ({"diversity": "joint", "lambda_sw": 2.0}, "diversity joint needs lambda_sw below 1, not 2", "0.1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_in_python_is_told_in_the_same_words(values: dict[str, Any], what: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**values)
+    assert caught.value.what.startswith(what)
+    assert hint in str(caught.value.hint)
+    assert caught.value.where == "Config(...)"
+
+
+def test_a_configuration_is_read_only_and_says_how_to_change_it() -> None:
+    with pytest.raises(ConfigError, match="read-only") as caught:
+        Config().seed = 1
+    assert "model_copy" in str(caught.value.hint)
+
+
+# Mistakes
+
+#: What is typed into a file, the whole message below its place, and the hint.
+MISTAKES: list[tuple[str, str, str]] = [
+    ("learning_rte: 1e-3", "learning_rte is no key", "did you mean learning_rate?"),
+    ("batchsize: 3", "batchsize is no key", "did you mean batch_size?"),
+    ("Seed: 1", "Seed is no key", "did you mean seed?"),
+    ("lora_alfa: 16", "lora_alfa is no key", "did you mean lora_alpha?"),
+    ("zzz: 1", "zzz is no key", "all keys: python train.py --help"),
+    ("no_compile: true", "no_compile is no key", "did you mean compile=false?"),
+    ("training.lr: 1", "training.lr is no key", "did you mean lr, which is learning_rate?"),
+    (
+        "training:\n  lr: 1e-3",
+        "training is no key, but a group of keys",
+        "keys are flat: remove `training:`, and write the keys below it without indentation",
+    ),
+    (
+        "lora: {r: 8}",
+        "lora is no key, but a group of keys",
+        "keys are flat: remove `lora:`, and write the keys below it without indentation",
+    ),
+    ("seed: {a: 1}", "seed is a nested mapping, but takes a whole number of at least 0 and below 4294967296", "flat"),
+    ("eval_dataset: x", "eval_dataset is no key here; it is a data set to evaluate on", "eval_split=NAME"),
+    ("debug: true", "debug is no key here; it is an option of the command line", "did you mean --debug"),
+    ("batch_size: four", "batch_size is 'four', but takes a whole number of at least 1", "the default is 4"),
+    ("batch_size: 4.0", "batch_size is '4.0', but takes a whole number of at least 1", "write 4"),
+    ("batch_size: '4'", "batch_size is '4', but takes a whole number of at least 1", "write 4 without quotes"),
+    ("batch_size:", "batch_size is empty, but takes a whole number of at least 1", "the default is 4"),
+    ("batch_size: 0x10", "batch_size is '0x10', but takes a whole number of at least 1", "the default is 4"),
+    ("K: 0", "num_agents (written K) is '0', but takes a whole number of at least 1", "the default is 4"),
+    ("K: -1", "num_agents (written K) is '-1', but takes a whole number of at least 1", "the default is 4"),
+    ("lr: 0", "learning_rate (written lr) is '0', but takes a number above 0", "the default is 0.0002"),
+    ("lr: -1e-4", "learning_rate (written lr) is '-1e-4', but takes a number above 0", "the default is 0.0002"),
+    ("lr: 1e-4x", "learning_rate (written lr) is '1e-4x', but takes a number above 0", "the default is 0.0002"),
+    ("lr: .nan", "learning_rate (written lr) is '.nan', but takes a number above 0", "the default is 0.0002"),
+    ("lr: [1e-4]", "learning_rate (written lr) is ['1e-4'], but takes a number above 0", "the default is 0.0002"),
+    ("epochs: 0", "epochs is '0', but takes a number above 0", "the default is 3"),
+    ("epochs: three", "epochs is 'three', but takes a number above 0", "the default is 3"),
+    ("adam_beta2: 1.0", "adam_beta2 is '1.0', but takes a number of at least 0 and below 1", "the default is 0.999"),
+    ("lora_dropout: 1", "lora_dropout is '1', but takes a number of at least 0 and below 1", "the default is 0"),
+    ("warmup_ratio: 3", "num_warmup_steps_ratio (written warmup_ratio) is '3', but takes a number of", "0.05"),
+    ("mixed_precision: BF16", "mixed_precision is 'BF16', but takes no | bf16 | fp16", "write bf16"),
+    ("mixed_precision: fp8", "mixed_precision is 'fp8', but takes no | bf16 | fp16", 'the default is "no"'),
+    ("bf16: maybe", "bf16 is 'maybe', but takes true | false", "true means mixed_precision=bf16; false means"),
+    ("compile: 1", "compile is '1', but takes true | false", "the default is false"),
+    ("lr_scheduler_type: cosin", "lr_scheduler_type is 'cosin', but takes linear | cosine |", "did you mean cosine?"),
+    (
+        "lr_scheduler_type: reduce_lr_on_plateau",
+        "lr_scheduler_type reduce_lr_on_plateau follows the loss, not the step",
+        "take cosine, linear or constant_with_warmup",
+    ),
+    ("max_runtime: 11:55", "max_runtime is '11:55', but takes seconds above 0 and at most", "the default is null"),
+    ("save_steps: 0", "save_steps is '0', but takes a whole number of at least 1, or null", "the default is 100"),
+    ("report_to: wand", "report_to is 'wand', but takes a list of tensorboard | wandb |", "did you mean wandb?"),
+    ("model_name: null", "model_name is 'null', but takes text", 'the default is "embedded"'),
+    ("experiment_name: a/b", "experiment_name 'a/b' is a path; it names a folder inside output_dir", "output_dir"),
+    ("model_dtype: fp64\nbf16: true", "mixed_precision bf16 would undo model_dtype fp64", "set mixed_precision to no"),
+    ("eval_steps: null\nload_best_model_at_end: true", "load_best_model_at_end compares evaluations", "set eval_steps"),
+    ("seed: 1\nseed: 2", "seed is given twice", "keep one of them"),
+    ("lr: 1\nlearning-rate: 1", "learning_rate (as lr and learning-rate) is given twice", "keep one of them"),
+]
+
+
+@pytest.mark.parametrize(("text", "what", "hint"), MISTAKES, ids=lambda value: value.partition("\n")[0])
+def test_a_mistake_is_one_message_with_its_place_and_what_to_write(
+    text: str, what: str, hint: str, tmp_path: Any
+) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.what.startswith(what)
+    assert str(caught.value.hint).startswith(hint) or hint in str(caught.value.hint)
+    assert f"{path}:1" in str(caught.value.where)
+    assert len(MISTAKES) >= 40

@@ -1,0 +1,84 @@
+"""A suggestion is right, or it is not made."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ci_llm.config import Config, load_config
+from ci_llm.config.aliases import ALIASES, TRANSLATIONS
+from ci_llm.config.suggest import nearest
+from ci_llm.config.unsupported import UNSUPPORTED
+from ci_llm.errors import ConfigError
+
+KNOWN = [*Config.model_fields, *ALIASES, *TRANSLATIONS]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning_rte", "learning_rate"),
+        ("batchsize", "batch_size"),
+        ("numAgents", "num_agents"),
+        ("lora_alfa", "lora_alpha"),
+        ("max_grad", "max_grad_norm"),
+        ("eval_step", "eval_steps"),
+        ("val_steps", "eval_steps"),
+        ("epoch", "epochs"),
+        ("mixed_precison", "mixed_precision"),
+        ("resume_from_checkpoints", "resume_from_checkpoint"),
+    ],
+)
+def test_a_slip_is_put_right(typed: str, meant: str) -> None:
+    assert nearest(typed, KNOWN) == meant
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "eval_dataset",  # is no dataset_name: it would train on the test set
+        "test_dataset",
+        "eval_batch_size",
+        "per_device_eval_batch_size",
+        "evalbatchsize",
+        "test_batch_size",
+        "min_learning_rate",
+        "lora_learning_rate",
+        "data_seed",
+        "checkpoint",  # is no checkpoint_dir
+        "max_steps_per_epoch",
+        "learn",
+        "num_gpus",
+    ],
+)
+def test_another_word_is_not_taken_for_a_slip(typed: str) -> None:
+    assert nearest(typed, KNOWN) is None
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_an_option_of_another_trainer_is_named_with_the_way_here(name: str) -> None:
+    was, way = UNSUPPORTED[name]
+    assert name not in {*Config.model_fields, *ALIASES}
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, [f"--{name.replace('_', '-')}=x"])
+    value = " with the value 'x'" if name in TRANSLATIONS else ""
+    assert refusal.value.what == f"{name.replace('_', '-')} is no key here{value}; it is {was}"
+    assert refusal.value.hint == way
+    for key in re.findall(r"\b([a-z_]+)=", way):
+        assert key in Config.model_fields or key == "num_processes", f"{key} is no key"
+
+
+def test_a_data_set_to_evaluate_on_is_not_trained_on() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, ["eval_dataset=test.jsonl"])
+    assert "dataset_name, which may be a folder with train.jsonl and test.jsonl" in str(refusal.value)
+    assert "did you mean" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("typed", ["diversity=cosine", "lr_scheduler_type=none", "lr_scheduler_type=exponential"])
+def test_another_value_is_not_taken_for_a_slip(typed: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, [typed])
+    assert "did you mean" not in str(refusal.value)
+    assert " | " in refusal.value.what

@@ -1,0 +1,150 @@
+"""Agents start from PEFT adapters; adapters that do not fit, and agents that would stay equal, are refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
+from tests.support.tiny import base, batch
+
+TARGETS = ("q_proj", "v_proj")
+
+
+def save_adapter(model: Any, folder: Path, seed: int = 0, **changes: Any) -> Any:
+    """A PEFT adapter with random weights, saved by PEFT."""
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS), "init_lora_weights": False}
+    config = peft.LoraConfig(**{**settings, **changes})
+    wrapped = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def crowd(agents: int = 2, **settings: Any) -> Crowd:
+    chosen = {"rank": 4, "alpha": 8, "target_modules": TARGETS, **settings}
+    return Crowd(base(), LoraSettings(num_agents=agents, **chosen), "toy")
+
+
+def test_one_adapter_for_every_agent_gives_its_logits(tmp_path: Path) -> None:
+    adapter = save_adapter(base(), tmp_path)
+    made = crowd()
+    assert "every agent" in load_initial_adapters(made, tmp_path)
+    ids = torch.arange(3, 12)[None]
+    wanted = adapter.eval()(input_ids=ids).logits
+    for k in range(2):
+        with made.eval().active_agent(k) as model:
+            torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+
+
+def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
+    for k in range(2):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=k)
+    made = crowd()
+    assert "each agent" in load_initial_adapters(made, tmp_path)
+    assert not torch.equal(made.agents.weights[0], made.agents.weights[1])
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (lambda: crowd(agents=3), ModelError, "2 adapters are here, and num_agents is 3"),
+        (lambda: crowd(alpha=16), ModelError, "lora_alpha is 8 there and 16 here"),
+        (lambda: crowd(rank=2), ForeignCheckpoint, "differ in name or shape"),
+        (lambda: crowd(target_modules=("q_proj",)), ForeignCheckpoint, "differ in name or shape"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(made: Any, error: type[CiLlmError], message: str, tmp_path: Path) -> None:
+    for k in range(2):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=k)
+    with pytest.raises(error, match=message):
+        load_initial_adapters(made(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha_pattern": {"q_proj": 32}}, r"alpha_pattern: \{'q_proj': 32\}"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa, which changes the base"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights: olora, which changes the base"),
+    ],
+)
+def test_adapters_that_are_no_plain_lora_are_refused(changes: Any, message: str, tmp_path: Path) -> None:
+    """Their tensors have the names and shapes of plain LoRA; only their settings differ."""
+    save_adapter(base(dtype=torch.float32), tmp_path, **changes)
+    with pytest.raises(ModelError, match=message):
+        load_initial_adapters(crowd(), tmp_path)
+
+
+def test_settings_of_an_older_peft_are_enough(tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    assert "every agent" in load_initial_adapters(crowd(), tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
+        load_initial_adapters(crowd(), tmp_path)
+
+
+def trained(made: Crowd, diversity: str = "none") -> Crowd:
+    """After three steps."""
+    objective = Objective(diversity, 0.5)
+    optimizer = torch.optim.AdamW([{"params": [row]} for row in made.agents.rows], lr=1e-2)
+    torch.manual_seed(0)
+    made.train()
+    for step in range(3):
+        made.agents.begin_step(step)
+        rows = batch()
+        objective(made(rows), rows, step).total.backward()
+        optimizer.step()
+    return made
+
+
+@pytest.mark.parametrize("diversity", ["none", "joint", "swd", "swd_raw"])
+def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> None:
+    made = crowd(initialize_adapters_rand=False)
+    with pytest.raises(ModelError, match="2 of 2 agents begin with the same weights"):
+        require_distinct_agents(made, "here")
+    one, other = trained(made, diversity).agents.weights
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("masks", ["dropout", "dropconnect"])
+def test_masks_of_their_own_make_equal_agents_different(masks: str, tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path)
+    made = crowd(**{masks: 0.2})
+    load_initial_adapters(made, tmp_path)
+    require_distinct_agents(made, "here")
+    one, other = trained(made).agents.weights
+    assert not torch.equal(one, other)
+
+
+def test_equal_adapters_are_refused_even_if_there_are_enough(tmp_path: Path) -> None:
+    for k, seed in enumerate((1, 2, 1)):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=seed)
+    made = crowd(agents=3)
+    load_initial_adapters(made, tmp_path)
+    with pytest.raises(ModelError, match="2 of 3 agents begin with the same weights"):
+        require_distinct_agents(made, f"init_from: {tmp_path}")
+    alone = crowd(agents=1)
+    load_initial_adapters(alone, tmp_path / "agent0")
+    require_distinct_agents(alone, "here")
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no adapter here"):
+        load_initial_adapters(crowd(), tmp_path)

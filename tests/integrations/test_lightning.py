@@ -1,0 +1,142 @@
+"""Lightning's Trainer with our callback: killed or told to stop at a batch, it goes on and ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, TensorDataset
+
+from ci_llm import LightningCheckpoints
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.diff import compare
+from ci_llm.errors import ConfigError, ForeignCheckpoint
+from examples import lightning_trainer
+from tests.support.forkserver import ForkServer
+from tests.support.moments import interfere
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+def trained(folder: str, changes: Mapping[str, Any], sent: str | None = None, step: int = 0) -> int:
+    """In a process of its own: the example, which sends itself a signal when a step is done."""
+    torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        os.environ |= {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": os.environ["RANK"], "GROUP_RANK": "0"}
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    if sent is not None:
+        place = "ci_llm.checkpoints.manager.CheckpointManager.reached_preemption"
+        interfere(place, step, lambda: os.kill(os.getpid(), signal.Signals[sent]))
+    reason = lightning_trainer.train(Path(folder), **QUIET, **changes)
+    return 75 if reason else 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(__name__) as started:
+        yield started
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("_")[2]) for path in (folder / "run").glob("checkpoint_step_*"))
+
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "accumulation": ({}, 1),
+    "ends within an epoch": ({"max_steps": 33, "max_epochs": None, "accumulate_grad_batches": 1}, 1),
+    "workers": ({"workers": 2}, 1),
+    "validated by epoch": ({"val_check_interval": 1.0}, 1),
+    "two processes": ({"strategy": "ddp", "devices": 2, "accumulate_grad_batches": 1}, 2),
+}
+SLOW = {name: [] if name == "accumulation" else [pytest.mark.slow] for name in CASES}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=SLOW[name]) for name in CASES])
+@pytest.mark.parametrize("at", [12, pytest.param(13, marks=pytest.mark.slow), pytest.param(14, marks=pytest.mark.slow)])
+def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, tmp_path: Path) -> None:
+    changes, processes = CASES[case]
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    for folder in (straight, again):
+        folder.mkdir()
+    how = {"ranks": processes, "changes": changes}
+
+    def run(folder: Path, **told: Any) -> list[int]:
+        return server.run(trained, folder / "log", folder=str(folder), **how, **told)
+
+    assert run(straight) == [0] * processes, (straight / "log").read_text()
+    assert run(again, sent="SIGKILL", step=at)[0] == -signal.SIGKILL
+    assert 5 in steps_of(again), "saved before the save at step 10 began"
+    assert run(again, sent="SIGTERM", step=8) == [75] * processes, (again / "log").read_text()
+    assert steps_of(again)[-1] in (13, 14, 18, 19), "the step in which the signal came, or the next"
+    assert run(again) == [0] * processes, (again / "log").read_text()
+    last = [folder / "run" / f"checkpoint_step_{steps_of(straight)[-1]}" for folder in (straight, again)]
+    one, other = map(load_checkpoint, last)
+    assert not [found for found in compare(one, other).differences if found.counts]
+    assert run(again) == [0] * processes, "nothing is left to do"
+    assert steps_of(again)[-1] == steps_of(straight)[-1]
+
+
+def fit(folder: Path, *others: Any, resume: bool = True, module: Any = None, loader: Any = None, **changes: Any) -> Any:
+    checkpoints = LightningCheckpoints(folder / "run")
+    how = {"max_steps": 6, "enable_checkpointing": False, "logger": False, **QUIET, **changes}
+    trainer = lightning.Trainer(callbacks=[checkpoints, *others], default_root_dir=folder, **how)
+    rows = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 4)
+    place = checkpoints.resume() if resume else None
+    trainer.fit(module or lightning_trainer.Net(), loader or rows, rows, ckpt_path=place)
+    return trainer
+
+
+def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path)
+    with pytest.raises(ConfigError, match="would not go on from its newest checkpoint"):
+        fit(tmp_path, resume=False, max_steps=8)
+
+
+def test_another_loop_or_model_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path)
+    with pytest.raises(ForeignCheckpoint, match="accumulate_grad_batches was 1, is 2"):
+        fit(tmp_path, accumulate_grad_batches=2)
+    fewer = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 8)
+    with pytest.raises(ForeignCheckpoint, match="batches was 4, is 2"):
+        fit(tmp_path, loader=fewer, max_steps=9)
+    frozen = lightning_trainer.Net()
+    frozen.layers[0].weight.requires_grad = False
+    with pytest.raises(ForeignCheckpoint, match="frozen weights was"):
+        fit(tmp_path, module=frozen)
+
+
+def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
+    def patience() -> EarlyStopping:
+        return EarlyStopping("loss", patience=1, min_delta=1e9)
+
+    assert fit(tmp_path, patience(), max_steps=99).global_step == 8
+    assert fit(tmp_path, patience(), max_steps=99).global_step == 8
+
+
+def test_two_loaders_are_refused(tmp_path: Path) -> None:
+    rows = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 4)
+    with pytest.raises(ConfigError, match="give one loader"):
+        fit(tmp_path, loader={"one": rows, "other": rows})
+
+
+def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    trainer = fit(tmp_path)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+    assert type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
+    assert isinstance(trainer.train_dataloader, DataLoader)
+
+
+def test_without_lightning_one_line_says_so() -> None:
+    code = "import sys; sys.modules['lightning'] = None; import ci_llm.integrations as all; all.LightningCheckpoints"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "Lightning is not installed" in done.stderr

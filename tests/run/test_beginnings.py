@@ -1,0 +1,93 @@
+"""Wherever a run begins and however it is interrupted: it goes on from its own newest step, to the same bits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.supervisor.terminal import ROOT, Terminal
+from tests.support.beginnings import BEGINS, ENDS, STEPS, Beginnings, begins_at
+from tests.support.children import SCRIPTS
+from tests.support.forkserver import ENVIRONMENT, ForkServer
+from tests.support.trials import account, differences, unwitnessed
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("beginnings")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer("tests.support.beginnings") as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
+def beginnings(
+    request: pytest.FixtureRequest, server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Beginnings:
+    return Beginnings(server, tmp_path_factory.mktemp("beginnings"), request.param)
+
+
+@pytest.mark.parametrize("end", ENDS[:-1])
+@pytest.mark.parametrize("begin", BEGINS)
+def test_an_interrupted_run_goes_on_from_its_own_newest_step(
+    begin: str, end: str, beginnings: Beginnings, tmp_path: Path
+) -> None:
+    undisturbed = beginnings.undisturbed(begin)
+    beginnings.end(end, tmp_path, begin)
+    assert not differences(account(undisturbed), account(tmp_path))
+    log = (tmp_path / "run/training.log").read_text()
+    newest = begins_at(begin) + 2
+    told = f"resume    step {newest} of {STEPS}, verified, from run/checkpoint_step_{newest}\n"
+    assert told in log.replace(f"{tmp_path}/", ""), log
+    assert log.rpartition("resume    step")[2].count("exactness: bitwise\n") == 1, log
+    assert not (tmp_path / "run/superseded").exists()
+
+
+@pytest.mark.parametrize("begin", BEGINS)
+def test_a_second_call_of_a_completed_run_changes_nothing(begin: str, beginnings: Beginnings) -> None:
+    folder = beginnings.undisturbed(begin)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
+    (folder / "log").unlink()
+    assert beginnings.train(folder, **BEGINS[begin](beginnings.source)) == [0] * beginnings.ranks
+    assert f"This run is complete at step {STEPS}" in (folder / "log").read_text()
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
+
+
+#: Makes the first Python process die that is about to give a checkpoint its name, and no later one.
+DIE_ONCE = """
+import os, sys
+def die(event, arguments):
+    if event == "os.rename" and os.path.basename(arguments[1]) == os.environ["DIE_BEFORE"]:
+        try:
+            os.mkdir(os.environ["DIED"])
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), 9)
+sys.addaudithook(die)
+"""
+#: What starts the trainer, by the number of its processes.
+LAUNCHERS = {
+    1: [sys.executable],
+    2: [SCRIPTS / "torchrun", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+}
+
+
+@pytest.mark.parametrize("begin", ["PATH", "null"])
+def test_the_programs_themselves(begin: str, beginnings: Beginnings, tmp_path: Path) -> None:
+    """safe_train.py over train.py, which is killed when it is about to commit the step after its first own one."""
+    undisturbed, newest = beginnings.undisturbed(begin), begins_at(begin) + 2
+    (tmp_path / "sitecustomize.py").write_text(DIE_ONCE)
+    own = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DIE_BEFORE": f"checkpoint_step_{newest + 2}"}
+    words = beginnings.words(**BEGINS[begin](beginnings.source) | {"output_dir": tmp_path / "run"})
+    command = [*LAUNCHERS[beginnings.ranks], ROOT / "train.py", *words]
+    surroundings = {**ENVIRONMENT, **own, "DIED": str(tmp_path / "died")}
+    with Terminal("--", *command, cwd=tmp_path, hasty=True, env=surroundings) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert (tmp_path / "died").is_dir()
+    log = (tmp_path / "run/training.log").read_text()
+    assert f"resume    step {newest} of {STEPS}, verified, from {tmp_path}/run/checkpoint_step_{newest}\n" in log, log
+    assert not differences(unwitnessed(account(undisturbed)), unwitnessed(account(tmp_path)))

@@ -1,0 +1,143 @@
+"""A run whose agents do not learn warns, during the training and at its end; one that learns does not."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.core.run_status import RunStatus, read_status
+from ci_llm.run.learning import FIRST, LOOKS, RECENT, Learning
+from ci_llm.run.report import score_table
+
+#: Losses, then gradient norms, of the agents in every step of real runs on the embedded base.
+CURVES: dict[str, list[list[float]]] = json.loads((Path(__file__).parents[1] / "fixtures/curves.json").read_text())
+GOOD = ("as shipped", "no warm-up", "one row per step", "one agent, two rows per step", "rate rather high, 0.02")
+
+
+def told(curve: list[list[float]], every: int) -> Iterator[tuple[int, str | None]]:
+    """(step, warning) wherever a run of this curve would look."""
+    learning = Learning(len(curve))
+    for step, values in enumerate(curve, 1):
+        agents = len(values) // 2
+        learning.count(values[:agents])
+        if step % every == 0 or step == len(curve):
+            learning.look(values[agents:])
+            yield step, learning.warning()
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("name", GOOD)
+def test_a_run_that_learns_gets_no_warning(name: str, every: int) -> None:
+    assert [warning for _, warning in told(CURVES[name], every) if warning] == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("name", sorted({*CURVES} - {*GOOD}))
+def test_a_rate_that_is_too_large_gets_a_warning(name: str, every: int) -> None:
+    warnings = [warning for _, warning in told(CURVES[name], every)]
+    assert warnings[-1] is not None
+
+
+def test_vanished_gradients_are_reported_before_any_loss_is_compared() -> None:
+    step, warning = next((step, warning) for step, warning in told(CURVES["rate 1000"], 1) if warning)
+    assert step == 5
+    assert warning == "no gradient reaches every agent any more, at a loss of 6.36: nothing is learned"
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3, 0.6, 1.0])
+def test_batches_that_differ_do_not_count_as_a_rise(spread: float) -> None:
+    """Runs that learn nothing at all: their loss goes up and down as their batches do."""
+    drawn = random.Random(0)
+    accused = 0
+    for _ in range(100):
+        batches = [drawn.lognormvariate(0, spread) for _ in range(100)]
+        accused += any(warning for _, warning in told([[loss, loss, 1.0, 1.0] for loss in batches], 10))
+    assert accused <= 1
+
+
+def test_one_agent_is_named_and_the_others_are_not() -> None:
+    learning = Learning(100)
+    for step in range(40):
+        learning.count([1.0, 1.0 if step < 10 else 3.0, 1.0])
+    assert learning.warning() == "the loss of agent1 has risen from 1 at the beginning to 3, the mean of 20 steps"
+
+
+def test_rows_that_are_learned_give_no_gradient_and_no_warning() -> None:
+    learning = Learning(100)
+    for _ in range(LOOKS + 1):
+        learning.count([1e-4])
+        learning.look([0.0])
+    assert learning.warning() is None
+
+
+def test_a_nonfinite_loss_is_not_counted() -> None:
+    learning = Learning(100)
+    for _ in range(RECENT + FIRST):
+        learning.count([float("nan"), 1.0])
+        learning.look([float("nan"), 1.0])
+    assert learning.warning() is None
+    assert learning.first_loss == 1.0
+
+
+def test_a_later_attempt_compares_with_the_beginning_of_the_run() -> None:
+    learning = Learning(100, first_loss=1.0, earlier="it was bad")
+    for _ in range(RECENT - 1):
+        learning.count([3.0])
+        assert learning.warning() == "it was bad"
+    learning.count([3.0])
+    assert "has risen from 1 at the beginning to 3" in str(learning.warning())
+    for _ in range(RECENT):
+        learning.count([0.5])
+    assert learning.warning() is None
+
+
+def test_status_keeps_what_a_later_attempt_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunStatus(tmp_path, 1)
+    run.warning, run.first_loss = "nothing is learned", 1.5
+    run.finish("completed")
+    found = read_status(tmp_path)
+    assert (found.warning, found.first_loss) == ("nothing is learned", 1.5)
+    assert main(["status", str(tmp_path)]) == 0
+    assert "warning: nothing is learned\n" in capsys.readouterr().out
+    assert replace(found, warning=None, first_loss=None).exit_code == 0
+
+
+def test_the_table_of_scores_ends_with_the_warning() -> None:
+    gain = {"value": 0.0, "interval95": 0.0}
+    exact = {"agents": [0.0], "crowd": 0.0, "crowd_minus_mean": gain, "crowd_minus_best": gain}
+    record = {"exact_match": exact, "nll": {"agents": [6.0], "crowd": 6.0}, "measured_by": "generation", "n": 4}
+    record["rows_trained_on"] = "none"
+    assert "warning" not in score_table(record)
+    assert score_table({**record, "warning": "its loss has risen"}).endswith(
+        "warning: while they trained, its loss has risen"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_a_run_with_a_rate_far_too_large_says_so_in_all_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["num_agents=2", "lora_rank=2", "batch_size=4", "max_train_samples=20", "num_workers=0", "report_to=none"]
+    words += ["eval_samples=4", "generation_eval_samples=0", "eval_steps=null", "logging_steps=2", "max_seq_length=256"]
+    run = tmp_path / "run"
+    words += ["learning_rate=10", f"output_dir={run}"]
+    assert main(["train", *words, "max_train_steps=30"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("learning_rate 10 is too large") == 1
+    assert "completed at step 30, but the loss of every agent has risen from" in said
+    warning = read_status(run).warning
+    assert warning is not None
+    assert json.loads((run / "evaluation.json").read_text())["warning"] == warning
+    assert warning in (run / "final_checkpoint/README.md").read_text()
+    assert warning in (run / "training.log").read_text()
+    first_loss = read_status(run).first_loss
+    assert main(["train", *words, "max_train_steps=32"]) == 0  # too few steps to see for itself
+    assert f"completed at step 32, but {warning}" in capsys.readouterr().out
+    assert (read_status(run).warning, read_status(run).first_loss) == (warning, first_loss)

@@ -1,0 +1,451 @@
+"""External scripts, unchanged, through a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ci_llm.core.run_status import is_alive
+from ci_llm.supervisor.external_script import ExternalScript
+from ci_llm.supervisor.options import parse_options
+from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone
+
+CONFIG = """\
+# The learning rate is the important one.
+training:
+  learning_rate: 2e-4     # per agent
+  meta_batch_size: 32
+  message_steps_schedule: {type: constant, constant_product: 500}  # flow style
+  epochs: 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "safe_train.log").read_text()
+
+
+def assert_clean(folder: Path) -> None:
+    """The original is byte-identical, and no temporary file is left."""
+    assert (folder / "configs" / "config.yaml").read_bytes() == CONFIG.encode()
+    assert os.listdir(folder / "configs") == ["config.yaml"]
+    assert "original unchanged: configs/config.yaml" in log_of(folder)
+
+
+def test_nan_in_a_bar_divides_the_learning_rate_although_the_script_exits_0(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "diverges.py", cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    told = log_of(folder)
+    assert "attempt 1 of 11" in told
+    assert "nonfinite: Training GNN: 1/3 [00:00<00:00, 9.80it/s, Loss=nan, Accuracy=0.8456]" in told
+    assert "training.learning_rate: 2e-4 -> 0.00013333333" in told
+    assert "training.learning_rate: 0.00013333333 -> 8.8888887e-05" in told
+    assert terminal.output.count(b"\rTraining GNN: 3/3") >= 1  # redrawn in place
+    assert_clean(folder)
+
+
+def test_out_of_memory_divides_the_batch_and_what_scales_with_it(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "too_big.py", cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "fits 14.0 222.0" in terminal.text
+    told = log_of(folder)
+    assert "training.meta_batch_size: 32 -> 21" in told
+    assert "training.message_steps_schedule.constant_product: 500 -> 333" in told
+    assert_clean(folder)
+
+
+def test_the_temporary_configuration_keeps_everything_but_the_value(folder: Path) -> None:
+    peek = folder / "peek.py"
+    peek.write_text(
+        "import pathlib, sys\nname = sys.argv[sys.argv.index('--config-name') + 1]\n"
+        "text = pathlib.Path('configs', name + '.yaml').read_text()\n"
+        "pathlib.Path(name + '.seen').write_text(text)\n"
+        "print('Loss=nan' if name == 'config' else 'done')\n"
+    )
+    with Terminal("--train-script", "peek.py", cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    [seen] = folder.glob("config_retry_1_*.seen")
+    changed = CONFIG.replace("2e-4", "0.00013333333")
+    assert seen.read_text().startswith(changed)
+    assert seen.read_text()[len(changed) :].startswith("# made by safe_train.py")
+    assert_clean(folder)
+
+
+def test_an_override_is_passed_on_and_rewritten_where_it_is_adjusted(folder: Path) -> None:
+    words = ["model=gnn", "training.learning_rate=1.2e-4", "pool.size=4096"]
+    with Terminal("--train-script", SCRIPTS / "diverges.py", *words, cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    commands = re.findall(r"attempt \d of \d+: (.*)", log_of(folder))
+    assert commands[0].endswith("--config-name config model=gnn training.learning_rate=1.2e-4 pool.size=4096")
+    assert commands[1].endswith(" model=gnn training.learning_rate=8e-05 pool.size=4096") or commands[1].endswith(
+        " model=gnn training.learning_rate=8.0e-05 pool.size=4096"
+    )
+    assert_clean(folder)
+
+
+def test_talk_of_nano_and_finance_loss_is_no_failure(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "talks.py", cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert log_of(folder).count("attempt 1 of 11") == 1
+    assert "attempt 2" not in log_of(folder)
+    assert_clean(folder)
+
+
+def test_gives_up_at_the_smallest_learning_rate_and_sums_up(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "diverges.py", "--min-lr", "1.2e-4", cwd=folder) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    told = log_of(folder)
+    assert "giving up: non-finite values at 0.00012, and the learning rate may not go below it" in told
+    assert told.count("failure analysis") == 1
+    assert "attempt 3 ended" in told.partition("failure analysis")[2]
+    assert_clean(folder)
+
+
+def test_retries_are_counted(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "diverges.py", "--max-retries", 1, cwd=folder) as terminal:
+        assert terminal.wait() == 1
+    assert "attempt 2 of 2" in log_of(folder)
+    assert "all 1 retries are used up" in log_of(folder)
+
+
+def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
+    (folder / "crash.py").write_text("print('half way')\nraise SystemExit('no such luck')\n")
+    with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    told = log_of(folder)
+    assert told.count("crashed: exit code 1: no such luck") == 6  # as they ended, and in the analysis
+    assert "giving up: 3 attempts in a row without progress" in told
+    assert "    half way" in told
+
+
+def test_the_same_crash_at_the_start_is_tried_twice(folder: Path) -> None:
+    (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
+    with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    told = log_of(folder)
+    exception = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert f"giving up: the same crash twice, each within 60 s: exit code 1: {exception}" in told
+    assert "attempt 3" not in told
+
+
+def test_a_pattern_of_the_user_means_nan(folder: Path) -> None:
+    (folder / "own.py").write_text("print('blown up')\n")
+    words = ["--nonfinite-pattern", "blown up$", "--train-script", "own.py", "--max-retries", 1]
+    with Terminal(*words, cwd=folder) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    assert "nonfinite: blown up" in log_of(folder)
+
+
+def test_bytes_pass_unchanged_and_both_streams_are_terminals(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "bar.py", cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    said = terminal.output
+    assert b"True True\n" in said
+    assert said.count(b"\r  0%|") == 1
+    assert re.search(rb"\r100%\|#+\| 3/3 \[", said)
+    assert b"\xff\x00 \x1b[31mred\x1b[0m caf\xc3\xa9 no newline\nsafe_train: attempt 1 ended" in said
+
+
+def test_without_a_terminal_streams_stay_apart_and_nothing_waits_in_a_buffer(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPTS.parents[2] / "safe_train.py", "--train-script", SCRIPTS / "bar.py"],
+        cwd=folder,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0
+    assert done.stdout == b"False False\n\xff\x00 \x1b[31mred\x1b[0m caf\xc3\xa9 no newline"
+    assert b"100%|##########| 3/3" in done.stderr
+
+
+def test_a_new_window_size_reaches_the_script(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "columns.py", cwd=folder) as terminal:
+        terminal.read_until("columns: 90")
+        terminal.resize(120)
+        terminal.read_until("columns: 120")
+        assert terminal.wait() == 0
+
+
+# Any command, and configurations that are no Hydra's
+
+
+def test_a_command_gets_its_keys_rewritten_or_appended(folder: Path) -> None:
+    (folder / "fit.py").write_text(
+        "import sys\nwords = sys.argv[1:]\nprint(words)\n"
+        "lr = float(words[words.index('--lr') + 1])\n"
+        "print('Loss=nan' if lr > 1e-4 else 'fine')\n"
+    )
+    command = ["--lr-key", "lr", "--", sys.executable, "fit.py", "--lr", "2e-4", "--name", "x"]
+    with Terminal(*command, cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "['--lr', '2e-4', '--name', 'x']" in terminal.text
+    assert "['--lr', '0.00013333333', '--name', 'x']" in terminal.text
+
+
+def test_a_file_behind_a_flag(folder: Path) -> None:
+    (folder / "my.yaml").write_text("optim:\n  lr: 2e-4\nbatch_size: 8\n")
+    (folder / "fit.py").write_text(
+        "import sys\nprint(sys.argv[1:])\ntext = open(sys.argv[2]).read()\n"
+        "print('Loss=nan' if '2e-4' in text else text)\n"
+    )
+    words = ["--train-script", "fit.py", "--config-flag=--conf", "--config", "my.yaml", "--lr-key", "optim.lr", "x=1"]
+    with Terminal(*words, cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "['--conf', 'my.yaml', 'x=1']" in terminal.text
+    assert re.search(r"\['--conf', 'my_retry_1_\w+\.yaml', 'x=1'\]", terminal.text)
+    assert "optim:\n  lr: 0.00013333333\nbatch_size: 8\n" in terminal.text
+    assert sorted(path.name for path in folder.glob("*.yaml")) == ["my.yaml"]
+
+
+# Hydra itself
+
+
+@pytest.fixture
+def hydra_folder(tmp_path: Path) -> Path:
+    conf = tmp_path / "conf"
+    for name, text in {
+        "config.yaml": "# @package _global_\ndefaults:\n  - training: usual\n  - model: mlp\n  - _self_\n\n"
+        "hydra: {run: {dir: .}, output_subdir: null}  # nothing but what we print\n",
+        "training/usual.yaml": "learning_rate: 2e-4\nmeta_batch_size: 32\nschedule:\n  constant_product: 500\n",
+        "model/mlp.yaml": "name: mlp\nstable_below: 1.0\nfits: 100\n",
+        "model/gnn.yaml": "name: gnn\nstable_below: 1.5e-4\nfits: 25\n",
+    }.items():
+        (conf / name).parent.mkdir(parents=True, exist_ok=True)
+        (conf / name).write_text(text)
+    return tmp_path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*.yaml")}
+
+
+@pytest.mark.slow
+def test_hydra_with_values_in_groups(hydra_folder: Path) -> None:
+    before = files_of(hydra_folder)
+    words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "model=gnn"]
+    with Terminal(*words, cwd=hydra_folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    said = [line for line in terminal.text.splitlines() if line.startswith("model=")]
+    assert said == [
+        "model=gnn lr=0.0002 batch=32 product=500",
+        "model=gnn lr=0.000133 batch=32 product=500",
+        "model=gnn lr=0.000133 batch=21 product=333",
+    ]
+    assert "trained" in terminal.text
+    assert files_of(hydra_folder) == before
+
+
+@pytest.mark.slow
+def test_hydra_with_values_in_the_primary_config(hydra_folder: Path) -> None:
+    primary = hydra_folder / "conf" / "config.yaml"
+    primary.write_text(
+        primary.read_text().replace("  - training: usual\n", "")
+        + "training:\n  learning_rate: 2e-4 # high\n  meta_batch_size: 32\n  schedule: {constant_product: 500}\n"
+    )
+    before = files_of(hydra_folder)
+    words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "--config-name", "config.yaml"]
+    with Terminal(*words, "model=gnn", cwd=hydra_folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "model=gnn lr=0.000133 batch=21 product=333" in terminal.text
+    assert "training.learning_rate=" not in log_of(hydra_folder)  # in the copy, not on the command line
+    assert files_of(hydra_folder) == before
+
+
+# No process left
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_what_ignores_it_and_all_it_started(folder: Path, number: int) -> None:
+    words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0.3"]
+    with Terminal(*words, cwd=folder) as terminal:
+        terminal.read_until("ready")
+        processes = terminal.descendants()
+        assert len(processes) == 6  # shim, script, two children, grandchild, orphan
+        terminal.signal(number)
+        assert terminal.wait() == 75, terminal.text
+        assert not [process for process in processes if is_alive(process.pid)]
+    told = log_of(folder)
+    assert f"interrupted: signal:{signal.Signals(number).name}" in told
+    assert "had to be killed: " in told
+    assert_clean(folder)
+
+
+def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "600", cwd=folder) as terminal:
+        terminal.read_until("ready")
+        processes = terminal.descendants()
+        terminal.signal(signal.SIGINT)
+        terminal.read_until("again to abort now")
+        terminal.signal(signal.SIGINT)
+        assert terminal.wait() == 130, terminal.text  # as train.py: nobody gave up
+        assert not [process for process in processes if is_alive(process.pid)]
+    assert "aborted" in log_of(folder)
+    assert_clean(folder)
+
+
+def test_a_request_to_save_is_not_mistaken_for_one_to_stop(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "0", cwd=folder) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGUSR1)
+        terminal.read_until("SIGUSR1 is for the training")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75
+    assert "interrupted: signal:SIGTERM" in log_of(folder)
+
+
+def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path) -> None:
+    (folder / "fills.py").write_text("raise SystemExit('No space left on device')\n")
+    with Terminal("--train-script", "fills.py", cwd=folder) as terminal:
+        terminal.read_until("waiting 60 s")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75, terminal.text
+    assert "SIGTERM: launching nothing more" in terminal.text
+    told = log_of(folder)
+    assert "interrupted: the script begins anew next time, unless it resumes by itself" in told
+    assert "attempt 2" not in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are not ours")
+def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
+    (folder / "leaves.py").write_text(
+        "import os, psutil, subprocess, time\n"
+        "for _ in range(3):\n    subprocess.run(['sh', '-c', 'sleep 0.1 &'])\n"
+        "shim, until = psutil.Process().parent(), time.monotonic() + 60\n"
+        "while len(shim.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
+        "print('children of the shim:', len(shim.children()))\n"
+    )
+    with Terminal("--train-script", "leaves.py", cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "children of the shim: 1" in terminal.text
+
+
+def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
+    words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0", "end"]
+    with Terminal(*words, cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "completed" in log_of(folder)
+    assert "had to be killed: python" in log_of(folder)
+
+
+@pytest.mark.slow
+def test_nothing_survives_a_kill_of_the_supervisor(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "0.3", cwd=folder) as terminal:
+        terminal.read_until("ready")
+        processes = terminal.descendants()
+        terminal.signal(signal.SIGKILL)
+        terminal.wait()
+        assert_gone(processes)
+
+
+def test_nothing_survives_a_kill_of_the_shim(folder: Path) -> None:
+    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--max-retries", 0, cwd=folder) as terminal:
+        terminal.read_until("ready")
+        processes = terminal.descendants()
+        psutil.Process(terminal.process.pid).children()[0].kill()
+        assert terminal.wait() == 1
+        assert_gone(processes)
+    assert "killed" in log_of(folder)
+
+
+@pytest.mark.slow
+def test_leftovers_of_a_killed_supervisor_are_removed_and_those_of_a_living_one_stay(folder: Path) -> None:
+    (folder / "waits.py").write_text(
+        "import signal, sys\nname = sys.argv[sys.argv.index('--config-name') + 1]\n"
+        "if name == 'config':\n    print('Loss=nan', flush=True)\nelse:\n    print('ready', name, flush=True)\n"
+        "    signal.pause()\n"
+    )
+    mine = folder / "configs" / "config_retry_1_0123abcd.yaml"
+    mine.write_text("a file of the user: 1\n")
+    with (
+        Terminal("--train-script", "waits.py", cwd=folder) as killed,
+        Terminal("--train-script", "waits.py", cwd=folder) as living,
+    ):
+        for terminal in (killed, living):
+            terminal.read_until("ready config_retry_1_")
+        temporary = set(os.listdir(folder / "configs")) - {"config.yaml", mine.name}
+        assert len(temporary) == 2
+        processes = killed.descendants()
+        killed.signal(signal.SIGKILL)
+        killed.wait()
+        assert_gone(processes)
+        with Terminal("--train-script", SCRIPTS / "talks.py", cwd=folder) as later:
+            assert later.wait() == 0
+        left = set(os.listdir(folder / "configs")) - {"config.yaml", mine.name}
+        assert len(left) == 1
+        assert left < temporary
+        living.signal(signal.SIGTERM)
+        assert living.wait() == 75
+    assert sorted(os.listdir(folder / "configs")) == ["config.yaml", mine.name]
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> None:
+    (folder / "long.py").write_text("for step in range(20000): print('step', step)\nopen('done', 'w').close()\n")
+    command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script long.py | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, timeout=DEADLINE_S)
+    assert done.stdout == b"step 0\n"
+    assert (folder / "done").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -> None:
+    (folder / "long.py").write_text("for step in range(2000): print('step', step)\nopen('done', 'w').close()\n")
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, SCRIPTS.parents[2] / "safe_train.py", "--train-script", "long.py"]
+        done = subprocess.run(command, cwd=folder, stdout=full, stderr=full, timeout=DEADLINE_S)
+    assert done.returncode == 0
+    assert (folder / "done").exists()
+
+
+def test_closed_standard_files_are_no_harm(folder: Path) -> None:
+    (folder / "fit.py").write_text("print('said'); open('done', 'w').close()\n")
+    command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script fit.py <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, cwd=folder, timeout=DEADLINE_S).returncode == 0
+    assert (folder / "done").exists()
+
+
+# Bad calls
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--train-script", "nothing.py"], ["there is no such training script", "nothing.py"]),
+        (["--train-script", "fit.py", "--config-name", "other"], ["cannot be found", "configs/other.yaml"]),
+        (["--max-retires", "3"], ["there is no option --max-retires", "did you mean --max-retries?"]),
+        (["--max-retries", "many"], ["--max-retries", "many"]),
+        (["--min-lr", "0"], ["--min-lr", "positive number"]),
+        (["--"], ["no command after --"]),
+        (["--", "no-such-program"], ["it cannot be started: No such file"]),
+        (["--train-script", "fit.py", "--lr-key", "a.b"], ["a.b has no value that is a number"]),
+        (["--train-script", "fit.py", "--scale-with-batch", "a"], ["--scale-with-batch a", "no value"]),
+    ],
+)
+def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str], told: list[str]) -> None:
+    (folder / "fit.py").write_text("")
+    with Terminal(*words, cwd=folder) as terminal:
+        assert terminal.wait() == 2, terminal.text
+    assert "Traceback" not in terminal.text
+    for part in told:
+        assert part in terminal.text
+
+
+def test_outside_of_a_step_of_slurm_the_log_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    script = ExternalScript(parse_options(["--", "python", "fit.py"]))
+    assert script.prepare()[0].startswith("SLURM job 7, but no step of it")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert "SLURM" not in script.prepare()[0]

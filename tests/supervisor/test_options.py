@@ -1,0 +1,171 @@
+"""The command line: own options, what is passed on, which target it means; and --help answers at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.supervise import is_own_script, own_words
+from ci_llm.errors import ConfigError
+from ci_llm.supervisor.options import Options, parse_options
+from ci_llm.supervisor.policy import Policy
+from tests.supervisor.terminal import DEADLINE_S, ROOT
+
+
+def test_the_defaults() -> None:
+    assert parse_options([]) == Options(Policy(max_retries=10, min_learning_rate=1e-6, min_batch_size=1))
+
+
+def test_everything_that_is_no_option_is_passed_on_in_its_order() -> None:
+    call = parse_options(
+        ["a.b=1", "--max-retries", "3", "--num_agents", "8", "+c=2", "--flag", "--min-lr=1e-5", "-m", "~d"]
+    )
+    assert call.words == ("a.b=1", "--num_agents", "8", "+c=2", "--flag", "-m", "~d")
+    assert (call.policy.max_retries, call.policy.min_learning_rate) == (3, 1e-5)
+
+
+def test_the_command_stays_as_it_is() -> None:
+    call = parse_options(["--lr-key", "lr", "x=1", "--", "python", "fit.py", "--max-retries", "7", "--", "y"])
+    assert call.command == ("python", "fit.py", "--max-retries", "7", "--", "y")
+    assert (call.words, call.policy.max_retries) == (("x=1",), 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "folder_and_name"),
+    [
+        (["--config-path", "d"], (Path("d"), "config")),
+        (["--config-name", "n"], (Path("configs"), "n")),
+        ([], None),
+    ],
+)
+def test_folder_and_name_default_to_configs_and_config(
+    words: list[str], folder_and_name: tuple[Path, str] | None
+) -> None:
+    assert parse_options(words).folder_and_name == folder_and_name
+
+
+@pytest.mark.parametrize(
+    "word", ["--checkpoint=a", "--checkpoint_path=a", "--checkpoint-dir", "--resume_from=a", "--signal=a", "--style=b"]
+)
+def test_options_that_scripts_have_are_passed_on(word: str) -> None:
+    assert parse_options([word]).words == (word,)
+
+
+@pytest.mark.parametrize(
+    ("words", "on_retry", "command"),
+    [
+        (["--on-retry", "--init_from=resume", "--", "fit"], "--init_from=resume", ("fit",)),
+        (["--on-retry=--resume", "--", "fit", "--on-retry", "-x"], "--resume", ("fit", "--on-retry", "-x")),
+        (["--on-retry", "--resume last", "--", "fit"], "--resume last", ("fit",)),
+        (["--on-retry", "ckpt=last", "--", "fit"], "ckpt=last", ("fit",)),
+    ],
+)
+def test_words_for_the_retry_may_look_like_options(words: list[str], on_retry: str, command: tuple[str, ...]) -> None:
+    call = parse_options(words)
+    assert (call.on_retry, call.command, call.words) == (on_retry, command, ())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-retries", "-1"],
+        ["--min-lr", "nan"],
+        ["--min-batch-size", "0"],
+        ["--grace", "-3"],
+        ["--grace", "inf"],
+        ["--config"],
+        ["--on-retry"],
+        ["--on-retry", "--", "fit"],
+        ["--override-style", "click"],
+        ["--no-delete-wandb-run"],
+        ["--train-scripts", "x"],
+        ["--config", "a.yaml", "--config-name", "b"],
+        ["--nonfinite-pattern", "(open"],
+    ],
+)
+def test_a_wrong_option_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        parse_options(words)
+
+
+def test_user_patterns_are_regular_expressions() -> None:
+    call = parse_options(
+        ["--nonfinite-pattern", "^blown", "--nonfinite-pattern", "gone", "--out-of-memory-pattern", "full$"]
+    )
+    assert call.user_patterns.nonfinite_in("blown up")
+    assert call.user_patterns.nonfinite_in("it is gone")
+    assert not call.user_patterns.nonfinite_in("not blown")
+    assert call.user_patterns.out_of_memory_in("the card is full")
+    assert call.external_script_options() == ["--nonfinite-pattern", "--out-of-memory-pattern"]
+
+
+def test_an_own_script_is_known_by_what_it_imports(tmp_path: Path) -> None:
+    assert is_own_script(ROOT / "train.py")
+    other = tmp_path / "train.py"
+    other.write_text("from ci_llm import CheckpointManager  # a plain loop of somebody's own\n")
+    assert not is_own_script(other)
+    assert not is_own_script(tmp_path / "missing.py")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["torchrun", "--nproc-per-node", "4", "{train}", "a=1"], ["a=1"]),
+        (["accelerate", "launch", "--num_processes=4", "{train}"], []),
+        (["ci-llm", "train", "a=1"], ["a=1"]),
+        (["python", "-m", "ci_llm", "train", "a=1"], ["a=1"]),
+        (["python", "-m", "ci_llm", "status", "a=1"], None),
+        (["python", "fit.py", "a=1"], None),
+        (["srun", "bash", "-c", "python train.py"], None),
+    ],
+)
+def test_the_own_trainer_is_found_behind_any_launcher(command: list[str], words: list[str] | None) -> None:
+    assert own_words([word.format(train=ROOT / "train.py") for word in command]) == words
+
+
+HEAVY = "'torch', 'transformers', 'accelerate', 'numpy', 'pydantic', 'yaml'"
+
+
+def test_help_loads_nothing_and_answers_at_once() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['safe_train.py', '--help']\n"
+        "try: runpy.run_path('safe_train.py', run_name='__main__')\n"
+        f"except SystemExit as end: print(end.code, *({{{HEAVY}}} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stderr == "0\n"
+    assert "python safe_train.py num_agents=8 -- torchrun" in done.stdout
+
+
+def test_help_takes_less_than_0_3_s_of_the_processor() -> None:
+    """The least of a few: beside other work on the same core, the same instructions take longer."""
+    import resource
+
+    def cost_s() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "safe_train.py", "--help"]
+        subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=DEADLINE_S)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+
+    assert min(cost_s() for _ in range(5)) < 0.3
+
+
+def test_an_external_script_starts_without_the_configuration_of_this_project() -> None:
+    """Which is strict, by a library that takes longer to load than everything else together."""
+    code = "import sys\nfrom ci_llm.supervisor import external_script, loop, shim, wandb_cleanup\n"
+    code += "print(*({'pydantic', 'ci_llm.config'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+def test_no_part_of_the_supervisor_loads_torch() -> None:
+    names = sorted(path.stem for path in (ROOT / "ci_llm" / "supervisor").glob("*.py"))
+    code = f"import importlib, sys\nfor name in {names}: importlib.import_module('ci_llm.supervisor.' + name)\n"
+    code += "print(*({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)))"
+    code = code.replace("'__init__', ", "")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

@@ -1,0 +1,327 @@
+"""An own run under the supervisor: every kind of fault and every ordered pair of them, without real training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.checkpoints.manifest import FileImage
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cluster.launch import read_launch
+from ci_llm.core.attempts import Failure, write_failure
+from ci_llm.core.durable import write_json
+from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
+from ci_llm.core.run_status import Status, is_alive, pid_space
+from ci_llm.errors import BadInput, CheckpointError
+from ci_llm.supervisor import own_run
+from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.output_scan import Evidence
+from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
+
+KINDS = ("nonfinite", "out_of_memory", "killed", "interrupted", "hang", "disk_full", "damaged")
+WORDS = ["--train-script", SCRIPTS / "light_trainer.py", "batch_size=64", "learning_rate=4e-3", "good_after_steps=1"]
+
+
+def every_pair(kinds: tuple[str, ...]) -> list[str]:
+    """A walk in which every kind follows every kind, itself included, exactly once (Hierholzer)."""
+    left = {kind: list(kinds) for kind in kinds}
+    walk, stack = list[str](), [kinds[0]]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+def supervise(folder: Path, faults: list[str]) -> tuple[list[int], list[dict[str, Any]]]:
+    """Run until completed, calling again what was interrupted; the exit codes, and what every attempt was asked for."""
+    plan = {str(attempt): fault for attempt, fault in enumerate(faults, 1)}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    codes = [75]
+    while codes[-1] == 75:
+        with Terminal(*WORDS, "--max-retries", 99, cwd=folder, hasty=True, env={"PYTHONPATH": str(ROOT)}) as terminal:
+            codes.append(terminal.wait())
+            assert codes[-1] in (0, 75), terminal.text
+    return codes[1:], [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+
+
+def assert_each_fault_was_answered(faults: list[str], attempts: list[dict[str, Any]]) -> None:
+    """What came after each fault: the attempt went on from the right step, with what was asked for and no more."""
+    assert [one["attempt"] for one in attempts] == list(range(1, len(faults) + 2))
+    for fault, (before, after) in zip(faults, pairwise(attempts), strict=True):
+        reached = before["from"] + 4
+        # A damaged newest checkpoint costs one more interval; going back ends before the first bad step.
+        expected = {"damaged": reached - 2, "nonfinite": reached - 2}.get(fault, reached)
+        assert after["from"] == expected, (fault, before, after)
+        assert after["allowed"] == (reached - 1 if fault == "nonfinite" else None)
+        factor = before["factor"] / 1.5 if fault == "nonfinite" else before["factor"]
+        assert after["factor"] == pytest.approx(factor)
+        micro = int((before["micro"] or 64) / 1.5) if fault == "out_of_memory" else before["micro"]
+        assert after["micro"] == micro
+
+
+@pytest.mark.slow
+def test_each_kind_of_fault_once(tmp_path: Path) -> None:
+    codes, attempts = supervise(tmp_path, list(KINDS))
+    assert codes == [75, 0]
+    assert_each_fault_was_answered(list(KINDS), attempts)
+    told = (tmp_path / "safe_train.log").read_text()
+    for kind in KINDS:
+        assert (kind if kind != "damaged" else "killed") in told
+    assert "newest checkpoint: step 1000 in ci_llm_output" in told
+    assert "original unchanged: adjustments travel in recovery.json" in told
+    assert len(read_recovery(tmp_path / "ci_llm_output").because) == 2
+
+
+@pytest.mark.slow
+def test_every_ordered_pair_of_faults(tmp_path: Path) -> None:
+    faults = every_pair(KINDS)
+    assert len(set(pairwise(faults))) == len(KINDS) ** 2
+    codes, attempts = supervise(tmp_path, faults)
+    assert codes == [75] * faults.count("interrupted") + [0]
+    assert_each_fault_was_answered(faults, attempts)
+
+
+def test_no_progress_gives_up(tmp_path: Path) -> None:
+    (tmp_path / "never.py").write_text("from ci_llm.cli.main import run_guarded\nimport os\nos.kill(os.getpid(), 9)\n")
+    with Terminal("--train-script", "never.py", cwd=tmp_path, hasty=True) as terminal:
+        assert terminal.wait() == 1, terminal.text
+    assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
+
+
+def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(
+        "from ci_llm.cli.main import run_guarded\nfrom ci_llm.interrupts import Interrupts\n"
+        "from ci_llm.core.run_status import RunStatus\n"
+        "with Interrupts() as heard:\n"
+        "    status = RunStatus('ci_llm_output', 1)\n    import os\n    os.mkdir('ci_llm_output')\n"
+        "    status.start()\n    print('ready', flush=True)\n"
+        "    while not heard.wait(0.01):\n"
+        "        if heard.take_save_request():\n            print('saved', flush=True)\n"
+        "    status.step = 7\n    status.finish('interrupted', heard.stop_reason)\n"
+    )
+    with Terminal("--train-script", "saves.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGUSR1)
+        terminal.read_until("it saves and goes on")
+        terminal.read_until("saved")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75, terminal.text
+    assert "interrupted: signal:SIGTERM, step 7" in (tmp_path / "safe_train.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["--", "accelerate", "launch", "--num_processes=1", "train.py"]])
+def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: list[str]) -> None:
+    """`accelerate launch` dies of the SIGTERM that its orphan, the trainer, survives to save."""
+    (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
+    words = ["num_agents=1", "max_train_samples=40", "batch_size=2", "num_workers=0", "lr_scheduler_type=constant"]
+    words += ["eval_steps=null", "eval_samples=2", "max_new_tokens_eval=4"]
+    path = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with Terminal(*words, "max_train_steps=999", *launcher, cwd=tmp_path, env=path) as first:
+        first.read_until("/999 ")  # the bar has begun to move
+        processes = first.descendants()
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 75, first.text
+        assert not [process for process in processes if is_alive(process.pid)]
+    steps = CheckpointStore(tmp_path / "ci_llm_output").all_steps()
+    assert len(steps) == 1, first.text
+    [step] = steps
+    assert f"interrupted: signal:SIGTERM, step {step}" in first.text
+    with Terminal(*words, f"max_train_steps={step + 1}", *launcher, cwd=tmp_path, env=path) as second:
+        assert second.wait() == 0, second.text
+    assert f"resume    step {step} of {step + 1}" in second.text
+    assert "attempt 1 ended" in second.text
+
+
+# What is refused before anything is launched
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["batch_size=none"], ["batch_size is 'none'"]),
+        (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
+        (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key", "write --config FILE"]),
+        (["--config-name", "mine"], ["the trainer of this project takes no --config-name\n", "write --config FILE"]),
+        (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
+        (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
+    ],
+)
+def test_a_wrong_configuration_is_refused_at_once(tmp_path: Path, words: list[str], told: list[str]) -> None:
+    script = [] if "--" in words else ["--train-script", SCRIPTS / "light_trainer.py"]
+    with Terminal(*script, *words, cwd=tmp_path) as terminal:
+        assert terminal.wait() == 2, terminal.text
+    assert os.listdir(tmp_path) == []
+    for part in told:
+        assert part in terminal.text
+
+
+# A run that gives no sign of life
+
+
+def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> own_run.OwnRun:
+    monkeypatch.chdir(folder)
+    run = own_run.OwnRun(["true"], ["output_dir=run"])
+    run.begin_attempt()
+    (folder / "run").mkdir()
+    tell(folder, **status)
+    return run
+
+
+def tell(folder: Path, **status: Any) -> None:
+    now = time.time()
+    told = Status("running", None, 5, 1, os.getpid(), "host", pid_space(), now, now)
+    write_json(folder / "run" / "status.json", asdict(replace(told, **status)))
+
+
+def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("CI_LLM_SUPERVISED", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    told = own_run.OwnRun(["true"], ["output_dir=run"], grace_s=20).begin_attempt()[1]
+    assert read_launch(told, parent_command=[]).kill_delay_s == 20
+    assert told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "15"
+
+
+def checkpoint(folder: Path, *steps: int) -> None:
+    store = CheckpointStore(folder / "run")
+    store.claim()
+    for step in steps:
+        store.save(step, {"weights": FileImage((bytes(8),))})
+
+
+def test_a_request_to_save_without_a_trainer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid_space="another machine").request_save()
+    (tmp_path / "run" / "status.json").unlink()
+    (tmp_path / "run").rmdir()
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").request_save()
+
+
+def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is not below the supervisor has come by the number of a trainer that is gone."""
+    monkeypatch.setattr(own_run, "send", lambda *_: pytest.fail("a stranger got the signal"))
+    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).request_save()
+
+
+def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status names the step from which the same command goes on, and no checkpoint of its own holds that."""
+    run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
+    outcome = run.classify(AttemptResult(Evidence(), returncode=0))
+    assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)
+
+
+def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_in(tmp_path, monkeypatch, status="failed", reason="error:OSError")
+    write_failure(tmp_path / "run", 1, 0, Failure("nonfinite", "as planned", 0, 1.0)).write_text("{")
+    outcome = run.classify(AttemptResult(Evidence(), returncode=1))
+    assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
+
+
+def test_checkpoints_from_before_a_rollback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt that was asked to go back ended before it had set the newer ones aside."""
+    (tmp_path / "run").mkdir()
+    checkpoint(tmp_path, 2, 4, 6)
+    tell(tmp_path, status="failed", reason="nonfinite", attempt=1)
+    write_recovery(tmp_path / "run", Recovery(0.5, resume_at_most_step=3, after_attempt=1))
+    monkeypatch.chdir(tmp_path)
+    run = own_run.OwnRun(["true"], ["output_dir=run"])
+    run.begin_attempt()
+    assert not run.classify(AttemptResult(Evidence(), returncode=1)).progress
+    tell(tmp_path, status="failed", reason="nonfinite", attempt=2)
+    assert run.classify(AttemptResult(Evidence(), returncode=1)).progress
+
+
+def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
+    run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
+    assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
+
+
+def test_a_run_that_still_prints_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
+    assert run.stop_order(Evidence()) is None  # it was launched a moment ago; its disk may be full
+
+
+def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started = run_in(tmp_path, monkeypatch), time.monotonic()
+    for hour in range(3):  # in which it says nothing
+        tell(tmp_path, heartbeat=time.time() + hour)
+        monkeypatch.setattr(time, "monotonic", lambda hour=hour: started + 3600 * hour)
+        assert run.stop_order(Evidence()) is None
+    monkeypatch.setattr(time, "monotonic", lambda: started + 3600 * 3)
+    assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
+
+
+def test_a_clock_that_jumps_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started, now = run_in(tmp_path, monkeypatch), time.monotonic(), time.time()
+    for look in range(3):
+        tell(tmp_path, heartbeat=now + 100 * look)
+        monkeypatch.setattr(time, "monotonic", lambda look=look: started + 100 * look)
+        monkeypatch.setattr(time, "time", lambda look=look: now + 100 * look + 3600)
+        assert run.stop_order(Evidence()) is None
+
+
+def test_a_status_that_cannot_be_read_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch)
+    (tmp_path / "run" / "status.json").unlink()
+    (tmp_path / "run" / "status.json").mkdir()  # for a disk that gives an error
+    assert run.stop_order(Evidence()) is None
+    assert "no training on this machine" in run.request_save()
+
+
+def test_a_status_that_cannot_be_read_is_no_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch)
+    (tmp_path / "run" / "status.json").write_text("{")
+    with pytest.raises(BadInput, match="status"):
+        run.classify(AttemptResult(Evidence(), returncode=0))
+
+
+def test_a_run_that_has_ended_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
+    run = run_in(tmp_path, monkeypatch, status="completed", heartbeat=0.0)
+    assert run.stop_order(Evidence()) is None
+
+
+# recovery.json
+
+
+def test_recovery_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert read_recovery(tmp_path / "run") == Recovery()
+    state = Recovery(0.5, 3, 120, 4, ("attempt 4: non-finite values",))
+    write_recovery(tmp_path / "run", state)
+    assert read_recovery(tmp_path / "run") == state
+    assert json.loads((tmp_path / "run" / "recovery.json").read_text())["because"] == list(state.because)
+
+
+def test_a_disk_that_takes_no_recovery_state_is_one_explanation(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(CheckpointError, match="the recovery state cannot be written"):
+        write_recovery(tmp_path / "run", Recovery(0.5))
+
+
+def test_going_back_is_asked_of_one_attempt_only() -> None:
+    state = Recovery(resume_at_most_step=120, after_attempt=4)
+    assert [state.latest_step_allowed(attempt) for attempt in (3, 4, 5, None)] == [None, 120, None, None]
+    assert Recovery().latest_step_allowed(None) is None
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"learning_rate_factor": 0}', '{"learning_rate_factor": "x"}'])
+def test_a_recovery_state_that_is_none_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recovery.json").write_text(text)
+    with pytest.raises(CheckpointError, match="recovery state cannot be read"):
+        read_recovery(tmp_path)

@@ -1,0 +1,216 @@
+"""The table of decisions, row by row, and as the documentation shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ci_llm.supervisor.policy import UNCHANGED, Decision, Kind, Outcome, Policy, decide
+from tests.supervisor.terminal import ROOT
+from tools.decide_table import CASES, render_table
+
+KINDS: Sequence[Kind] = ("nonfinite", "out_of_memory", "disk_full", "hang", "killed", "crashed")
+
+
+def ran(kind: Kind, *, progress: bool = False, stopping: bool = False, good_step: int | None = None) -> Outcome:
+    return Outcome(kind, "", stopping, progress, 2e-4, 32, good_step)
+
+
+def after(*kinds: Kind, policy: Policy | None = None) -> Decision:
+    """What follows attempts that ended like this, none of which brought anything."""
+    *history, last = (ran(kind) for kind in kinds)
+    return decide(history, last, policy or Policy())
+
+
+def test_completed_finishes_and_nothing_else_matters() -> None:
+    for outcome in (ran("completed"), ran("completed", stopping=True)):
+        assert decide([ran("crashed")] * 50, outcome, Policy()) == Decision("finish", "completed", exit_code=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_attempt_that_was_told_to_stop_is_never_relaunched(kind: Kind) -> None:
+    decision = decide([], ran(kind, stopping=True), Policy())
+    assert (decision.action, decision.exit_code) == ("requeue", 75)
+
+
+def test_an_interrupted_attempt_is_to_be_called_again() -> None:
+    assert (after("interrupted").action, after("interrupted").exit_code) == ("requeue", 75)
+
+
+def test_a_refused_call_is_not_repeated() -> None:
+    assert (after("refused").action, after("refused").exit_code) == ("give up", 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_retries_are_limited_for_every_kind(kind: Kind) -> None:
+    last = ran(kind, progress=True)
+    assert decide([ran("killed", progress=True)] * 9, last, Policy()).exit_code is None
+    exhausted = decide([ran("killed", progress=True)] * 10, last, Policy())
+    assert (exhausted.action, exhausted.exit_code) == ("give up", 1)
+    assert "all 10 retries are used up" in exhausted.why
+
+
+def test_nonfinite_cuts_the_learning_rate_and_nothing_else() -> None:
+    decision = after("nonfinite")
+    assert decision.action == "relaunch"
+    assert decision.learning_rate == pytest.approx(2e-4 / 1.5)
+    assert (decision.batch_size, decision.resume_at_most_step, decision.wait_s) == (None, None, 0)
+
+
+def test_cuts_get_harder_after_three_without_progress() -> None:
+    rates, history = [1e-1], []
+    while (decision := decide(history, Outcome("nonfinite", learning_rate=rates[-1]), Policy())).learning_rate:
+        history.append(Outcome("nonfinite", learning_rate=rates[-1]))
+        rates.append(decision.learning_rate)
+    assert [f"{rate:.3g}" for rate in rates] == [
+        "0.1",
+        "0.0667",
+        "0.0444",
+        "0.0296",
+        *["0.00296", "0.000296", "2.96e-05", "2.96e-06", "1e-06"],
+    ]
+    history[-1] = replace(history[-1], progress=True)
+    assert decide(history, Outcome("nonfinite", learning_rate=3e-3), Policy()).learning_rate == 2e-3
+
+
+@pytest.mark.parametrize("between", ["crashed", "killed", "disk_full", "out_of_memory"])
+def test_what_comes_between_two_cuts_says_nothing_about_them(between: Kind) -> None:
+    assert after("nonfinite", "nonfinite", between, "nonfinite", between, "nonfinite").learning_rate == 2e-5
+    assert after("nonfinite", between, "nonfinite", "nonfinite").learning_rate == pytest.approx(2e-4 / 1.5)
+
+
+def test_a_cut_that_brought_progress_was_not_in_vain() -> None:
+    last = replace(ran("nonfinite"), progress=True)
+    assert decide([ran("nonfinite")] * 3, last, Policy()).learning_rate == pytest.approx(2e-4 / 1.5)
+
+
+def test_the_same_early_crash_is_final_between_cuts_as_well() -> None:
+    """A cut changes something, so that the crash before it does not count; the one after it does."""
+    cuts = [ran("nonfinite")] * 3
+    assert decide([crashed(), *cuts], crashed(), Policy()).action == "wait"
+    assert decide([*cuts, crashed()], crashed(), Policy()).action == "give up"
+    assert decide([*cuts, crashed()], ran("nonfinite"), Policy()).learning_rate == 2e-5
+
+
+def test_nonfinite_goes_back_where_a_run_can() -> None:
+    assert decide([], ran("nonfinite", good_step=250), Policy()).resume_at_most_step == 250
+    assert decide([], ran("nonfinite", good_step=0), Policy()).resume_at_most_step == 0
+
+
+def test_the_learning_rate_never_falls_below_the_smallest() -> None:
+    policy = Policy(min_learning_rate=1.9e-4)
+    assert after("nonfinite", policy=policy).learning_rate == 1.9e-4
+    at_it = decide([], Outcome("nonfinite", learning_rate=1.9e-4), policy)
+    assert (at_it.action, at_it.exit_code) == ("give up", 1)
+
+
+def test_out_of_memory_cuts_the_batch_and_nothing_else() -> None:
+    decision = after("out_of_memory")
+    assert (decision.action, decision.batch_size) == ("relaunch", 21)
+    assert (decision.learning_rate, decision.wait_s) == (None, 0)
+
+
+@pytest.mark.parametrize(("size", "smaller"), [(32, 21), (21, 14), (3, 2), (2, 1)])
+def test_every_cut_makes_the_batch_smaller(size: int, smaller: int) -> None:
+    assert decide([], Outcome("out_of_memory", batch_size=size), Policy()).batch_size == smaller
+
+
+def test_the_batch_never_falls_below_the_smallest() -> None:
+    policy = Policy(min_batch_size=30)
+    assert after("out_of_memory", policy=policy).batch_size == 30
+    assert decide([], Outcome("out_of_memory", batch_size=30), policy).exit_code == 1
+
+
+def test_an_unknown_value_cannot_be_cut() -> None:
+    for kind in ("nonfinite", "out_of_memory"):
+        decision = decide([], Outcome(kind), Policy())
+        assert (decision.action, decision.exit_code) == ("give up", 1)
+        assert "is known that could be cut" in decision.why
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wait_s"),
+    [
+        (["killed"], 0),
+        (["killed", "killed"], 5),
+        (["hang"], 0),
+        (["crashed"], 5),
+        (["crashed", "crashed"], 10),
+        (["crashed", "killed"], 5),
+        (["disk_full"], 60),
+        (["disk_full", "disk_full"], 120),
+        (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted anew
+    ],
+)
+def test_pauses_grow_without_progress(kinds: list[Kind], wait_s: float) -> None:
+    decision = after(*kinds)
+    assert decision.wait_s == wait_s
+    assert decision.action == ("wait" if wait_s else "relaunch")
+
+
+def test_no_pause_is_longer_than_the_longest() -> None:
+    assert after(*["crashed"] * 30, policy=Policy(max_retries=99, patience=99)).wait_s == 600
+
+
+@pytest.mark.parametrize("kind", sorted(UNCHANGED))
+def test_three_attempts_without_progress_are_enough(kind: Kind) -> None:
+    assert after("crashed", kind).exit_code is None
+    decision = after("crashed", "killed", kind)
+    assert (decision.action, decision.exit_code) == ("give up", 1)
+    assert "3 attempts in a row without progress" in decision.why
+
+
+SAME = "ImportError: no module named flash_attn"
+
+
+def crashed(signature: str | None = SAME, duration_s: float = 2.0, *, progress: bool = False) -> Outcome:
+    return Outcome(
+        "crashed", f"exit code 1: {signature}", signature=signature, duration_s=duration_s, progress=progress
+    )
+
+
+@pytest.mark.parametrize(
+    ("history", "outcome", "gives_up"),
+    [
+        ([], crashed(), False),
+        ([crashed()], crashed(), True),
+        ([ran("nonfinite"), crashed()], crashed(), True),
+        ([crashed("KeyError: 'x'")], crashed(), False),
+        ([crashed(None)], crashed(None), False),  # nobody knows why, or it may pass by itself
+        ([crashed(duration_s=61.0)], crashed(), False),
+        ([crashed()], crashed(duration_s=61.0), False),
+        ([crashed(progress=True)], crashed(), False),
+        ([crashed()], crashed(progress=True), False),
+        ([crashed(), ran("killed")], crashed(), True),  # three in a row without progress
+        ([crashed(), ran("nonfinite")], crashed(), False),  # something was changed in between
+    ],
+)
+def test_the_same_early_crash_twice_is_enough(history: list[Outcome], outcome: Outcome, gives_up: bool) -> None:
+    assert (decide(history, outcome, Policy()).exit_code == 1) == gives_up
+
+
+def test_the_exception_is_in_the_reason() -> None:
+    assert SAME in decide([crashed()], crashed(), Policy()).why
+
+
+def test_progress_starts_the_count_anew() -> None:
+    history = [ran("killed"), ran("killed", progress=True), ran("killed")]
+    assert decide(history, ran("killed"), Policy()).exit_code is None
+    assert decide(history, ran("killed", progress=True), Policy()).wait_s == 0
+    assert decide([*history, ran("killed")], ran("killed"), Policy()).exit_code == 1
+
+
+def test_what_is_changed_needs_no_progress() -> None:
+    assert after(*["nonfinite"] * 8).action == "relaunch"
+    assert after(*["out_of_memory"] * 8).action == "relaunch"
+
+
+def test_the_documentation_holds_the_table_as_decide_computes_it() -> None:
+    assert render_table() in Path(ROOT, "docs", "supervision.md").read_text(encoding="utf-8")
+
+
+def test_the_table_has_a_row_for_every_kind() -> None:
+    assert {outcome.kind for _, _, _, outcome in CASES} == {"completed", "interrupted", "refused", *KINDS}

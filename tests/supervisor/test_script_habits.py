@@ -1,0 +1,344 @@
+"""Scripts in the shape that public ones have: how they take a configuration, resume, print their rate and save."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci_llm.errors import ConfigError
+from ci_llm.supervisor.external_script import ExternalScript
+from ci_llm.supervisor.options import parse_options
+from ci_llm.supervisor.resumption import Resumption
+from ci_llm.supervisor.script_command import with_file, with_name
+from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone
+
+
+def run(folder: Path, *words: str | Path, code: int = 0) -> str:
+    """What a supervision says from its begin to its end."""
+    with Terminal(*words, cwd=folder, hasty=True) as terminal:
+        assert terminal.wait() == code, terminal.text
+    return terminal.text
+
+
+def commands(told: str) -> list[str]:
+    """The commands of the attempts, without the interpreter."""
+    return [line.replace(f"{sys.executable} {SCRIPTS}/", "") for line in re.findall(r"attempt \d+ of \d+: (.*)", told)]
+
+
+# How they take a configuration
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [["my.yaml"], ["./my.yaml", "--config=my.yaml"], ["{folder}/my.yaml", "--config", "my.yaml"]]
+)
+def test_a_positional_configuration_is_exchanged_and_nothing_is_added(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "my.yaml").write_text("optim: {lr: 2e-4}\n")
+    line = [word.format(folder=tmp_path) for word in words]
+    told = run(
+        tmp_path,
+        *["--config", "my.yaml", "--lr-key", "optim.lr", "--", sys.executable, SCRIPTS / "positional_config.py", *line],
+    )
+    first, second, third = commands(told)
+    assert first == " ".join(["positional_config.py", *line])
+    for retry, command in enumerate((second, third), 1):
+        plain = re.sub(rf"my_retry_{retry}_[0-9a-f]+\.yaml", "my.yaml", command)
+        assert plain == first
+        assert command.count("_retry_") == len([word for word in line if "my.yaml" in word])
+    assert "step 1 lr 8.89e-05 loss 0.5" in told
+    assert [path.name for path in tmp_path.glob("*.yaml")] == ["my.yaml"]
+
+
+def test_a_configuration_behind_a_key_is_exchanged(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("lr: 1.2e-4\n")
+    script = [sys.executable, SCRIPTS / "key_equals_value.py", "config=my.yaml", "name=x"]
+    told = run(tmp_path, "--config", "my.yaml", "--lr-key", "lr", "--", *script)
+    assert re.fullmatch(r"key_equals_value.py config=my_retry_1_\w+\.yaml name=x", commands(told)[1])
+    assert "'learning_rate': 8e-05" in told
+
+
+@pytest.mark.slow
+def test_a_key_that_is_added_takes_the_form_that_argparse_reads(tmp_path: Path) -> None:
+    """The script finds its configuration by itself; nothing on its command line names it."""
+    (tmp_path / "my.yaml").write_text("optim: {lr: 2e-4}\nlearning_rate: 1.2e-4\n")
+    (tmp_path / "run.sh").write_text(f'exec {sys.executable} {SCRIPTS / "positional_config.py"} my.yaml "$@"\n')
+    words = ["--config", "other.yaml", "--override-style", "argparse", "--lr-key", "learning_rate"]
+    (tmp_path / "other.yaml").write_text("learning_rate: 1.2e-4\n")
+    told = run(tmp_path, *words, "--", "sh", "run.sh")
+    assert commands(told)[1].endswith("run.sh --learning_rate=8.0e-05")
+    assert "step 1 lr 8e-05 loss 0.5" in told
+
+
+@pytest.mark.slow
+def test_a_command_that_names_its_configuration_as_hydra_does(tmp_path: Path) -> None:
+    hydra_folder(tmp_path, PLAIN)
+    named = ["--config-path", str(tmp_path / "conf"), "--config-name", "config"]
+    told = run(tmp_path, *named, "--", sys.executable, SCRIPTS / "hydra_fit.py", *named)
+    assert re.findall(r"model=mlp lr=(\S+)", told) == ["0.0003", "0.0002", "0.000133"]
+    assert re.search(r" --config-name config_retry_2_\w+\n", told)
+    assert "training.learning_rate=" not in told
+
+
+def test_names_of_hydra_are_exchanged_in_a_command() -> None:
+    words = ["fit.py", "--config-name", "exp/a", "-cn", "exp/a.yaml", "--config-name=exp/a", "exp/a", "--config-name=b"]
+    assert with_name(words, "exp/a", "exp/a_retry") == [
+        *["fit.py", "--config-name", "exp/a_retry", "-cn", "exp/a_retry", "--config-name=exp/a_retry"],
+        *["exp/a", "--config-name=b"],
+    ]
+
+
+@pytest.mark.parametrize("word", ["{}", "./c/../{}", "x={}", "--x={}"])
+def test_a_word_that_is_the_file_is_exchanged(word: str) -> None:
+    assert with_file([word.format("c/a.yaml")], Path("c/a.yaml"), Path("c/b.yaml")) == [word.format("c/b.yaml")]
+
+
+@pytest.mark.parametrize("word", ["a.yaml", "c/a.yaml.bak", "x=y=c/a.yaml", "c", "x=", ""])
+def test_any_other_word_stays(word: str) -> None:
+    assert with_file([word], Path("c/a.yaml"), Path("c/b.yaml")) == [word]
+
+
+# Cuts that do not act
+
+
+def hydra_folder(folder: Path, config: str) -> Path:
+    for name, text in {
+        "config.yaml": config,
+        "model/mlp.yaml": "name: mlp\nstable_below: 1.5e-4\nfits: 100\n",
+        "search/lr.yaml": "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
+        "  sweeper:\n    params:\n      training.learning_rate: 2e-4\n",
+    }.items():
+        (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "conf" / name).write_text(text)
+    return folder
+
+
+PLAIN = (
+    "defaults: [{model: mlp}, _self_]\nhydra: {sweep: {dir: out}, output_subdir: null}\n"
+    "training: {learning_rate: 3e-4, meta_batch_size: 32, schedule: {constant_product: 500}}\n"
+)
+SWEPT = PLAIN.replace("output_subdir: null", "output_subdir: null, sweeper: {params: {training.learning_rate: 2e-4}}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SWEPT, ["-m"]),
+        (SWEPT, ["hydra.mode=MULTIRUN"]),
+        (PLAIN, ["+search=lr"]),
+        (SWEPT.replace("2e-4", "3e-4"), ["-m", "hydra.sweeper.params={training.learning_rate:2e-4}"]),
+    ],
+)
+def test_a_cut_of_a_rate_that_hydra_sweeps_acts(tmp_path: Path, config: str, words: list[str]) -> None:
+    hydra_folder(tmp_path, config)
+    told = run(tmp_path, "--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", *words)
+    assert re.findall(r"model=mlp lr=(\S+)", told) == ["0.0002", "0.000133"]
+    assert "training.learning_rate: 2e-4 -> 0.00013333333" in told
+    assert "trained" in told
+    assert "not believed" not in told
+
+
+@pytest.mark.slow
+def test_a_sweep_over_several_rates_is_no_number_to_start_from(tmp_path: Path) -> None:
+    hydra_folder(tmp_path, SWEPT.replace("2e-4", "'2e-4,1e-4'"))
+    words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "--lr-key", "training.learning_rate"]
+    told = run(tmp_path, *words, "-m", code=2)
+    assert "training.learning_rate has no value that is a number: Hydra sweeps over 2e-4,1e-4" in told
+
+
+@pytest.mark.slow
+def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_ones(tmp_path: Path) -> None:
+    """The script goes on from optimizer state of its own, which holds the rate of the first attempt."""
+    (tmp_path / "fit.py").write_text(
+        "import pathlib, sys\nstate = pathlib.Path('state')\n"
+        "lr = float(sys.argv[1].partition('=')[2])\n"
+        "print('training with learning_rate:', lr)\n"
+        "lr = float(state.read_text()) if state.exists() and lr > 1e-5 else lr\nstate.write_text(str(lr))\n"
+        "print(f'step 1 | lr {lr:.2e} | loss', 'nan' if lr > 1e-4 else 0.5)\n"
+    )
+    told = run(tmp_path, "--lr-key", "lr", "--", sys.executable, "fit.py", "lr=1e-3")
+    doubted = re.findall(r"attempt (\d) ended .*nonfinite: .*the cut is not believed: (.*)", told)
+    assert doubted[:4] == [
+        ("2", "it printed learning rate 1.00e-03, and 0.000667 was asked for"),
+        ("3", "it printed learning rate 1.00e-03, and 0.000444 was asked for"),
+        ("4", "it printed learning rate 1.00e-03, and 0.000296 was asked for"),
+        ("5", "it printed learning rate 1.00e-03, and 2.96e-05 was asked for"),
+    ]
+    assert told.count("another key may set the rate (--lr-key names it)") == 2  # once, and in the story at the end
+    assert "attempt 6 ended" in told
+    assert "completed" in told  # below 1e-5 the script takes what it is given
+
+
+# How they go on
+
+
+GPT = (sys.executable, SCRIPTS / "resumes_if_told.py")
+
+
+def begins(told: str) -> list[str]:
+    return re.findall(r"(?:scratch|resume) at step \d+", told)
+
+
+def test_words_for_the_second_attempt_let_a_script_go_on_from_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "faults").write_text("25 33")
+    (tmp_path / "gpt.py").write_text("max_iters = 50\n")
+    told = run(tmp_path, "--on-retry", "--init_from=resume", "--", *GPT, "gpt.py")
+    assert begins(told) == ["scratch at step 0", "resume at step 20", "resume at step 30"]
+    assert [line.removeprefix("resumes_if_told.py ") for line in commands(told)] == [
+        "gpt.py",
+        *["gpt.py --init_from=resume"] * 2,
+    ]
+
+
+@pytest.mark.slow
+def test_before_there_is_a_checkpoint_a_script_is_not_told_to_go_on_from_it(tmp_path: Path) -> None:
+    (tmp_path / "faults").write_text("0 25")
+    words = ["--on-retry", "--init_from=resume", "--goes-on-from", "out/ck*"]
+    told = run(tmp_path, *words, "--", *GPT)
+    assert begins(told) == ["scratch at step 0", "scratch at step 0", "resume at step 20"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_an_earlier_call_left_is_resumed_from(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ckpt").write_text("30")
+    told = run(tmp_path, "--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT)
+    assert "the script goes on: --init_from=resume (to begin anew, move its checkpoints away)" in told
+    assert begins(told) == ["resume at step 30"]
+
+
+@pytest.mark.slow
+def test_new_checkpoints_are_progress(tmp_path: Path) -> None:
+    """Five crashes in a row, and each attempt came further than the one before."""
+    (tmp_path / "faults").write_text("11 21 31 41 51")
+    words = ["--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT, "--max_iters=60"]
+    assert "resume at step 50" in run(tmp_path, *words)
+
+
+@pytest.mark.slow
+def test_an_adjusted_key_and_words_for_the_retry_come_together(tmp_path: Path) -> None:
+    words = ["--override-style", "argparse", "--lr-key", "learning_rate", "--on-retry", "--init_from=resume"]
+    told = run(tmp_path, *words, "--learning_rate=1e-3", "--", *GPT, "--stable_below=7e-4")
+    assert commands(told)[1].endswith("--stable_below=7e-4 --learning_rate=0.00066666667 --init_from=resume")
+    assert "iter 40: loss 0.5, lr 6.67e-04" in told
+
+
+def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    resumption = Resumption("--resume_from_checkpoint '{checkpoint}' ckpt_path={checkpoint}", "out/checkpoint-*", {})
+    assert resumption.words() == []
+    assert resumption.rerun_effect == "the same command begins anew, for there is no out/checkpoint-*"
+    for step, written in ((500, 3), (1000, 5), (1500, 4)):
+        path = tmp_path / "out" / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        (path / "weights").touch()
+        for one in (path / "weights", path):
+            os.utime(one, (written, written))
+    newest = "out/checkpoint-1000"
+    assert resumption.words() == ["--resume_from_checkpoint", newest, f"ckpt_path={newest}"]
+    assert resumption.rerun_effect.startswith("the same command goes on, with --resume_from_checkpoint")
+    os.utime(tmp_path / "out" / "checkpoint-500" / "weights", (9, 9))  # written again in place
+    assert resumption.words()[1] == "out/checkpoint-500"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("on_retry", "told"),
+    [
+        (None, "unless it resumes by itself"),
+        ("--init_from=resume", "begins anew; with --init_from=resume it goes on"),
+    ],
+)
+def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(
+    tmp_path: Path, on_retry: str | None, told: str
+) -> None:
+    (tmp_path / "waits.py").write_text("import signal\nprint('ready', flush=True)\nsignal.pause()\n")
+    words = ["--on-retry", on_retry] if on_retry else []
+    with Terminal(*words, "--", sys.executable, "waits.py", cwd=tmp_path) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75, terminal.text
+    assert told in terminal.text
+    assert "the same command goes on" not in terminal.text
+
+
+def test_a_job_that_slurm_has_requeued_is_at_its_second_attempt() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    assert Resumption("--resume last", None, job).words() == ["--resume", "last"]
+    first = Resumption("--resume last", None, job | {"SLURM_RESTART_COUNT": "0"})
+    assert first.words() == []
+    assert first.rerun_effect.endswith("with --resume last it goes on, which a job gets that SLURM puts back")
+
+
+def test_wandb_runs_of_attempts_that_are_resumed_stay() -> None:
+    assert ExternalScript(parse_options(["--", "true"])).restarts_from_scratch
+    assert not ExternalScript(parse_options(["--on-retry", "--resume", "--", "true"])).restarts_from_scratch
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--on-retry", "ckpt={checkpoint}"], "{checkpoint} stands for nothing"),
+        (["--on-retry", "--name 'x"], "the words cannot be told apart"),
+        (["--stop-signal", "INT"], "there is no signal 'INT'"),
+    ],
+)
+def test_impossible_words_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        ExternalScript(parse_options([*words, "--", "true"]))
+
+
+# How they are stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [[], ["launcher"]])
+def test_ctrl_c_reaches_a_script_that_saves_at_it(tmp_path: Path, kind: list[str]) -> None:
+    command = [sys.executable, SCRIPTS / "saves_at_ctrl_c.py", *kind]
+    with Terminal("--grace", "120", "--", *command, cwd=tmp_path) as terminal:
+        terminal.read_until("ready")
+        processes = terminal.descendants()
+        terminal.signal(signal.SIGINT)
+        assert terminal.wait() == 75, terminal.text
+        assert_gone(processes)
+    assert (tmp_path / "saved").exists()
+    assert "interrupted: signal:SIGINT" in terminal.text
+
+
+def test_term_is_passed_on_as_term(tmp_path: Path) -> None:
+    with Terminal("--", sys.executable, SCRIPTS / "saves_at_ctrl_c.py", cwd=tmp_path) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75, terminal.text
+    assert not (tmp_path / "saving").exists()
+
+
+@pytest.mark.slow
+def test_a_script_can_be_stopped_by_the_signal_that_it_knows(tmp_path: Path) -> None:
+    command = ["--stop-signal", "SIGINT", "--grace", "120", "--", sys.executable, SCRIPTS / "saves_at_ctrl_c.py"]
+    with Terminal(*command, cwd=tmp_path) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 75, terminal.text
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.slow
+def test_a_script_that_ignores_ctrl_c_gets_term_before_it_is_killed(tmp_path: Path) -> None:
+    """A job in the background of a shell ignores SIGINT, as POSIX wants it."""
+    (tmp_path / "saves.py").write_text(
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved').touch(), sys.exit()))\n"
+        "print('ready', flush=True)\nwhile True:\n    signal.pause()\n"
+    )
+    (tmp_path / "run.sh").write_text(f"{sys.executable} saves.py &\nwait\n")
+    with Terminal("--grace", "2", "--", "sh", "run.sh", cwd=tmp_path) as terminal:
+        terminal.read_until("ready")
+        terminal.signal(signal.SIGINT)
+        assert terminal.wait() == 75, terminal.text
+    assert (tmp_path / "saved").exists()

@@ -1,0 +1,187 @@
+"""W&B runs of failed attempts: which are deleted, which stay, and through the real client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ci_llm.core.run_status import is_alive
+from ci_llm.supervisor import wandb_cleanup
+from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.wandb_cleanup import WandbCleanup
+from tests.supervisor.terminal import Terminal
+from tests.supervisor.wandb_server import WandbServer
+
+KEY = "0123456789" * 4
+
+
+class FakeTask:
+    """Stands in for the process that talks to W&B: every run is deleted, but for those it is told about."""
+
+    def __init__(self, done: bool = True, **results: str) -> None:
+        self.done, self.results, self.asked = done, results, list[str]()
+
+    def __call__(self, module: str, arguments: Sequence[str], *, timeout_s: float) -> tuple[bool, str]:
+        assert module == "wandb_cleanup"
+        assert float(arguments[0]) <= time.time()
+        self.asked += arguments[1:]
+        lines = ["wandb: some chatter"]
+        for path in arguments[1:] if self.done else ():
+            lines.append(json.dumps({"run": path, "result": self.results.get(path.rpartition("/")[2], "deleted")}))
+        return self.done, "\n".join([*lines, "wandb.errors.UsageError: api_key not configured"])
+
+
+def said(*lines: str) -> Evidence:
+    evidence = Evidence()
+    for line in lines:
+        evidence.note(line)
+    return evidence
+
+
+def url(run: str) -> str:
+    return f"wandb: 🚀 View run at https://wandb.ai/team/project/runs/{run}"
+
+
+def test_only_runs_of_failed_attempts_are_deleted() -> None:
+    run_task = FakeTask()
+    runs = WandbCleanup({}, run_task)
+    runs.note(said(url("one"), url("two")), failed=True)
+    runs.note(said(url("three")), failed=False)
+    assert runs.delete_failed(timeout_s=1) == [
+        "deleted the W&B run of a failed attempt: team/project/one",
+        "deleted the W&B run of a failed attempt: team/project/two",
+    ]
+    assert run_task.asked == ["team/project/one", "team/project/two"]
+
+
+def test_a_run_that_goes_on_stays() -> None:
+    run_task = FakeTask()
+    runs = WandbCleanup({}, run_task)
+    runs.note(said("wandb: Resuming run calm-sky-3", url("older")), failed=True)
+    runs.note(said(url("same")), failed=True)
+    runs.note(said("wandb: Resuming run calm-sky-3", url("same")), failed=False)
+    assert runs.delete_failed(timeout_s=1) == []
+    assert run_task.asked == []
+
+
+def test_what_the_output_does_not_name_is_in_the_environment() -> None:
+    line = "wandb: Run data is saved locally in wandb/run-20240115_103045-abc"
+    for environ, asked in (
+        ({"WANDB_ENTITY": "e", "WANDB_PROJECT": "p"}, ["e/p/abc"]),
+        ({"WANDB_PROJECT": "p"}, ["p/abc"]),
+        ({}, []),
+    ):
+        run_task = FakeTask()
+        runs = WandbCleanup(environ, run_task)
+        runs.note(said(line), failed=True)
+        told = runs.delete_failed(timeout_s=1)
+        assert run_task.asked == asked
+        assert len(told) == 1
+    assert told == ["W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"]
+
+
+def test_a_url_says_more_than_a_folder() -> None:
+    run_task = FakeTask()
+    runs = WandbCleanup({"WANDB_PROJECT": "other"}, run_task)
+    folder = "wandb: Run data is saved locally in wandb/run-20240115_103045-abc"
+    runs.note(said(folder, url("abc"), folder), failed=True)
+    runs.delete_failed(timeout_s=1)
+    assert run_task.asked == ["team/project/abc"]
+
+
+def test_a_failure_is_told_and_nothing_more() -> None:
+    runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
+    runs.note(said(url("one")), failed=True)
+    [line] = runs.delete_failed(timeout_s=1)
+    assert line == "the W&B run of a failed attempt stays: team/project/one (CommError: Could not find run)"
+    runs = WandbCleanup({}, FakeTask(done=False))
+    runs.note(said(url("one")), failed=True)
+    [line] = runs.delete_failed(timeout_s=1)
+    assert line.endswith("(wandb.errors.UsageError: api_key not configured)")
+
+
+def test_without_wandb_nothing_is_deleted_and_nothing_breaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(sys, "argv", ["wandb_cleanup", "0", "a/b/c"])
+    assert wandb_cleanup.main() == 1
+    assert capsys.readouterr().out == "wandb is not installed\n"
+
+
+def fit(folder: Path, runs: list[str]) -> None:
+    """A script that names another run at each launch, and has NaN in all but the last."""
+    (folder / "fit.py").write_text(
+        "import pathlib\ncount = pathlib.Path('count')\n"
+        "launch = int(count.read_text()) if count.exists() else 0\ncount.write_text(str(launch + 1))\n"
+        f"run = {runs!r}[launch]\n"
+        "print('wandb: View run calm-sky-3 at: https://wandb.ai/team/project/runs/' + run)\n"
+        f"print('loss', 'nan' if launch < {len(runs) - 1} else 0.1)\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: bool) -> None:
+    pytest.importorskip("wandb", reason="wandb is an extra")
+    fit(tmp_path, ["bad1", "bad2", "older", "good"])
+    now = time.time()
+    ages = {"bad1": now, "bad2": now, "older": now - 86400, "good": now, "stranger": now}
+    with WandbServer({f"team/project/{run}": created for run, created in ages.items()}) as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
+        option = ["--no-delete-wandb-runs"] if keep else []
+        words = [*option, "--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
+        with Terminal(*words, cwd=tmp_path, env=env) as terminal:
+            assert terminal.wait() == 0, terminal.text
+    assert server.deleted == ([] if keep else ["team/project/bad1", "team/project/bad2"])
+    told = (tmp_path / "safe_train.log").read_text()
+    assert ("deleted the W&B run of a failed attempt: team/project/bad2" in told) == (not keep)
+    assert ("stays: team/project/older (it is older than this supervision)" in told) == (not keep)
+
+
+#: A client that chatters, starts a service of its own, and deletes nothing.
+CLIENT = """
+import subprocess
+service = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+open("service", "w").write(str(service.pid))
+print("{'no': JSON")
+class errors:
+    class Error(Exception): ...
+class Api:
+    def __init__(self, timeout): ...
+    def run(self, path): raise errors.Error("no such run")
+"""
+
+
+def test_a_client_leaves_no_process_and_its_chatter_does_no_harm(tmp_path: Path) -> None:
+    fit(tmp_path, ["bad", "good"])
+    (tmp_path / "client").mkdir()
+    (tmp_path / "client" / "wandb.py").write_text(CLIENT)
+    words = ["--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
+    with Terminal(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "client")}) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "stays: team/project/bad (Error: no such run)" in (tmp_path / "safe_train.log").read_text()
+    service = int((tmp_path / "service").read_text())
+    if survived := is_alive(service):
+        os.kill(service, signal.SIGKILL)
+    assert not survived
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_be_reached_is_no_failure(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is an extra")
+    fit(tmp_path, ["bad", "good"])
+    with WandbServer({}) as server:
+        pass
+    env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
+    words = ["--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
+    with Terminal(*words, cwd=tmp_path, env=env) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    assert "the W&B run of a failed attempt stays: team/project/bad" in (tmp_path / "safe_train.log").read_text()
