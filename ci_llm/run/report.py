@@ -14,7 +14,9 @@ from ci_llm.data.rows import TrainedOn
 from ci_llm.report.page import write_report
 
 if TYPE_CHECKING:
-    from ci_llm.run.context import Run
+    from ci_llm.checkpoints.manager import CheckpointManager
+    from ci_llm.distributed.processes import Processes
+    from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -142,19 +144,17 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
 
 
-def leave_page(run: Run) -> None:
+def leave_page(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager) -> None:
     """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
 
     A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is
     over: to leave in time is worth more, and `ci-llm report RUN` writes the page later.
     """
-    config, told_at = run.config, run.interrupts.stop_requested_at
-    grace_s = min(config.grace_s, run.processes.launch.kill_delay_s)
+    told_at = interrupts.stop_requested_at
+    grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and time.monotonic() - told_at > grace_s / 3:
         return
-    if not (
-        config.write_report and run.processes.is_main and find_spec("matplotlib") and run.manager.store.still_held()
-    ):
+    if not (config.write_report and processes.is_main and find_spec("matplotlib") and manager.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)
