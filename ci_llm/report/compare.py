@@ -12,7 +12,7 @@ from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
 from ci_llm.report.curves import thinned
 from ci_llm.report.facts import Points, RunFacts
-from ci_llm.report.scores import Gain, Score, comparable, difference, how_measured, scores
+from ci_llm.report.scores import Gain, Score, comparable, difference, scores, what_evaluated
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
@@ -138,7 +138,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
         yield f"{pair}: {_told(gain) if gain else f'not compared ({why})'}"
     yield from dict.fromkeys(
-        f"{letter}: {how_measured(run.evaluation)}, over {run.evaluation['n']} rows of {run.evaluation['task']}"
+        f"{letter}: {what_evaluated(run.evaluation)}"
         for letter, run in zip(LETTERS, runs, strict=False)
         if run.evaluation
     )

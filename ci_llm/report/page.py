@@ -17,7 +17,7 @@ from ci_llm.errors import ConfigError
 from ci_llm.report import curves
 from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
 from ci_llm.report.facts import RunFacts, read_run, settings
-from ci_llm.report.scores import gains, how_measured, scores
+from ci_llm.report.scores import gains, scores, what_evaluated
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -102,7 +102,7 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "scores": table,
         "scores_drawing": curves.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
-        "how_measured": how_measured(evaluation) if evaluation else "",
+        "what_evaluated": what_evaluated(evaluation) if evaluation else "",
         "drawings": curves.draw_curves(facts.metrics, [attempt.first_step for attempt in attempts[1:]]),
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": curves.draw_timeline(attempts),

@@ -72,12 +72,33 @@ def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:
     for key, name in names.items():
         if gain := evaluation["exact_match"].get(key):
             interval = gain["interval95"]
-            yield name, Gain(gain["value"], interval if math.isfinite(interval) else None, True, evaluation["n"])
+            known = interval is not None and math.isfinite(interval)
+            yield name, Gain(gain["value"], interval if known else None, True, evaluation["n"])
 
 
 def how_measured(evaluation: Mapping[str, Any]) -> str:
     """What "right" means in an evaluation, for people."""
     return HOW.get(evaluation.get("measured_by", ""), "answers")
+
+
+def rows_evaluated(count: int, trained_on: str) -> str:
+    """The rows of an evaluation in words, and whether they were trained on.
+
+    Args:
+        trained_on: "none", "some" or "all" of them.
+    """
+    kinds = {
+        "none": "held-out rows",
+        "some": "rows, some of them trained on",
+        "all": "rows that were trained on: none was held out",
+    }
+    return f"{count} {kinds.get(trained_on, 'rows')}"
+
+
+def what_evaluated(evaluation: Mapping[str, Any]) -> str:
+    """What the scores of an evaluation.json are of, for people."""
+    rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
+    return f"{how_measured(evaluation)}, over {rows}; data set {evaluation['task']}"
 
 
 def interval(share: float, rows: int) -> tuple[float, float]:
@@ -90,7 +111,7 @@ def interval(share: float, rows: int) -> tuple[float, float]:
 
 def comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Why two evaluations cannot be subtracted; None if they can."""
-    for key, what in (("task", "data sets"), ("measured_by", "measures")):
+    for key, what in (("task", "data sets"), ("measured_by", "measures"), ("rows_trained_on", "kinds of rows")):
         if one.get(key) != other.get(key):
             return f"different {what}: {one.get(key)} and {other.get(key)}"
     return None

@@ -30,6 +30,7 @@ from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
+from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.beginning import Start, find_start, prepare
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.context import Run
@@ -39,7 +40,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import leave_page, model_card, next_steps, rows_evaluated, score_table
+from ci_llm.run.report import leave_page, model_card, next_steps, score_table
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.config import Config, default_file
-from ci_llm.data.rows import TrainedOn
 from ci_llm.report.page import write_report
+from ci_llm.report.scores import rows_evaluated
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager
@@ -42,16 +42,6 @@ def score_table(record: Mapping[str, Any]) -> str:
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
-
-
-def rows_evaluated(count: int, trained_on: TrainedOn) -> str:
-    """The rows of an evaluation in words, and whether they were trained on."""
-    kinds = {
-        "none": "held-out rows",
-        "some": "rows, some of them trained on",
-        "all": "rows that were trained on: none was held out",
-    }
-    return f"{count} {kinds[trained_on]}"
 
 
 #: The values that vLLM takes for --max-lora-rank.

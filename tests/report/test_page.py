@@ -114,6 +114,18 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     assert "The process ended without writing a reason" in told
 
 
+def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    record = json.loads((run / "evaluation.json").read_text()) | {"n": 1, "rows_trained_on": "all"}
+    record["exact_match"]["crowd_minus_mean"]["interval95"] = None
+    (run / "evaluation.json").write_text(json.dumps(record))
+    leave_status(run, "completed", 20, warning="agents do not learn")
+    told = text_of(write_report(run))
+    assert "over 1 rows that were trained on: none was held out; data set embedded" in told
+    assert "the agents' mean: +0.100 ; the best agent" in told
+    assert "Warning: agents do not learn" in told
+
+
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
     leave_status(tmp_path, "running", 0)
     told = text_of(write_report(tmp_path))

@@ -84,7 +84,7 @@ def test_the_page_tells_the_story(page: Path, facts: RunFacts) -> None:
 def test_the_scores_are_those_of_the_run(page: Path, folder: Path) -> None:
     record = json.loads((folder / "run/evaluation.json").read_text())
     told = text_of(page)
-    assert f"over {record['n']} held-out rows of embedded" in told
+    assert f"over {record['n']} held-out rows; data set embedded" in told
     assert f"{record['exact_match']['crowd']:.3f}" in told
     for nll in (*record["nll"]["agents"], record["nll"]["crowd"]):
         assert f"{nll:.4f}" in told
