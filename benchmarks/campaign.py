@@ -56,6 +56,7 @@ KEYS = {
     "save_interval_seconds": "null",
     "num_workers": 0,
     "report_to": "none",
+    "write_report": "false",
     "hang_timeout": 20,
 }
 DOOR = "import sys\nfrom ci_llm.cli.main import main\nfrom benchmarks import campaign\ncampaign.arm()\n"

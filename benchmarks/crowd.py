@@ -42,6 +42,7 @@ ROWS_AT_A_TIME = 50
 #: No evaluation, checkpoint or tracker during the training: only the trained agents are needed.
 BARE = {
     "report_to": "none",
+    "write_report": "false",
     "save_steps": "null",
     "save_interval_seconds": "null",
     "eval_steps": "null",

@@ -44,6 +44,7 @@ OURS = {
     "batch_size": ROWS,
     "num_workers": 0,
     "report_to": "none",
+    "write_report": "false",
     "eval_steps": "null",
     "save_steps": "null",
     "output_dir": "run",

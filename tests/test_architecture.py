@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("dry_run", "supervisor"),
     ("run", "integrations"),
-    ("crowd", "logs"),
+    ("crowd", "logs", "report"),
     ("checkpoints", "data"),
     ("distributed",),
     ("cluster", "config", "embedded"),
@@ -39,6 +39,8 @@ OWNERS = {
     "subprocess": {"cluster/slurm.py", "supervisor/shim.py"},
     "pickle": {"crowd/base.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
+    "matplotlib": {"report/curves.py"},
+    "jinja2": {"report/page.py", "data/templates.py"},  # the latter for the name of an error
 }
 
 
@@ -179,6 +181,8 @@ LIGHT = (
     "ci_llm.interrupts",
     "ci_llm.supervisor",
     "ci_llm.core.run_status",
+    "ci_llm.report.page",
+    "ci_llm.report.compare",
     "ci_llm.cli.main",
 )
 

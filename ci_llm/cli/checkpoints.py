@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
 
-from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
+from ci_llm.cli.arguments import make_parser
+from ci_llm.errors import BadInput, DamagedCheckpoint
 
 LINES_SHOWN = 20
 
@@ -38,18 +38,9 @@ def run_verb(words: Sequence[str]) -> int:
     return done
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
-
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
-
-
 def _parser() -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
     examples = "\n".join(["examples:", *(f"  {example}" for example in _EXAMPLES.values()), _EXIT_CODES])
-    parser = _Parser("ci-llm checkpoints", description=_DESCRIPTION, epilog=examples, formatter_class=layout)
+    parser = make_parser("ci-llm checkpoints", _DESCRIPTION, examples)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, does: str) -> argparse.ArgumentParser:
@@ -58,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
             help=does,
             description=does[0].upper() + does[1:] + ".",
             epilog=f"example: {_EXAMPLES[name]}",
-            formatter_class=layout,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         made.set_defaults(verb=globals()[f"_{name}"])

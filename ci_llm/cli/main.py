@@ -37,6 +37,8 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
   ci-llm checkpoints prune RUN --keep N               remove all but the newest N
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
+  ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
+  ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
 
@@ -79,6 +81,8 @@ def _dispatch(words: list[str]) -> int:
         "check": check,
         "status": status,
         "checkpoints": checkpoints,
+        "report": report,
+        "compare": compare,
     }
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -338,3 +342,17 @@ def checkpoints(words: list[str]) -> int:
     from ci_llm.cli.checkpoints import run_verb
 
     return run_verb([word for word in words if word != "--debug"])
+
+
+def report(words: list[str]) -> int:
+    """`ci-llm report RUN`."""
+    from ci_llm.cli.report import report_run
+
+    return report_run([word for word in words if word != "--debug"])
+
+
+def compare(words: list[str]) -> int:
+    """`ci-llm compare RUN RUN ...`."""
+    from ci_llm.cli.report import compare_runs
+
+    return compare_runs([word for word in words if word != "--debug"])

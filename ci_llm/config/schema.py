@@ -269,6 +269,9 @@ class LogKeys(Keys):
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = free(
         ("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list"
     )
+    write_report: bool = free(
+        True, "write report.html when a run has ended or was interrupted, if matplotlib is installed"
+    )
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
     log_memory_usage: bool = free(False, "log the memory in use with every logged step")
     profile_steps: Count | None = free(

@@ -15,6 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import psutil
+
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.errors import BadInput
 
@@ -68,14 +70,16 @@ def attempt_folder(run_folder: Path | str, attempt: int) -> Path:
 
 
 def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str, object] | None = None) -> None:
-    """Write at which step an attempt begins. The next attempts see from it whether this one made progress.
+    """Write at which step an attempt begins, and when its process was launched (unix seconds).
+
+    The next attempts see from it whether this one made progress.
 
     Args:
         place: more plain values about where it runs.
     """
     path = attempt_folder(run_folder, attempt) / "began.json"
     make_folders(path.parent)
-    write_json(path, {"step": step, **(place or {})})
+    write_json(path, {"step": step, "launched": psutil.Process().create_time(), **(place or {})})
 
 
 def attempts_without_progress(run_folder: Path, step: int) -> int:

@@ -19,8 +19,8 @@ from typing import Final, Literal
 
 import psutil
 
-from ci_llm.core.attempts import PEER_LOST, Failure, earliest_failure, read_failures, read_record
-from ci_llm.core.durable import write_json
+from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, earliest_failure, read_failures, read_record
+from ci_llm.core.durable import make_folders, write_json
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)
@@ -202,6 +202,35 @@ def last_status(output_dir: Path | str) -> Status | None:
     """
     path = Path(output_dir, "status.json")
     return read_record(Status, path) if path.exists() else None
+
+
+def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> None:
+    """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
+
+    Args:
+        step, time: of its last line of metrics, which is younger than the last heartbeat of a process that was killed.
+
+    Raises:
+        OSError: the disk refuses it. BadInput: the status is not of this program.
+    """
+    status = last_status(output_dir)
+    if status is not None:
+        kept = _kept_path(output_dir, status.attempt)
+        make_folders(kept.parent)
+        status = replace(status, step=max(status.step, step), heartbeat=max(status.heartbeat, time))
+        write_json(kept, asdict(status))
+
+
+def kept_status(output_dir: Path | str, attempt: int) -> Status | None:
+    """How an attempt that others followed stood last: `running` if it was killed. None if that was not kept."""
+    try:
+        return read_record(Status, _kept_path(output_dir, attempt))
+    except (BadInput, FileNotFoundError):
+        return None
+
+
+def _kept_path(output_dir: Path | str, attempt: int) -> Path:
+    return attempt_folder(output_dir, attempt) / "status.json"
 
 
 def _preceded(cause: Failure, interruption: Status) -> bool:

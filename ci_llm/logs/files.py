@@ -74,6 +74,12 @@ class MetricsFile(AppendedFile):
         records = (json.loads(line) for line in lines if _step_of(line) == step)
         return {name: value for record in records for name, value in record.items()}
 
+    def last(self) -> dict[str, Any]:
+        """`step` and `time` of the last whole record; empty if there is none."""
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        records = (json.loads(line) for line in reversed(lines) if _step_of(line) < math.inf)
+        return {name: value for name, value in next(records, {}).items() if name in ("step", "time")}
+
 
 def _is_cut(path: Path) -> bool:
     """Whether the last line has no newline: a crash or a full disk has cut it."""

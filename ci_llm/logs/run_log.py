@@ -134,6 +134,10 @@ class RunLog:
         """All values that metrics.jsonl holds for `step`."""
         return self._metrics.read(step)
 
+    def last_metrics(self) -> dict[str, Any]:
+        """`step` and `time` of the last whole line of metrics.jsonl; empty if there is none."""
+        return self._metrics.last()
+
     def start_trackers(
         self,
         accelerator: Any,

@@ -20,7 +20,7 @@ from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
-from ci_llm.core.run_status import RunStatus, last_status
+from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
@@ -30,6 +30,7 @@ from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
+from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.beginning import Start, find_start, prepare
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.context import Run
@@ -39,7 +40,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import model_card, next_steps, rows_evaluated, score_table
+from ci_llm.run.report import leave_page, model_card, next_steps, score_table
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -130,11 +131,13 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
         raise
     if stop is not None:
         attempt.interrupted(stop)
+        leave_page(run.config, run.processes, run.interrupts, run.manager)
         return run.config.interrupted_exit_code
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
     _log_next_steps(run.config, run.processes.launch)
+    leave_page(run.config, run.processes, run.interrupts, run.manager)
     return 0
 
 
@@ -238,7 +241,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     """Lease the folder, make it what `start` says, open the logs and cut them back."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
-    number = processes.on_main(partial(_lease, manager, start, step))
+    number = processes.on_main(partial(_lease, manager, run.log, start, step))
     run.log.open(number, still_held=manager.holds_lease)
     run.log.truncate_metrics(step if step else -1)
     processes.on_main(partial(_start_trackers, run, trackers))
@@ -259,9 +262,10 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
-def _lease(manager: CheckpointManager, start: Start, step: int) -> int:
+def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> int:
     """Make the folder this attempt's; returns the attempt's number."""
     number = manager.acquire_lease()
+    keep_status(manager.directory, **log.last_metrics())
     for line in prepare(manager, start):
         logger.info(line)
     job = read_job()

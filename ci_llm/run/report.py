@@ -1,13 +1,24 @@
-"""Text about the results: the table at the end of a run, the model card, the commands for what comes next."""
+"""What a run leaves for people: the table at its end, the model card, the commands for what comes next, report.html."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ci_llm.config import Config, default_file
-from ci_llm.data.rows import TrainedOn
+from ci_llm.report.page import write_report
+from ci_llm.report.scores import rows_evaluated
+
+if TYPE_CHECKING:
+    from ci_llm.checkpoints.manager import CheckpointManager
+    from ci_llm.distributed.processes import Processes
+    from ci_llm.interrupts import Interrupts
+
+logger = logging.getLogger(__name__)
 
 
 def score_table(record: Mapping[str, Any]) -> str:
@@ -31,16 +42,6 @@ def score_table(record: Mapping[str, Any]) -> str:
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
-
-
-def rows_evaluated(count: int, trained_on: TrainedOn) -> str:
-    """The rows of an evaluation in words, and whether they were trained on."""
-    kinds = {
-        "none": "held-out rows",
-        "some": "rows, some of them trained on",
-        "all": "rows that were trained on: none was held out",
-    }
-    return f"{count} {kinds[trained_on]}"
 
 
 #: The values that vLLM takes for --max-lora-rank.
@@ -146,3 +147,23 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
         value, default = getattr(config, key), getattr(defaults, key)
         changes[key] = None if value == default or changes.get("config") else str(default or "null")
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
+
+
+def leave_page(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager) -> None:
+    """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
+
+    A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is
+    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later.
+    """
+    told_at = interrupts.stop_requested_at
+    grace_s = min(config.grace_s, processes.launch.kill_delay_s)
+    if told_at is not None and time.monotonic() - told_at > grace_s / 3:
+        return
+    if not (config.write_report and processes.is_main and find_spec("matplotlib") and manager.holds_lease()):
+        return
+    try:
+        page = write_report(config.run_folder)
+    except Exception as error:  # noqa: BLE001 - whatever a drawing library raises, the work of the run is done
+        logger.warning(f"report.html was not written: {type(error).__name__}: {error}")
+    else:
+        logger.info(f"report     {page}")

@@ -42,6 +42,7 @@ KEYS: dict[str, Any] = {
     "save_steps": 12,
     "save_interval_seconds": "null",
     "report_to": "none",
+    "write_report": "false",
     "output_dir": "killed",
 }
 LONG_AGO = 1_700_000_000

@@ -43,6 +43,7 @@ KEYS = {
     "max_train_steps": STEPS,
     "num_workers": 0,
     "report_to": "none",
+    "write_report": "false",
 }
 ENVIRONMENT = {
     "CI_LLM_PYTHON": sys.executable,

@@ -28,7 +28,7 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
 from ci_llm.run import hang as hang_watch
-from ci_llm.run import job, loop, shutdown
+from ci_llm.run import job, loop, report, shutdown
 from ci_llm.run.heartbeat import SilenceTimer
 from tests.support.events import DEADLINE_S, wait_until, wait_until_committed
 from tests.support.forkserver import ForkServer
@@ -242,10 +242,32 @@ def kill(fault: Fault) -> None:
     wrap(loop, "compute_gradients", strike)
 
 
+def no_report(fault: Fault) -> None:
+    """Nothing can be drawn when the run has ended, after the last of these steps."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            raise RuntimeError("nothing can be drawn")
+
+    wrap(report, "write_report", strike)
+
+
+def terminate(fault: Fault) -> None:
+    """The process gets a SIGTERM before the step is computed; it finishes that step, saves it and leaves."""
+
+    def strike(*_: object) -> None:
+        if Now.strikes(fault):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    wrap(loop, "compute_gradients", strike)
+
+
 KINDS: dict[str, Callable[[Fault], None]] = {
     "nan gradient": nan_gradient,
     "nan output": nan_output,
     "kill": kill,
+    "terminate": terminate,
+    "no report": no_report,
     "short memory": short_memory,
     "out of memory": out_of_memory,
     "out of memory in an evaluation": out_of_memory_in_evaluation,
@@ -320,6 +342,7 @@ KEYS = {
     "save_interval_seconds": "null",
     "num_workers": 0,
     "report_to": "none",
+    "write_report": "false",
     "output_dir": "run",
 }
 

@@ -45,6 +45,7 @@ KEYS = {
     "save_total_limit": 2,
     "num_workers": 0,
     "report_to": "none",
+    "write_report": "false",
     "output_dir": "run",
 }
 

@@ -1,0 +1,28 @@
+"""An argument parser whose errors are the project's own: one short explanation and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from ci_llm.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's, for the words behind `ci-llm COMMAND`; `--debug` is of all commands.
+
+    Raises:
+        ConfigError: from `parse_args`, for a wrong call.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
+
+
+def make_parser(command: str, description: str, examples: str) -> Parser:
+    """A parser that prints its description and examples as they are."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return Parser(command, description=description, epilog=examples, formatter_class=layout, allow_abbrev=False)

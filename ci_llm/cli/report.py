@@ -1,0 +1,63 @@
+"""`ci-llm report` and `ci-llm compare`: what a run left, as a page; several runs side by side, in the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ci_llm.cli.arguments import make_parser
+from ci_llm.errors import ConfigError
+
+_CODES = "\n\nexit codes: 0 done; 2 bad call, no run, or a damaged file"
+_REPORT_EXAMPLE = "example: ci-llm report ci_llm_output" + _CODES
+_COMPARE_EXAMPLE = "example: ci-llm compare ci_llm_output/a ci_llm_output/b" + _CODES
+
+
+def report_run(words: Sequence[str]) -> int:
+    """Write `RUN/report.html` and say where it lies.
+
+    Raises:
+        BadInput: the call is wrong, there is no run, a file of it is damaged, or matplotlib is missing.
+        SystemExit: with 0, after `--help`.
+    """
+    does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts and what each fault cost, time."
+    parser = make_parser("ci-llm report", does, _REPORT_EXAMPLE)
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run; it may still be running")
+    call = parser.parse_args(words)
+    from ci_llm.report.page import write_report
+
+    page = write_report(call.run)
+    print(f"{page}: {page.stat().st_size:,} bytes")
+    return 0
+
+
+def compare_runs(words: Sequence[str]) -> int:
+    """Print what differs between runs: configurations, scores with intervals, curves.
+
+    Raises:
+        BadInput: the call is wrong, there is no run, or a file of one is damaged.
+        SystemExit: with 0, after `--help`.
+    """
+    does = "Show what differs between runs: configurations, scores with intervals against the first run, curves."
+    parser = make_parser("ci-llm compare", does, _COMPARE_EXAMPLE)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    call = parser.parse_args(words)
+    from ci_llm.core.run_status import read_status
+    from ci_llm.report.compare import LETTERS, as_json, as_text, head
+    from ci_llm.report.facts import read_run, run_folder
+
+    if not 2 <= len(call.runs) <= len(LETTERS):
+        raise ConfigError(
+            f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}",
+            where="command line",
+            hint="ci-llm compare RUN RUN ...",
+        )
+    folders = [run_folder(path) for path in call.runs]
+    if not call.json:
+        for letter, folder in zip(LETTERS, folders, strict=False):
+            print(head(letter, folder, read_status(folder)), flush=True)
+    runs = [read_run(folder) for folder in folders]
+    for line in [json.dumps(as_json(runs), indent=2)] if call.json else as_text(runs):
+        print(line)
+    return 0

@@ -1,0 +1,176 @@
+"""Several runs side by side: what differs in their configurations, their scores, their curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from ci_llm.config.yaml_file import dump_value
+from ci_llm.core.run_status import Status
+from ci_llm.report.curves import thinned
+from ci_llm.report.facts import Points, RunFacts
+from ci_llm.report.scores import Gain, Score, comparable, difference, scores, what_evaluated
+
+#: Keys that say where a run lies and not what it is.
+_PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
+_CURVES: Final = ("train/task_loss", "eval/crowd/nll")
+_WIDTH, _HEIGHT = 72, 14
+LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
+    """The whole comparison, for programs. Differences are against the first run."""
+    return {
+        "runs": [
+            {
+                "folder": str(run.folder),
+                "status": run.status.status,
+                "step": run.status.step,
+                "attempts": len(run.attempts),
+                "wall_s": run.wall_s,
+                "scores": [asdict(score) for score in scores(run.evaluation)] if run.evaluation else None,
+                "n": run.evaluation["n"] if run.evaluation else None,
+            }
+            for run in runs
+        ],
+        "configuration": {key: list(values) for key, values in differing_keys(runs)},
+        "differences": [
+            {
+                "run": number,
+                "minus": 0,
+                "score": "crowd exact_match",
+                "not_compared": why,
+                **(asdict(gain) if gain else {}),
+            }
+            for number, gain, why in _differences(runs)
+        ],
+        "curves": {
+            key: [
+                [[step, None if math.isnan(value) else value] for step, value in run.metrics.curve(key)] for run in runs
+            ]
+            for key in _CURVES
+        },
+    }
+
+
+def differing_keys(runs: Sequence[RunFacts]) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Keys with their value in each run, where not all are the same; None for a run without a configuration."""
+    configs = [run.config for run in runs]
+    known = next((config for config in configs if config is not None), None)
+    for key in type(known).model_fields if known is not None else ():
+        values = tuple(None if config is None else getattr(config, key) for config in configs)
+        if key not in _PLACES and any(
+            getattr(config, key) != getattr(known, key) for config in configs if config is not None
+        ):
+            yield key, values
+
+
+def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
+    """The comparison in lines for a terminal, without the heads of the runs."""
+    yield ""
+    yield from _configuration_lines(runs)
+    yield ""
+    yield from _score_lines(runs)
+    for key, title in zip(_CURVES, ("training loss, mean over agents", "held-out loss of the crowd"), strict=True):
+        curves = [run.metrics.curve(key) for run in runs]
+        if any(curves):
+            yield ""
+            yield f"{title}, nats per token"
+            yield from drawn(curves)
+
+
+def head(letter: str, folder: Path, status: Status) -> str:
+    """One line about a run, before anything large is read."""
+    reason = f" ({status.reason})" if status.reason else ""
+    return f"{letter}  {folder}: {status.status}{reason}, step {status.step}, attempt {status.attempt}"
+
+
+def drawn(curves: Sequence[Points], width: int = _WIDTH, height: int = _HEIGHT) -> Iterator[str]:
+    """Curves in characters, each with the letter of its run; `*` where several meet."""
+    finite = [[point for point in thinned(points, 4 * width) if math.isfinite(point[1])] for points in curves]
+    everything = [point for points in finite for point in points]
+    if not everything:
+        return
+    steps, values = [step for step, _ in everything], [value for _, value in everything]
+    left, right, low, high = min(steps), max(steps), min(values), max(values)
+    grid = [[" "] * width for _ in range(height)]
+    for letter, points in zip(LETTERS, finite, strict=False):
+        for step, value in points:
+            column = round((step - left) / max(right - left, 1) * (width - 1))
+            row = round((high - value) / ((high - low) or 1.0) * (height - 1))
+            grid[row][column] = letter if grid[row][column] in (" ", letter) else "*"
+    for number, line in enumerate(grid):
+        label = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}.get(number, "")
+        yield f"{label:>8} |{''.join(line).rstrip()}"
+    yield f"{'':>8} +{'-' * width}"
+    yield f"{'':>10}{f'step {left}':<{width // 2}}{f'step {right}':>{width - width // 2}}"
+
+
+def _configuration_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
+    if any(run.config is None for run in runs):
+        without = ", ".join(letter for letter, run in zip(LETTERS, runs, strict=False) if run.config is None)
+        yield f"no checkpoint, and so no configuration to compare: {without}"
+    rows = [(key, *map(dump_value, values)) for key, values in differing_keys(runs)]
+    if rows:
+        yield from _table([("configuration", *LETTERS[: len(runs)]), *rows])
+    else:
+        yield "configuration: no difference"
+
+
+def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
+    tables = [scores(run.evaluation) if run.evaluation else [] for run in runs]
+    if not any(tables):
+        yield "scores: none of these runs has been evaluated yet"
+        return
+    names = list(dict.fromkeys(score.who for table in tables for score in table))
+    names.sort(key=lambda name: not name.startswith("agent"))  # what is about all of them stands below
+    found = [{score.who: score for score in table} for table in tables]
+    yield from _table(
+        [
+            ("exact match (nats)", *LETTERS[: len(runs)]),
+            *((name, *(_shown(table.get(name)) for table in found)) for name in names),
+        ]
+    )
+    for number, gain, why in _differences(runs):
+        pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
+        yield f"{pair}: {_told(gain) if gain else f'not compared ({why})'}"
+    yield from dict.fromkeys(
+        f"{letter}: {what_evaluated(run.evaluation)}"
+        for letter, run in zip(LETTERS, runs, strict=False)
+        if run.evaluation
+    )
+
+
+def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, str | None]]:
+    """(number of the run, its crowd minus that of the first, why not) for every run but the first."""
+    first = runs[0]
+    for number, run in enumerate(runs[1:], 1):
+        if first.evaluation is None or run.evaluation is None:
+            yield number, None, "not evaluated yet"
+        elif why := comparable(first.evaluation, run.evaluation):
+            yield number, None, why
+        else:
+            yield number, difference(run.evaluation, first.evaluation, run.predictions, first.predictions), None
+
+
+def _told(gain: Gain) -> str:
+    if gain.interval95 is None:
+        return f"{gain.value:+.3f} exact match (too few rows for an interval)"
+    how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: no predictions of both"
+    verdict = "a difference" if abs(gain.value) > gain.interval95 else "no difference shown"
+    return f"{gain.value:+.3f} ± {gain.interval95:.3f} exact match (95 %, {how}): {verdict}"
+
+
+def _shown(score: Score | None) -> str:
+    if score is None:
+        return ""
+    return f"{score.exact_match:.3f}" + (f" ({score.nll:.4f})" if score.nll is not None else "")
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,268 @@
+"""report.html: one self-contained page about a run, rendered from its facts."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from ci_llm._version import __version__
+from ci_llm.core.durable import write_bytes
+from ci_llm.errors import ConfigError
+from ci_llm.report import curves
+from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
+from ci_llm.report.facts import RunFacts, read_run, settings
+from ci_llm.report.scores import gains, scores, what_evaluated
+
+NAME: Final = "report.html"
+MOST_ATTEMPTS: Final = 60
+MOST_LINES: Final = 60
+MOST_EXAMPLES: Final = 5
+MOST_CHARACTERS: Final = 1200
+
+#: Lines of training.log that tell about trouble, or about what was done about it.
+_NOTABLE: Final = re.compile(
+    r"WARNING|not finite|finite for no agent|set back|does not fit|taken over|damaged|quarantine|moved to|recovery:"
+    r"|exactness|changed since|cannot be|walltime|no progress|early stopping"
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One key figure of the head of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def write_report(path: Path | str) -> Path:
+    """Write `report.html` into the folder of a run; returns where it lies.
+
+    Args:
+        path: the output folder of a run, or a checkpoint in it.
+
+    Raises:
+        BadInput: there is no run, a file of it is damaged, or matplotlib is missing.
+        ConfigError: the disk refuses the file.
+    """
+    curves.require_matplotlib()
+    facts = read_run(path)
+    page = facts.folder / NAME
+    try:
+        write_bytes(page, render(facts).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written: {error.strerror}", where=str(page), hint="make space there, or copy the run"
+        ) from error
+    return page
+
+
+def render(facts: RunFacts) -> str:
+    """The page, as HTML."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("ci_llm.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "duration": duration,
+        "clock": clock,
+        "share": share,
+        "cut": cut,
+        "number": number,
+        "count": count,
+        "losses": losses,
+    }
+    page: str = environment.get_template("page.html.j2").render(**_contents(facts))
+    return page
+
+
+def _contents(facts: RunFacts) -> dict[str, Any]:
+    """What the template shows."""
+    evaluation, attempts = facts.evaluation, facts.attempts
+    table = scores(evaluation) if evaluation else []
+    by_kind = {kind: seconds for kind, seconds in seconds_by_kind(attempts).items() if seconds > 0}
+    solved, failed = _examples(facts)
+    return {
+        "facts": facts,
+        "now": datetime.now().timestamp(),
+        "version": __version__,
+        "verdict": _verdict(facts),
+        "tiles": list(_tiles(facts)),
+        "scores": table,
+        "scores_drawing": curves.draw_scores(table) if table else "",
+        "gains": list(gains(evaluation)) if evaluation else [],
+        "what_evaluated": what_evaluated(evaluation) if evaluation else "",
+        "drawings": curves.draw_curves(facts.metrics, [attempt.first_step for attempt in attempts[1:]]),
+        "attempts": attempts[-MOST_ATTEMPTS:],
+        "timeline": curves.draw_timeline(attempts),
+        "notable": {attempt.number: _notable(attempt) for attempt in attempts},
+        "most_lines": MOST_LINES,
+        "recovery": list(_recovery(facts)),
+        "seconds": by_kind,
+        "kinds": KINDS,
+        "total_s": sum(by_kind.values()),
+        "memory": list(_memory(facts)),
+        "solved": solved,
+        "failed": failed,
+        "settings": list(settings(facts.config)) if facts.config else [],
+        "commands": list(_commands(facts)),
+    }
+
+
+def goodput(facts: RunFacts) -> float:
+    """The share of the time since the first launch that went into steps that are part of the result."""
+    seconds = seconds_by_kind(facts.attempts)
+    return seconds["training"] / max(sum(seconds.values()), 1e-9)
+
+
+def _verdict(facts: RunFacts) -> str:
+    status, number_of_attempts = facts.status, len(facts.attempts)
+    attempts = count(number_of_attempts, "attempt")
+    reason = f" ({status.reason})" if status.reason else ""
+    words = {
+        "completed": f"Completed at step {status.step}, in {attempts} and {duration(facts.wall_s)}.",
+        "interrupted": f"Interrupted{reason}: step {status.step} is saved, after {attempts}. The same command goes on.",
+        "running": f"Still running, in attempt {number_of_attempts}:"
+        f" step {status.step} at {clock(status.heartbeat)}. This page shows how it stood then.",
+        "vanished": f"No sign of life since {clock(status.heartbeat)}, after step {status.step}.",
+    }
+    return words.get(status.status, f"Failed{reason} after step {status.step}, in {attempts}.")
+
+
+def _tiles(facts: RunFacts) -> Iterator[Tile]:
+    if facts.evaluation:
+        crowd = scores(facts.evaluation)[-1]
+        note = f"{crowd.low:.3f} to {crowd.high:.3f}" if crowd.low is not None and crowd.high is not None else ""
+        yield Tile("crowd, exact match", f"{crowd.exact_match:.3f}", note)
+        yield Tile("crowd, nats per token", number(crowd.nll))
+    elif (loss := facts.metrics.last("train/task_loss")) is not None:
+        yield Tile("training loss", number(loss), "nats per token, mean over agents")
+    yield Tile("optimizer steps", str(facts.status.step))
+    redone = sum(attempt.redone_steps for attempt in facts.attempts)
+    yield Tile(
+        "attempts",
+        str(len(facts.attempts)),
+        f"{count(redone, 'step')} lost and taken again" if redone else "no step was lost",
+    )
+    yield Tile("time", duration(facts.wall_s), "from first launch to last sign of life")
+    yield Tile("goodput", share(goodput(facts)), "of that time went into steps that count")
+    if (memory := _peak_bytes(facts)) is not None:
+        yield Tile("memory, peak", f"{memory / 2**30:.2f} GiB")
+
+
+def _recovery(facts: RunFacts) -> Iterator[str]:
+    """What the run and its supervisor did about faults, from the metrics and recovery.json."""
+    last = facts.metrics.last
+    for k in range(facts.metrics.num_agents):
+        if skipped := last(f"train/agent{k}/skipped_steps"):
+            line = f"agent{k} was left out of {count(skipped, 'step')} that were not finite for it"
+            if (rate := last(f"train/agent{k}/learning_rate_share")) is not None:
+                line += f"; its learning rate is {rate:.3g} of the schedule's"
+            if set_backs := last(f"train/agent{k}/set_backs"):
+                line += f"; it was set back to its last good weights {count(set_backs, 'time')}"
+            yield line + "."
+    if batches := last("train/skipped_batches"):
+        yield f"Skipped for good, because no agent had finite numbers: {batches:.0f} of the run's batches."
+    if (rows := last("train/micro_batch_size")) is not None:
+        configured = f" instead of {facts.config.batch_size}" if facts.config else ""
+        yield f"Memory ran out: a micro-batch has {rows:.0f} rows{configured}; the effective batch is the same."
+    yield from facts.because
+
+
+def _memory(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """Peaks by name, in GiB, from metrics.jsonl and gpu_stats.json."""
+    names = {"memory/resident_bytes": "training process", "memory/cuda_peak_bytes": "tensors on the GPU"}
+    for key, name in names.items():
+        if (peak := facts.metrics.peak(key)) is not None:
+            yield name, f"{peak / 2**30:.2f} GiB"
+    for key, peak in sorted(facts.hardware.items()):
+        if key.endswith("_bytes"):
+            yield key.removesuffix("_bytes").replace("/", ": ").replace("_", " "), f"{peak / 2**30:.2f} GiB"
+
+
+def _peak_bytes(facts: RunFacts) -> float | None:
+    on_gpu = facts.metrics.peak("memory/cuda_peak_bytes")
+    return on_gpu if on_gpu is not None else facts.metrics.peak("memory/resident_bytes")
+
+
+def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Rows answered right, and rows answered wrong: of those the ones the crowd was most sure of."""
+    solved = [row for row in facts.predictions if row["correct"]]
+    failed = [row for row in facts.predictions if not row["correct"]]
+    failed.sort(key=lambda row: -row["confidence"] if isinstance(row.get("confidence"), int | float) else 0)
+    return solved[:MOST_EXAMPLES], failed[:MOST_EXAMPLES]
+
+
+def _notable(attempt: Attempt) -> list[str]:
+    return [" ".join(line.split()) for line in attempt.log if _NOTABLE.search(line)][:12]
+
+
+def _commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    """What a person may type next: (what it does, the command)."""
+    folder = facts.folder
+    if facts.status.next_command and facts.status.status != "running":
+        yield "go on from here", facts.status.next_command
+    yield "how the run stands", shlex.join(["ci-llm", "status", str(folder)])
+    yield "its checkpoints", shlex.join(["ci-llm", "checkpoints", "list", str(folder)])
+    yield "beside another run", shlex.join(["ci-llm", "compare", str(folder), "OTHER_RUN"])
+    if (folder / "tensorboard").is_dir():
+        yield "all curves", shlex.join(["tensorboard", "--logdir", str(folder / "tensorboard")])
+    if (folder / "final_checkpoint").is_dir():
+        crowd = f"Crowd.from_pretrained({str(folder / 'final_checkpoint')!r})"
+        lines = f'from ci_llm import Crowd; print({crowd}.generate("your question"))'
+        yield "ask the crowd", shlex.join(["python", "-c", lines])
+    yield "this page again", shlex.join(["ci-llm", "report", str(folder)])
+
+
+def duration(seconds: float) -> str:
+    """For people: 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    rounded = timedelta(seconds=round(seconds))
+    hours, rest = divmod(rounded.seconds, 3600)
+    if rounded.days:
+        return f"{rounded.days} d {hours} h"
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def count(number_of: float, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number_of:.0f} {what}" + ("" if round(number_of) == 1 else "s")
+
+
+def losses(attempt: Attempt) -> str:
+    """How many optimizer steps the end of an attempt cost. Of a killed one only its last sign of life is known."""
+    at_least = "at least " if attempt.outcome == "killed" else ""
+    if attempt.redone_steps:
+        return f"{at_least}{count(attempt.redone_steps, 'step')} lost"
+    return "no step is known to be lost" if at_least else "no step lost"
+
+
+def clock(seconds: float) -> str:
+    """Local time of unix seconds."""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def cut(text: object) -> str:
+    """A text that may be long, shortened."""
+    told = str(text)
+    return told if len(told) <= MOST_CHARACTERS else f"{told[:MOST_CHARACTERS]} ..."

@@ -1,0 +1,168 @@
+"""Scores with their intervals: of the agents and the crowd of one run, and of one run beside another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+Row = Mapping[str, Any]
+
+_Z95: Final = 1.959964
+#: Below this many rows an interval says more about the formula than about the runs.
+LEAST_ROWS: Final = 10
+
+HOW: Final = {"generation": "final answers, generated", "teacher_forcing": "whole solutions, teacher-forced"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one answered.
+
+    Attributes:
+        who: "agent0", ..., "agents, mean", "crowd", "majority vote".
+        exact_match: share of right answers.
+        low, high: a 95 % interval of that share over rows (Wilson); None where there are too few rows, or the share is
+            a mean of several agents.
+        nll: nats per target token, teacher-forced; None where there is none.
+    """
+
+    who: str
+    exact_match: float
+    low: float | None
+    high: float | None
+    nll: float | None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A difference of two shares of right answers, with the half-width of its 95 % interval.
+
+    Attributes:
+        paired: whether both answered the same rows, which are compared row by row.
+        rows: how many.
+    """
+
+    value: float
+    interval95: float | None
+    paired: bool
+    rows: int
+
+
+def scores(evaluation: Mapping[str, Any]) -> list[Score]:
+    """The lines of an evaluation.json, the crowd's last."""
+    exact, nll, rows = evaluation["exact_match"], evaluation["nll"], evaluation["n"]
+    agents = [
+        _score(f"agent{k}", match, rows, loss)
+        for k, (match, loss) in enumerate(zip(exact["agents"], nll["agents"], strict=True))
+    ]
+    mean = Score("agents, mean", _mean(exact["agents"]), None, None, _mean(nll["agents"]))
+    vote = [_score("majority vote", exact["vote"], rows, None)] if "vote" in exact else []
+    return [*agents, mean, *vote, _score("crowd", exact["crowd"], rows, nll["crowd"])]
+
+
+def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:
+    """What the crowd is better by, as evaluation.json says it: paired over rows."""
+    names = {
+        "crowd_minus_mean": "the agents' mean",
+        "crowd_minus_best": "the best agent",
+        "crowd_minus_vote": "a majority vote",
+    }
+    for key, name in names.items():
+        if gain := evaluation["exact_match"].get(key):
+            interval = gain["interval95"]
+            known = interval is not None and math.isfinite(interval)
+            yield name, Gain(gain["value"], interval if known else None, True, evaluation["n"])
+
+
+def how_measured(evaluation: Mapping[str, Any]) -> str:
+    """What "right" means in an evaluation, for people."""
+    return HOW.get(evaluation.get("measured_by", ""), "answers")
+
+
+def rows_evaluated(count: int, trained_on: str) -> str:
+    """The rows of an evaluation in words, and whether they were trained on.
+
+    Args:
+        trained_on: "none", "some" or "all" of them.
+    """
+    kinds = {
+        "none": "held-out rows",
+        "some": "rows, some of them trained on",
+        "all": "rows that were trained on: none was held out",
+    }
+    return f"{count} {kinds.get(trained_on, 'rows')}"
+
+
+def what_evaluated(evaluation: Mapping[str, Any]) -> str:
+    """What the scores of an evaluation.json are of, for people."""
+    rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
+    return f"{how_measured(evaluation)}, over {rows}; data set {evaluation['task']}"
+
+
+def interval(share: float, rows: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share (1927); unlike the normal one it stays within 0 and 1."""
+    z2 = _Z95**2
+    middle = (share + z2 / (2 * rows)) / (1 + z2 / rows)
+    half = _Z95 * math.sqrt(share * (1 - share) / rows + z2 / (4 * rows**2)) / (1 + z2 / rows)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Why two evaluations cannot be subtracted; None if they can."""
+    for key, what in (("task", "data sets"), ("measured_by", "measures"), ("rows_trained_on", "kinds of rows")):
+        if one.get(key) != other.get(key):
+            return f"different {what}: {one.get(key)} and {other.get(key)}"
+    return None
+
+
+def difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], own_rows: Sequence[Row] = (), other_rows: Sequence[Row] = ()
+) -> Gain:
+    """The crowd of `one` minus the crowd of `other`.
+
+    Paired over the rows that both have answered, where both runs left their predictions. Else from the two shares
+    alone, as if they were of different rows: that interval is the wider one.
+
+    Args:
+        one, other: evaluation.json.
+        own_rows, other_rows: predictions, which are joined by prompt and reference.
+    """
+    pairs = _joined(own_rows, other_rows)
+    if pairs:
+        differences = [float(a) - float(b) for a, b in pairs]
+        return Gain(_mean(differences), _paired_interval(differences), True, len(pairs))
+    shares = [evaluation["exact_match"]["crowd"] for evaluation in (one, other)]
+    counts = [evaluation["n"] for evaluation in (one, other)]
+    variance = sum(share * (1 - share) / count for share, count in zip(shares, counts, strict=True))
+    half = _Z95 * math.sqrt(variance) if min(counts) >= LEAST_ROWS else None
+    return Gain(shares[0] - shares[1], half, False, min(counts))
+
+
+def _score(who: str, share: float, rows: int, nll: float | None) -> Score:
+    low, high = interval(share, rows) if rows >= LEAST_ROWS else (None, None)
+    return Score(who, share, low, high, nll)
+
+
+def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:
+    """Right or not, of one and of the other, for every row that both have answered."""
+    known = {_question(row): bool(row["correct"]) for row in other}
+    return [(bool(row["correct"]), known[_question(row)]) for row in own if _question(row) in known]
+
+
+def _question(row: Row) -> tuple[str, str]:
+    return str(row["prompt"]), str(row.get("reference"))
+
+
+def _paired_interval(differences: Sequence[float]) -> float | None:
+    count = len(differences)
+    if count < LEAST_ROWS:
+        return None
+    mean = _mean(differences)
+    variance = sum((difference - mean) ** 2 for difference in differences) / (count - 1)
+    return _Z95 * math.sqrt(variance / count)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,94 @@
+"""Folders as runs leave them, for tests of what only reads: written by the same functions, without any training."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ci_llm.config import Config
+from ci_llm.core.durable import write_json
+from ci_llm.core.run_status import Status, pid_space
+
+NOW = 1_700_000_000.0
+
+
+def leave_run(
+    folder: Path,
+    *,
+    steps: int = 20,
+    agents: int = 2,
+    status: str = "completed",
+    predictions: Sequence[Mapping[str, Any]] = (),
+    rows: int = 40,
+    right: float = 0.5,
+    **keys: Any,
+) -> Path:
+    """A run of one attempt; returns its folder.
+
+    Args:
+        rows: of its evaluation.
+        right: share that its crowd answers right.
+        keys: of its configuration.
+    """
+    (folder / f"checkpoint_step_{steps}").mkdir(parents=True)
+    (folder / f"checkpoint_step_{steps}/config.yaml").write_text(Config(num_agents=agents, **keys).dump())
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(steps, agents)))
+    leave_status(folder, status, steps)
+    if status == "completed":
+        write_json(folder / "evaluation.json", evaluation(agents, rows, right, steps))
+    if predictions:
+        (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in predictions))
+    return folder
+
+
+def leave_status(folder: Path, status: str, step: int, attempt: int = 1, **fields: Any) -> None:
+    """status.json of the last attempt. A running one has a heartbeat of just now, and its process is elsewhere."""
+    running = status == "running"
+    heartbeat = time.time() if running else NOW + 60
+    started = heartbeat - 60
+    space = "another machine" if running else pid_space()
+    known = Status(status, None, step, attempt, 1, "here", space, started, heartbeat)  # type: ignore[arg-type]
+    write_json(folder / "status.json", asdict(known) | fields)
+
+
+def metrics(steps: int, agents: int, attempt: int = 1) -> list[dict[str, Any]]:
+    """A line a second, and an evaluation after every tenth step."""
+    lines = []
+    for step in range(1, steps + 1):
+        losses = {f"train/agent{k}/loss": 2 / step + 0.1 * k for k in range(agents)}
+        line = {"step": step, "epoch": step / steps, "train/task_loss": 2 / step, **losses}
+        lines.append(line | {"step_time_s": 1.0, "tokens_per_s": 100.0, "attempt": attempt, "time": NOW + step})
+        if step % 10 == 0:
+            scores = {f"eval/{who}/nll": 1 / step for who in (*(f"agent{k}" for k in range(agents)), "crowd")}
+            lines.append({"step": step, **scores, "attempt": attempt, "time": NOW + step + 0.5})
+    return lines
+
+
+def evaluation(agents: int, rows: int, right: float, step: int) -> dict[str, Any]:
+    """evaluation.json of generated answers."""
+    gain = {"value": 0.1, "interval95": 0.2}
+    exact = {"agents": [0.4] * agents, "crowd": right, "vote": 0.45, "crowd_minus_mean": gain, "crowd_minus_best": gain}
+    return {
+        "task": "embedded",
+        "n": rows,
+        "exact_match": exact,
+        "nll": {"agents": [0.6] * agents, "crowd": 0.5},
+        "measured_by": "generation",
+        "step": step,
+        "last_step": step,
+    }
+
+
+def prediction(number: int, *, correct: bool, confidence: float = 0.5, prompt: str | None = None) -> dict[str, Any]:
+    return {
+        "prompt": f"question {number}" if prompt is None else prompt,
+        "reference": str(number),
+        "answer": str(number if correct else number + 1),
+        "agents": [str(number), "?"],
+        "correct": correct,
+        "confidence": confidence,
+    }

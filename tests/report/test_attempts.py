@@ -1,0 +1,139 @@
+"""What attempts tell about themselves, and what the time of a run went into."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from ci_llm.core.attempts import Failure, write_failure
+from ci_llm.core.durable import make_folders, write_json
+from ci_llm.core.run_status import Status, keep_status, kept_status
+from ci_llm.report.attempts import seconds_by_kind
+from ci_llm.report.facts import read_run
+from tests.report.folders import NOW, leave_run, leave_status, metrics
+
+
+def begin(folder: Path, attempt: int, step: int, launched: float) -> None:
+    place = folder / "attempts" / str(attempt)
+    make_folders(place)
+    write_json(place / "began.json", {"step": step, "launched": launched})
+
+
+def leave_attempt(folder: Path, attempt: int, status: str, step: int, began: float, ended: float) -> None:
+    """The status that the next attempt has kept of this one."""
+    known = Status(status, "signal:SIGTERM", step, attempt, 1, "here", "", began, ended)  # type: ignore[arg-type]
+    write_json(folder / "attempts" / str(attempt) / "status.json", asdict(known))
+
+
+def test_the_time_of_one_attempt_adds_up_to_its_parts(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run")
+    begin(folder, 1, 0, NOW - 3)
+    facts = read_run(folder)
+    seconds = seconds_by_kind(facts.attempts)
+    assert sum(seconds.values()) == pytest.approx(facts.wall_s) == pytest.approx(63)
+    # Two evaluations of half a second; the first step began a second before its line, 3 s after the launch.
+    assert seconds["evaluation"] == pytest.approx(1.0)
+    assert seconds["start-up"] == pytest.approx(3.0)
+    assert seconds["training"] == pytest.approx(19.5)
+    assert seconds["final evaluation"] == pytest.approx(39.5)
+
+
+def test_a_killed_attempt_costs_the_steps_that_were_lost_and_the_pause(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run", steps=8)
+    begin(folder, 1, 0, NOW)
+    leave_attempt(folder, 1, "running", 11, NOW, NOW + 11)
+    begin(folder, 2, 8, NOW + 31)
+    leave_status(folder, "completed", 8, attempt=2, started=NOW + 33, heartbeat=NOW + 40)
+    first, second = read_run(folder).attempts
+    assert (first.outcome, first.last_step, first.redone_steps, second.first_step) == ("killed", 11, 3, 8)
+    assert first.seconds("lost steps") == pytest.approx(3)
+    assert first.seconds("no process") == pytest.approx(20)
+    assert second.seconds("start-up") == first.restart_s == pytest.approx(2)
+    assert first.cost_s == pytest.approx(25)
+
+
+def test_steps_without_a_line_of_their_own_are_training_all_the_same(tmp_path: Path) -> None:
+    """With logging_steps=10 a run that was interrupted after step 17 has its last line at step 10."""
+    folder = leave_run(tmp_path / "run", steps=10, status="interrupted")
+    begin(folder, 1, 0, NOW)
+    leave_status(folder, "interrupted", 17, reason="signal:SIGTERM", started=NOW, heartbeat=NOW + 19)
+    (attempt,) = read_run(folder).attempts
+    assert attempt.seconds("training") == pytest.approx(17)
+    assert attempt.seconds("shutdown") == pytest.approx(1.5)
+
+
+def test_a_run_that_went_back_further_has_lost_the_steps_of_several_attempts(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run", steps=4)
+    for attempt, step in enumerate((0, 6, 4), 1):
+        begin(folder, attempt, step, NOW + 10 * attempt)
+    leave_attempt(folder, 1, "interrupted", 6, NOW + 10, NOW + 17)
+    leave_attempt(folder, 2, "failed", 9, NOW + 20, NOW + 24)
+    write_failure(folder, 2, 0, Failure("nonfinite", "no agent had a finite step", 0, NOW + 24, step=9))
+    leave_status(folder, "completed", 12, attempt=3, started=NOW + 30, heartbeat=NOW + 50)
+    first, second, third = read_run(folder).attempts
+    assert [one.redone_steps for one in (first, second, third)] == [0, 5, 0]
+    assert first.seconds("lost steps") == pytest.approx(2), "its steps 5 and 6, which attempt 3 took again"
+    assert (second.outcome, second.reason, second.message) == ("failed", "nonfinite", "no agent had a finite step")
+
+
+def test_runs_of_older_releases_are_told_by_their_log(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run", steps=5)
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "training.log").write_text(
+        "2026-01-01 10:00:00 [1] attempt 1 on here, process 7\n"
+        "2026-01-01 10:00:01 [1] step 1/5  20%  loss 1 (1 1)\n"
+        "2026-01-01 10:00:30 [1] agent1    not finite in step 3, 1 in a row\n"
+        "a line of a stack, without a head\n"
+        "2026-01-01 10:02:00 [2] attempt 2 on here, process 8\n"
+    )
+    leave_status(folder, "completed", 5, attempt=2)
+    first, second = read_run(folder).attempts
+    assert first.ended - first.started == 30
+    assert first.log == ("attempt 1 on here, process 7", "agent1    not finite in step 3, 1 in a row")
+    assert (first.outcome, second.outcome) == ("killed", "completed")
+    assert (first.redone_steps, second.first_step) == (0, 5), "nothing is called lost of which nothing is known"
+
+
+def test_an_evaluation_that_the_attempt_before_owed_is_no_start_up(tmp_path: Path) -> None:
+    """Ended between a step and its evaluation, a run evaluates first."""
+    folder = leave_run(tmp_path / "run", steps=10)
+    begin(folder, 2, 10, NOW + 20)
+    line = {"step": 10, "eval/crowd/nll": 0.5, "attempt": 2, "time": NOW + 26}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    leave_status(folder, "completed", 10, attempt=2, started=NOW + 23, heartbeat=NOW + 30)
+    last = read_run(folder).attempts[-1]
+    assert [(span.kind, span.seconds) for span in last.spans] == [
+        ("start-up", pytest.approx(3)),
+        ("evaluation", pytest.approx(3)),
+        ("final evaluation", pytest.approx(4)),
+    ]
+
+
+def test_the_status_of_an_attempt_is_kept_with_its_last_line_of_metrics(tmp_path: Path) -> None:
+    """A heartbeat comes every five seconds: a process that was killed has taken steps since."""
+    keep_status(tmp_path)  # nothing has run here
+    assert not (tmp_path / "attempts").exists()
+    leave_status(tmp_path, "running", 20, attempt=3, heartbeat=NOW)
+    keep_status(tmp_path, step=23, time=NOW + 4)
+    kept = kept_status(tmp_path, 3)
+    assert kept is not None
+    assert (kept.status, kept.step, kept.heartbeat) == ("running", 23, NOW + 4)
+    assert kept_status(tmp_path, 2) is None
+
+
+def test_metrics_of_other_attempts_do_not_count_for_this_one(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run", steps=6)
+    begin(folder, 1, 0, NOW)
+    leave_attempt(folder, 1, "interrupted", 6, NOW, NOW + 7)
+    begin(folder, 2, 6, NOW + 100)
+    later = [line | {"step": line["step"] + 6, "time": line["time"] + 101} for line in metrics(4, 2, attempt=2)]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in later)
+    leave_status(folder, "completed", 10, attempt=2, started=NOW + 101, heartbeat=NOW + 106)
+    facts = read_run(folder)
+    assert [attempt.seconds("training") for attempt in facts.attempts] == pytest.approx([6, 4])
+    assert sum(seconds_by_kind(facts.attempts).values()) == pytest.approx(facts.wall_s)

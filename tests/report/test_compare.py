@@ -1,0 +1,130 @@
+"""Runs side by side: what differs in settings and scores, with intervals only where they say something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.report.compare import drawn
+from ci_llm.report.scores import comparable, difference, interval
+from tests.report.folders import evaluation, leave_run, prediction
+from tests.support.children import ROOT
+
+
+def test_wilsons_interval_is_that_of_the_tables() -> None:
+    assert interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+
+
+def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
+    """The same 60 of 100 rows right, and five more: that shows only row by row."""
+    one = [prediction(number, correct=number < 65) for number in range(100)]
+    other = [prediction(number, correct=number < 60) for number in range(100)]
+    scores = [evaluation(2, 100, share, 10) for share in (0.65, 0.6)]
+    paired, unpaired = difference(*scores, one, other), difference(*scores)
+    assert paired.value == pytest.approx(0.05) == pytest.approx(unpaired.value)
+    assert (paired.paired, paired.rows, unpaired.paired) == (True, 100, False)
+    assert paired.interval95 == pytest.approx(1.959964 * (0.05 * 0.95 * 100 / 99 / 100) ** 0.5)
+    assert unpaired.interval95 == pytest.approx(1.959964 * (0.65 * 0.35 / 100 + 0.6 * 0.4 / 100) ** 0.5)
+
+
+def test_only_rows_that_both_have_answered_are_paired() -> None:
+    one = [prediction(number, correct=True) for number in range(20)]
+    other = [prediction(number, correct=False) for number in range(8, 40)]
+    scores = [evaluation(2, 40, share, 10) for share in (1.0, 0.0)]
+    assert difference(*scores, one, other).rows == 12
+
+
+def test_few_rows_have_no_interval() -> None:
+    scores = [evaluation(2, 9, share, 10) for share in (0.5, 0.4)]
+    assert difference(*scores).interval95 is None
+    rows = [prediction(number, correct=True) for number in range(9)]
+    assert difference(*scores, rows, rows).interval95 is None
+
+
+def test_scores_of_different_tasks_or_measures_are_not_subtracted() -> None:
+    one = evaluation(2, 40, 0.5, 10)
+    assert comparable(one, one) is None
+    assert comparable(one, one | {"task": "gsm8k"}) == "different data sets: embedded and gsm8k"
+    assert "teacher_forcing" in str(comparable(one, one | {"measured_by": "teacher_forcing"}))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[str]:
+    rows = [[prediction(number, correct=number < right) for number in range(40)] for right in (20, 30)]
+    one = leave_run(tmp_path / "one", learning_rate=1e-3, predictions=rows[0], experiment_name="one")
+    other = leave_run(tmp_path / "other", learning_rate=2e-3, predictions=rows[1], experiment_name="other", right=0.75)
+    return [str(one), str(other)]
+
+
+def test_settings_scores_and_curves_are_shown(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *two]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"A  {two[0]}: completed, step 20, attempt 1\nB  {two[1]}: completed")
+    assert "learning_rate  0.001  0.002\n" in said
+    assert "experiment_name" not in said, "that says where a run lies"
+    assert "crowd               0.500 (0.5000)  0.750 (0.5000)" in said
+    assert "crowd B - crowd A: +0.250 ± 0.136 exact match (95 %, paired over 40 rows): a difference" in said
+    assert "training loss, mean over agents" in said
+    assert "step 1 " in said
+
+
+def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *two, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["configuration"] == {"learning_rate": [1e-3, 2e-3]}
+    (gain,) = told["differences"]
+    assert (gain["run"], gain["minus"], gain["value"], gain["paired"], gain["rows"]) == (1, 0, 0.25, True, 40)
+    assert told["curves"]["train/task_loss"][0][0] == [1, 2.0]
+    assert [run["scores"][-1]["exact_match"] for run in told["runs"]] == [0.5, 0.75]
+
+
+def test_a_run_that_is_not_over_is_compared_as_far_as_it_goes(
+    two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    young = leave_run(tmp_path / "young", status="running", steps=3)
+    for path in young.glob("checkpoint*/*"):
+        path.unlink()
+    assert main(["compare", two[0], str(young)]) == 0
+    said = capsys.readouterr().out
+    assert f"B  {young}: running, step 3" in said
+    assert "no checkpoint, and so no configuration to compare: B" in said
+    assert "crowd B - crowd A: not compared (not evaluated yet)" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["one"], "a comparison takes 2 to 26 runs, not 1"), (["one", "nowhere"], "there is no such folder")],
+)
+def test_a_bad_call_is_one_message(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_run(tmp_path / "one")
+    assert main(["compare", *(str(tmp_path / word) for word in words)]) == 2
+    told = capsys.readouterr()
+    assert (told.out, message in told.err, "Traceback" in told.err) == ("", True, False)
+
+
+def test_the_first_line_waits_for_neither_torch_nor_matplotlib(two: list[str]) -> None:
+    code = (
+        "import sys; from ci_llm.cli.main import main; main(['compare', *sys.argv[1:]]); "
+        "print({'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *two], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("set()\n"), done
+
+
+def test_curves_in_characters_keep_their_letters_and_their_range() -> None:
+    falling, rising = [(step, 10.0 - step) for step in range(10)], [(step, 1.0 + step) for step in range(10)]
+    lines = list(drawn([falling, rising], width=10, height=10))
+    assert lines[0].startswith("      10 |A")
+    assert lines[0].endswith("B")
+    assert lines[9].startswith("       1 |B")
+    assert not list(drawn([[], []]))
+    assert list(drawn([[(1, float("nan")), (2, 1.0)]], width=4, height=3))

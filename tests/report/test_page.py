@@ -1,0 +1,274 @@
+"""report.html: one file that stands alone and tells the truth, about runs that are over, running, or damaged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.report.curves import thinned
+from ci_llm.report.facts import read_run
+from ci_llm.report.page import _commands, duration, write_report
+from tests.report.folders import NOW, leave_run, leave_status, prediction
+
+MEGABYTE = 1_000_000
+
+
+def text_of(page: Path) -> str:
+    """What a reader of the page sees, in one line."""
+    body = page.read_text().partition("<body>")[2]
+    body = re.sub(r"<svg.*?</svg>", " ", body, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", body)).split())
+
+
+def test_a_completed_run_shows_scores_curves_time_settings_and_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = leave_run(tmp_path / "run", learning_rate=5e-3)
+    assert main(["report", str(run)]) == 0
+    page = run / "report.html"
+    assert capsys.readouterr().out == f"{page}: {page.stat().st_size:,} bytes\n"
+    told = text_of(page)
+    assert "Completed at step 20, in 1 attempt and 1 min 0 s." in told
+    assert "crowd 0.500 0.352 – 0.648 0.5000" in told
+    assert "minus that of the agents' mean: +0.100 ± 0.200; the best agent: +0.100 ± 0.200." in told
+    assert "learning_rate 0.005" in told
+    assert f"ci-llm compare {run} OTHER_RUN" in told
+    assert "Solved and failed" not in told, "it has left no predictions"
+    assert page.read_text().count("<svg") == 6, "two losses, exact match, speed, scores, timeline"
+
+
+def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path: Path) -> None:
+    page = write_report(leave_run(tmp_path / "run")).read_text()
+    assert not re.findall(r"<(?:script|iframe|link(?! rel=\"icon\" href=\"data:,\")|img|object)", page)
+    assert not re.findall(r"url\((?!#)|@import|(?:src|href)=\"(?!#|data:)", page)
+    assert "default-src 'none'" in page
+
+
+def test_the_same_run_is_drawn_in_the_same_way(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    one, other = (re.sub(r"Written \S+ \S+", "", write_report(run).read_text()) for _ in range(2))
+    assert one == other
+
+
+def test_names_inside_the_drawings_do_not_clash(tmp_path: Path) -> None:
+    page = write_report(leave_run(tmp_path / "run")).read_text()
+    names = re.findall(r' id="([^"]*)"', page)
+    used = set(re.findall(r"url\(#([^)]*)\)|href=\"#([^\"]*)\"", page))
+    assert {name for pair in used for name in pair if name} <= set(names)
+    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    owners = [set(re.findall(r' id="([^"]*)"', drawing)) for drawing in drawings]
+    assert sum(map(len, owners)) == len(set().union(*owners))
+
+
+def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
+    """Prompts and answers come from data, paths and messages from anywhere."""
+    evil = "<script>alert('prompt')</script>"
+    rows = [prediction(1, correct=False, prompt=evil, confidence=0.9), prediction(2, correct=True)]
+    run = leave_run(tmp_path / "run <b>&", predictions=rows, status="interrupted")
+    leave_status(run, "interrupted", 20, reason="<i>", next_command="python train.py '<img src=x>'")
+    page = write_report(run)
+    source = page.read_text()
+    assert "<script" not in source
+    assert "<img" not in source
+    told = text_of(page)
+    assert evil in told
+    assert "python train.py '<img src=x>'" in told
+
+
+def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> None:
+    rows = [prediction(n, correct=n % 2 == 0, confidence=n / 20) for n in range(20)]
+    told = text_of(write_report(leave_run(tmp_path / "run", predictions=rows)))
+    assert "10 of 20 rows are answered right." in told
+    failed, _, solved = told.partition("Failed ")[2].partition("Solved ")
+    assert re.findall(r"question (\d+)", failed) == ["19", "17", "15", "13", "11"]
+    assert re.findall(r"question (\d+)", solved)[:2] == ["0", "2"]
+    assert "reference 19" in failed
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        ("running", "Still running, in attempt 1: step 20 at "),
+        ("interrupted", "Interrupted: step 20 is saved, after 1 attempt. The same command goes on."),
+        ("failed", "Failed after step 20, in 1 attempt."),
+    ],
+)
+def test_a_run_that_is_not_over_says_so(status: str, told: str, tmp_path: Path) -> None:
+    page = text_of(write_report(leave_run(tmp_path / "run", status=status)))
+    assert told in page
+    assert "Agents and crowd are evaluated after the last step, which this run has not taken yet." in page
+
+
+def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run", status="running")
+    leave_status(run, "running", 20, heartbeat=NOW)
+    told = text_of(write_report(run))
+    assert "No sign of life since " in told
+    assert "The process ended without writing a reason" in told
+
+
+def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    record = json.loads((run / "evaluation.json").read_text()) | {"n": 1, "rows_trained_on": "all"}
+    record["exact_match"]["crowd_minus_mean"]["interval95"] = None
+    (run / "evaluation.json").write_text(json.dumps(record))
+    leave_status(run, "completed", 20, warning="agents do not learn")
+    told = text_of(write_report(run))
+    assert "over 1 rows that were trained on: none was held out; data set embedded" in told
+    assert "the agents' mean: +0.100 ; the best agent" in told
+    assert "Warning: agents do not learn" in told
+
+
+def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+    leave_status(tmp_path, "running", 0)
+    told = text_of(write_report(tmp_path))
+    assert "No step has been logged yet." in told
+    assert "It is in the first checkpoint, which is not there yet." in told
+
+
+def test_a_checkpoint_of_a_run_means_the_run(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    assert write_report(run / "checkpoint_step_20") == run / "report.html"
+
+
+def test_torn_lines_are_counted_and_numbers_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "epoch": 1, "train/agent0/loss": "nan", "train/task_loss": "inf"}\n{"step": 22, "tra')
+    assert "1 line of metrics.jsonl cannot be read" in text_of(write_report(run))
+
+
+DAMAGE = [
+    ("status.json", "{", "no status of a run"),
+    ("evaluation.json", "[1, 2]", "evaluation.json cannot be read: not an object"),
+    ("evaluation.json", '{"n": 3, "exact_match": {"agents": [0.1]}}', "evaluation.json lacks a score: KeyError('nll')"),
+    ("metrics.jsonl", "\x00\x00\n\x00", "no line of this file is a record of a run"),
+    ("predictions.jsonl", '{"prompt": "?"}\n', "no prediction: prompt, answer or correct is missing"),
+    ("predictions.jsonl", '["prompt", "answer", "correct"]\n', "no prediction"),
+    ("recovery.json", "{", "the recovery state cannot be read"),
+    ("gpu_stats.json", "{", "gpu_stats.json cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGE)
+def test_a_damaged_file_is_named(
+    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = leave_run(tmp_path / "run")
+    (run / name).write_text(content)
+    assert main(["report", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert f"where: {run / name}" in told
+    assert "Traceback" not in told
+    assert not (run / "report.html").exists()
+
+
+def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run", predictions=[{"prompt": ["a"], "answer": 1, "correct": 0, "confidence": "?"}])
+    (run / "gpu_stats.json").write_text('{"peaks": {"host/memory_used_bytes": null, "gpu0/memory_used_bytes": 1e9}}')
+    (run / "attempts/1").mkdir(parents=True)
+    (run / "attempts/1/began.json").write_text('{"step": "x", "launched": null}')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "epoch": 1, "time": "late"}\n')
+    told = text_of(write_report(run))
+    assert "gpu0: memory used 0.93 GiB" in told
+    assert "1 line of metrics.jsonl cannot be read" in told
+
+
+def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "it's a run")
+    (run / "final_checkpoint").mkdir()
+    facts = read_run(run)
+    words = [shlex.split(command) for _, command in _commands(facts)]
+    assert ["ci-llm", "report", str(run)] in words
+    (code,) = (each[-1] for each in words if each[0] == "python")
+    compile(code, "command", "exec")
+    assert str(run / "final_checkpoint") in code.replace("\\", "")
+
+
+def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    (run / "checkpoint_step_20/config.yaml").write_bytes(b"\xff")
+    assert "It is in the first checkpoint" in text_of(write_report(run))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere", "there is no such folder"), ("", "no run has left a status here"), ("s3://b/run", "a disk")],
+)
+def test_a_folder_that_is_no_run_is_refused(
+    path: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", path if "://" in path else str(tmp_path / path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_message_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", str(leave_run(tmp_path / "run"))]) == 2
+    assert "pip install 'ci-llm[report]'" in capsys.readouterr().err
+
+
+def test_a_long_run_of_many_agents_stays_below_a_megabyte(tmp_path: Path) -> None:
+    rows = [prediction(n, correct=bool(n % 3), prompt="word " * 5000) for n in range(200)]
+    run = leave_run(tmp_path / "run", steps=3000, agents=32, predictions=rows)
+    with (run / "training.log").open("w") as log:
+        log.writelines(f"2026-01-01 10:00:00 [1] line {n}, {'long ' * 400}\n" for n in range(5000))
+    page = write_report(run)
+    assert page.stat().st_size < MEGABYTE
+    assert "32 agents" in page.read_text(), "more than colours: one line of the legend"
+
+
+def test_a_run_of_many_attempts_stays_below_a_megabyte(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run")
+    leave_status(run, "completed", 20, attempt=500)
+    with (run / "training.log").open("w") as log:
+        for attempt in range(1, 501):
+            log.writelines(f"2026-01-01 10:00:00 [{attempt}] {'a warning, WARNING ' * 9}{n}\n" for n in range(99))
+    page = write_report(run)
+    assert page.stat().st_size < MEGABYTE
+    assert "The first 440 attempts are not listed." in text_of(page)
+
+
+def test_thinning_a_curve_keeps_its_ends_of_range() -> None:
+    points = [(step, 1.0 + step % 7) for step in range(10_000)]
+    points[5000] = (5000, 99.0)
+    points[6000] = (6000, float("nan"))
+    kept = thinned(points)
+    assert len(kept) <= 420
+    assert (5000, 99.0) in kept
+    assert kept == sorted(kept)
+    assert thinned(points[:100]) == points[:100]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.04, "0.0 s"), (59.9, "59.9 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (1e6, "11 d 13 h")]
+)
+def test_durations_are_said_as_people_do(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
+
+
+def test_the_page_is_replaced_in_one_piece_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = leave_run(tmp_path / "run")
+    before = write_report(run).read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ci_llm.report.page.write_bytes", refuse)
+    assert main(["report", str(run)]) == 2
+    assert "the report cannot be written: No space left on device" in capsys.readouterr().err
+    assert (run / "report.html").read_bytes() == before
+    assert json.loads((run / "status.json").read_text())["status"] == "completed"

@@ -1,0 +1,68 @@
+"""When a run writes its report by itself, and when it rather leaves. A real run shows the rest in tests/report/."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ci_llm.config import Config
+from ci_llm.run.report import leave_page
+from tests.report.folders import leave_run
+
+
+def run(folder: Path, *, told_s_ago: float | None = None, is_main: bool = True, held: bool = True, **keys: Any) -> Any:
+    """What `leave_page` looks at."""
+    told_at = None if told_s_ago is None else time.monotonic() - told_s_ago
+    return (
+        Config(output_dir=str(folder), **keys),
+        SimpleNamespace(is_main=is_main, launch=SimpleNamespace(kill_delay_s=float("inf"))),
+        SimpleNamespace(stop_requested_at=told_at),
+        SimpleNamespace(holds_lease=lambda: held),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return leave_run(tmp_path / "run")
+
+
+def test_a_run_that_is_over_leaves_a_page(folder: Path) -> None:
+    leave_page(*run(folder))
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "why_not",
+    [{"told_s_ago": 11.0}, {"is_main": False}, {"held": False}, {"write_report": False}],
+    ids=["a third of the grace is over", "another process", "another attempt has the folder", "not wanted"],
+)
+def test_there_are_reasons_to_leave_no_page(why_not: dict[str, Any], folder: Path) -> None:
+    leave_page(*run(folder, grace_s=30.0, **why_not))
+    assert not (folder / "report.html").exists()
+
+
+def test_an_interruption_with_time_to_spare_leaves_a_page(folder: Path) -> None:
+    leave_page(*run(folder, told_s_ago=1.0, grace_s=3000.0))
+    assert (folder / "report.html").exists()
+
+
+def test_without_matplotlib_nothing_is_written_and_nothing_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ci_llm.run.report.find_spec", lambda name: importlib.util.find_spec(f"{name}_is_not_here"))
+    leave_page(*run(folder))
+    assert not (folder / "report.html").exists()
+    assert not caplog.records
+
+
+def test_a_damaged_file_of_the_run_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "evaluation.json").write_text("{")
+    leave_page(*run(folder))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("report.html was not written: BadInput: evaluation.json cannot be read")
