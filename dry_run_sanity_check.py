@@ -1,4 +1,4 @@
-"""Prove that a run will work here: `python dry_run_sanity_check.py [--config configs.yaml] [key=value ...]`."""
+"""Try out whether a run will work here: `python dry_run_sanity_check.py [--config FILE] [key=value ...]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Train a crowd: `python train.py [--config configs.yaml] [key=value ...]`, or under any launcher."""
+"""Train a crowd: `python train.py [--config FILE] [key=value ...]`, alone or under any launcher."""
 
 import sys
 

@@ -250,13 +250,15 @@ def _place(error: Exception) -> str:
 
 def compare_family_in_process(family: str) -> FamilyResult:
     """The same in a process of its own, for at most `TIME_LIMIT_S`."""
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_send, args=(family, theirs))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_send, args=(family, sender))
     child.start()
-    theirs.close()
+    sender.close()
     try:
         return (
-            ours.recv() if ours.poll(TIME_LIMIT_S) else FamilyResult("wrong", f"not finished within {TIME_LIMIT_S} s")
+            receiver.recv()
+            if receiver.poll(TIME_LIMIT_S)
+            else FamilyResult("wrong", f"not finished within {TIME_LIMIT_S} s")
         )
     except EOFError:
         return FamilyResult("wrong", "the process died")

@@ -73,7 +73,7 @@ class Interrupts:
         self._abort_grace_s = abort_grace_s
         self._stop_request: tuple[str, float] | None = None  # the reason, and time.monotonic()
         self._save_requested = False
-        self._stopping = threading.Event()
+        self._stopping = threading.Event()  # set by the listener only: an Event takes a lock
         self._ctrl_c_seen = self._aborting = False
         self._own_sigints = 0  # sent by `_abort`, and not yet read from the pipe
         self._raised = threading.Event()
@@ -134,10 +134,10 @@ class Interrupts:
             self.announce("signals are not watched here: only the main thread can do that")
             return self
         self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
+        os.set_blocking(self._write_fd, False)  # as set_wakeup_fd requires: the interpreter must never wait in a signal
         self._listener = threading.Thread(target=self._listen, name="ci_llm signals", daemon=True)
         self._listener.start()
-        _installed.append(self)
+        _installed.append(self)  # before the first handler, so that a fork from here on removes all of them
         self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._install_handlers(self._stop_signals | self._save_signals)
         return self
@@ -271,9 +271,9 @@ _process_ends = False
 
 
 def ends_with_process() -> None:
-    """For a program: what its `Interrupts` listened to is ignored once they are through, until the process has ended.
+    """For a program: after its last `Interrupts` their signals are ignored until the process has ended.
 
-    Its exit code is settled then, and a signal on the way out of the interpreter must not change it.
+    The exit code is decided by then, and a signal during the exit of the interpreter must not change it.
     """
     global _process_ends
     _process_ends = True
@@ -311,17 +311,18 @@ def ignore_signals(_worker_id: int = 0) -> None:
     terminates its children through multiprocessing and joins them.)
     """
     parent = os.getppid()
-    signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(-1)  # a forked worker has that of the run
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # as on macOS: the sender of a signal is unknown there
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
-    notify_of_parent_death("SIGHUP")
+    notify_of_parent_death("SIGHUP")  # blocked above, so it wakes `sigwaitinfo` only
     creator = multiprocessing.parent_process()  # with a fork server, another process than the parent
     senders = {parent, creator.pid} if creator else {parent}
     threading.Thread(target=_end_with_parent, args=(parent, senders), name="ci_llm parent", daemon=True).start()
+    # The parent may have died before it was asked for: then no notification comes.
     if os.getppid() != parent:
         os._exit(0)
 
@@ -349,6 +350,7 @@ def die_with_parent(signal_name: str = "SIGTERM") -> bool:
     parent = os.getppid()
     if not notify_of_parent_death(signal_name):
         return False
+    # As above: a parent that died before the call sends no notification.
     if os.getppid() != parent:
         os.kill(os.getpid(), getattr(signal, signal_name))
     return True

@@ -1,4 +1,4 @@
-"""Signals: heard at once, written down and nothing else, handlers given back; workers deaf, orphans told."""
+"""Signals become requests at once; handlers do nothing else and are restored; workers ignore signals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
-def test_a_stop_signal_becomes_a_note_with_its_time(interrupts: Interrupts, name: str) -> None:
+def test_a_stop_signal_is_recorded_with_its_time(interrupts: Interrupts, name: str) -> None:
     assert (interrupts.stop_reason, interrupts.stop_requested_at) == (None, None)
     send(getattr(signal, name))
     assert interrupts.stop_reason == f"signal:{name}"
@@ -70,7 +70,7 @@ def test_a_save_request_is_taken_once_and_stops_nothing(interrupts: Interrupts) 
 
 
 @pytest.mark.usefixtures("hang_up")
-def test_which_signals_mean_what_is_a_choice() -> None:
+def test_the_signals_to_stop_and_to_save_are_configurable() -> None:
     with Interrupts(stop=["SIGUSR1"], save=["SIGHUP"], announce=lambda _line: None) as one:
         send(signal.SIGHUP)
         assert (one.take_save_request(), one.stop_reason) == (True, None)
@@ -79,7 +79,7 @@ def test_which_signals_mean_what_is_a_choice() -> None:
 
 
 @pytest.mark.usefixtures("hang_up")
-def test_what_is_listened_to_may_change_and_notes_stay() -> None:
+def test_the_signals_may_change_and_requests_stay() -> None:
     with Interrupts(announce=lambda _line: None) as one:
         send(signal.SIGUSR1)
         one.set_signals(stop=["SIGUSR1"], save=["SIGHUP"])
@@ -97,7 +97,7 @@ def test_what_is_listened_to_may_change_and_notes_stay() -> None:
 @pytest.mark.parametrize(
     ("start", "expected"), [(["env", "--default-signal=HUP"], "signal:SIGHUP"), (["nohup"], "None")]
 )
-def test_the_end_of_the_terminal_counts_unless_nohup_says_otherwise(start: list[str], expected: str) -> None:
+def test_sighup_stops_a_run_unless_nohup_ignores_it(start: list[str], expected: str) -> None:
     source = """
 import os, signal
 from ci_llm.interrupts import Interrupts
@@ -110,7 +110,7 @@ with Interrupts(stop=["SIGHUP"], announce=lambda line: None) as one:
         assert child.wait() == 0
 
 
-def test_a_signal_to_a_process_that_is_gone_is_said() -> None:
+def test_sending_a_signal_to_a_process_that_is_gone_returns_false() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert interrupts_module.send(child.pid, "SIGTERM")
     assert child.wait(DEADLINE_S) == -signal.SIGTERM
@@ -120,7 +120,7 @@ def test_a_signal_to_a_process_that_is_gone_is_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGNONE", "TERM"])
-def test_a_signal_that_nobody_can_hear_is_refused(name: str) -> None:
+def test_a_signal_that_cannot_be_caught_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Interrupts(stop=[name])
 
@@ -153,14 +153,14 @@ def test_handlers_and_the_wakeup_fd_come_back() -> None:
     assert "ci_llm signals" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_later_handler_of_somebody_else_stays() -> None:
+def test_a_handler_that_other_code_installed_later_stays() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with Interrupts(announce=lambda _line: None):
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     assert signal.signal(signal.SIGUSR2, before) == signal.SIG_IGN
 
 
-def test_elsewhere_than_in_the_main_thread_nothing_is_installed_and_it_says_so() -> None:
+def test_outside_of_the_main_thread_nothing_is_installed_and_this_is_announced() -> None:
     before, lines = signal.getsignal(signal.SIGTERM), list[str]()
     one = Interrupts(announce=lines.append)
     thread = threading.Thread(target=one.install)
@@ -225,7 +225,7 @@ with Interrupts(announce=announce, abort_grace_s=float(sys.argv[1])) as interrup
 """
 
 
-def test_a_signal_is_heard_while_the_main_thread_is_in_one_long_call() -> None:
+def test_a_signal_is_announced_while_the_main_thread_is_in_one_long_call() -> None:
     with Child.python(STUCK, "60", "0") as child:
         child.read_until("inside")
         child.signal(signal.SIGTERM)
@@ -245,7 +245,7 @@ def test_ctrl_c_twice_ends_a_process_that_does_not_come_back() -> None:
         assert child.wait() == 130
 
 
-def test_ctrl_c_twice_raises_in_the_main_thread_where_it_can() -> None:
+def test_ctrl_c_twice_raises_in_a_main_thread_that_runs_bytecode() -> None:
     with Child.python(STUCK, "60", str(DEADLINE_S)) as child:
         child.read_until("inside")
         child.say("come out")
@@ -258,7 +258,7 @@ def test_ctrl_c_twice_raises_in_the_main_thread_where_it_can() -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_is_heard_during_one_matmul_of_torch() -> None:
+def test_a_signal_is_announced_during_one_matmul_of_torch() -> None:
     source = """
 import torch
 from ci_llm.interrupts import Interrupts
@@ -316,7 +316,7 @@ with Interrupts(announce=lambda line: None) as interrupts:
 
 
 @pytest.mark.slow
-def test_workers_are_deaf_and_go_with_their_parent() -> None:
+def test_workers_ignore_signals_and_end_with_their_parent() -> None:
     with Child.python(WORKERS) as leaving, Child.python(WORKERS) as killed:
         pids = {one: [int(pid) for pid in one.read_until("workers").split()[1:]] for one in (leaving, killed)}
         for one, workers in pids.items():
@@ -340,7 +340,7 @@ def _work(ready: Connection) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_worker_obeys_the_process_that_owns_it(method: str) -> None:
+def test_a_worker_ends_when_the_process_that_created_it_terminates_it(method: str) -> None:
     """Even where it was forked by a server."""
     context = multiprocessing.get_context(method)
     here, there = context.Pipe()
@@ -355,7 +355,7 @@ def test_a_worker_obeys_the_process_that_owns_it(method: str) -> None:
         worker.kill()
 
 
-def test_a_trainer_hears_of_the_death_of_its_launcher() -> None:
+def test_a_trainer_gets_a_signal_at_the_end_of_its_launcher() -> None:
     trainer = """
 import sys
 from ci_llm.interrupts import Interrupts, die_with_parent
@@ -402,7 +402,7 @@ with Interrupts(announce=lambda line: None) as outer:
 """
 
 
-def test_a_program_hears_signals_until_its_last_interrupts_is_through() -> None:
+def test_a_program_handles_signals_until_its_last_interrupts_ends() -> None:
     with Child.python(INNER_AND_OUTER) as child:
         assert child.read_until("inner") == "inner signal:SIGTERM None"
         assert child.read_until("outer") == "outer signal:SIGTERM"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.manifest import FileImage, check_name, tensor_spans
-from ci_llm.core.typed_json import Json, decode, encode, load_json, parse_json, refuse
+from ci_llm.core.typed_json import Json, decode, encode, load_json, parse_json, reject
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 State: TypeAlias = Mapping[str, Any]
@@ -213,7 +213,7 @@ class _Collector:
             return {"$array": self._keep(torch.from_numpy(np.ascontiguousarray(value)), where)}
         if hasattr(value, "state_dict"):
             return encode(value.state_dict(), self, where)
-        return refuse(value, where)
+        return reject(value, where)
 
     def _keep(self, tensor: Tensor, where: str) -> str:
         _require_plain_bytes(tensor, where)

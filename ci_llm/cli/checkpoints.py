@@ -1,4 +1,4 @@
-"""`ci-llm checkpoints`: list, verify, diff, prune and import, from the words typed to the lines printed."""
+"""`ci-llm checkpoints`: list, verify, diff, prune and import checkpoints, and print the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
 LINES_SHOWN = 20
 
-_DESCRIPTION = "Look at checkpoints, compare them, remove old ones, and make a crowd of adapters of others."
+_DESCRIPTION = "List checkpoints, compare them, remove old ones, and make a crowd of PEFT adapters."
 _EXAMPLES = {
     "list": "ci-llm checkpoints list ci_llm_output",
     "verify": "ci-llm checkpoints verify ci_llm_output/checkpoint_step_100",
@@ -23,11 +23,11 @@ _EXAMPLES = {
     "import": "ci-llm checkpoints import old_run/agents --to imported --base-model google/gemma-2-2b",
 }
 _EXIT_CODES = """
-exit codes: 0 fine; 1 what was to be verified is damaged, or what was compared differs; 2 bad call"""
+exit codes: 0 success; 1 a checkpoint is damaged, or two differ; 2 bad call"""
 
 
 def run_verb(words: Sequence[str]) -> int:
-    """Do what `ci-llm checkpoints WORDS` says and return the exit code.
+    """Run `ci-llm checkpoints ARGUMENTS` and return the exit code.
 
     Raises:
         BadInput: the call is wrong. CheckpointError: a checkpoint cannot be read or changed.
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
 
     def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse's own says nothing where the output is refused
+        print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,22 +64,26 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(verb=globals()[f"_{name}"])
         return made
 
-    listing = verb("list", "every checkpoint of a run: step, time, size, whether it verifies, its place in the line")
+    listing = verb(
+        "list", "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
+    )
     listing.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")
     listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
-    verifying = verb("verify", "read every byte of a checkpoint, or of all of a run, and compare it with its digest")
+    verifying = verb("verify", "compare every byte of a checkpoint, or of all of a run, with its digest")
     verifying.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the output_dir of a run")
     diff = verb("diff", "compare two checkpoints bit by bit")
-    diff.add_argument("one", type=Path, metavar="A", help="a checkpoint, or a run: its newest")
+    diff.add_argument("one", type=Path, metavar="A", help="a checkpoint, or a run for its newest")
     diff.add_argument("other", type=Path, metavar="B", help="another")
-    prune = verb("prune", "keep the newest checkpoints that verify and remove older ones; never while a run writes")
+    prune = verb("prune", "remove all but the newest checkpoints that verify; refused while a run writes")
     prune.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many to keep, at least 1")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    importing = verb("import", "make PEFT adapters, or agents of the first CI-LLM, the agents of one crowd")
+    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+    importing = verb("import", "make one crowd of PEFT adapters, or of agents of the first CI-LLM")
     importing.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="a folder with one adapter or more")
     importing.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where; must not exist yet")
-    importing.add_argument("--base-model", metavar="NAME", help="hub id or folder; what the adapters say by default")
+    importing.add_argument(
+        "--base-model", metavar="NAME", help="hub id or folder; by default the base that the adapters name"
+    )
     for each in (listing, verifying, diff, prune, importing):
         each.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     return parser
@@ -114,7 +118,8 @@ def _verify(call: argparse.Namespace) -> int:
     from ci_llm.checkpoints.folders import is_named_checkpoint
     from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
 
-    lone = (call.path / MANIFEST).exists() or is_named_checkpoint(call.path)  # what has lost its manifest is damaged
+    # A folder with the name of a checkpoint counts without a manifest too: it is damaged.
+    lone = (call.path / MANIFEST).exists() or is_named_checkpoint(call.path)
     folders = [call.path] if lone else current_line(call.path)
     if not (call.path.is_dir() and folders):
         raise _no_checkpoint(call.path)
@@ -153,7 +158,7 @@ def _diff(call: argparse.Namespace) -> int:
     for difference in counting[:LINES_SHOWN]:
         print(f"  {difference.where}: {difference.what}")
     if len(counting) > LINES_SHOWN:
-        print(f"  and {len(counting) - LINES_SHOWN} more; --json tells all")
+        print(f"  and {len(counting) - LINES_SHOWN} more; --json lists all")
     if beside:
         print(f"beside the state: {', '.join(difference.where for difference in beside)}")
     return 0 if found.identical else 1
@@ -171,7 +176,7 @@ def _prune(call: argparse.Namespace) -> int:
     kept = ", ".join(f"{step} (best)" if step in pinned else str(step) for step in done.kept)
     print(f"{'would remove' if call.dry_run else 'removed'}: {removed} ({done.freed_bytes:,} bytes); kept: {kept}")
     for damage in done.damaged:
-        print(f"left for the next start of the run to set aside: {damage}")
+        print(f"the next start of the run will quarantine: {damage}")
     return 0
 
 
@@ -202,7 +207,7 @@ def _import(call: argparse.Namespace) -> int:
 
 
 def _checkpoint(path: Path) -> Path:
-    """The checkpoint that is meant: the folder itself, or the newest of a run.
+    """The checkpoint at a path: the folder itself, or the newest of a run.
 
     Raises:
         BadInput: it is neither.

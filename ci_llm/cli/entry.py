@@ -1,4 +1,4 @@
-"""The way in from a checkout: where a package is not installed, that is one line with its hint and no traceback."""
+"""The entry of train.py and its siblings: a package that is not installed is one message, not a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAD_CALL: Final = 2
 def run_command(command: str, words: list[str]) -> int:
     """Call the function `command` of `ci_llm.cli.main` with the words of the command line; returns its exit code.
 
-    Nothing comes after it: signals that come while the interpreter ends do not change that code.
+    The process ends with it: signals that arrive while the interpreter exits do not change the code.
     """
     try:
         importlib.import_module("ci_llm.interrupts").ends_with_process()
@@ -33,7 +33,7 @@ def run_command(command: str, words: list[str]) -> int:
 
 
 def _is_missing_here(error: ModuleNotFoundError) -> bool:
-    """Whether a file of ours imports what is missing: what other people's code lacks is a failure of the run."""
+    """Whether a file of this package imports what is missing; if other code does, that is a failure of the run."""
     *_, (importer, _) = traceback.walk_tb(error.__traceback__)
     ours = str(importer.f_globals.get("__name__")).startswith("ci_llm.")
     return ours and not str(error.name).startswith("ci_llm")

@@ -1,4 +1,4 @@
-"""The doors: every command reads its line, hands over, and turns errors into one short explanation and an exit code."""
+"""The commands: each parses its command line, calls the package, and turns errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-BROKEN_PIPE_EXIT_CODE: Final = 141  # what a shell says of a program that wrote to a pipe that nobody reads any more
+BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone
 
 USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train in one fused pass on one frozen base.
 
-  python train.py [--config FILE] [key=value ...]     train, or go on where an earlier call stopped
+  python train.py [--config FILE] [key=value ...]     train, or resume where an earlier call stopped
   ci-llm train ...                                    the same
-  python dry_run_sanity_check.py [...]                proves that it will work on this machine (ci-llm check)
-  ci-llm status [RUN | key=value ...]                 how a run stands: exit code 0 completed, 75 interrupted,
-                                                      3 running, 1 failed or vanished
-  ci-llm checkpoints list RUN                         its checkpoints: step, time, size, whether they verify
-  ci-llm checkpoints verify PATH                      every byte against its digest
-  ci-llm checkpoints diff A B                         bit-identical, or what differs and by how much
-  ci-llm checkpoints prune RUN --keep N               removes older ones
-  ci-llm checkpoints import SOURCE ... --to FOLDER    adapters of others become a crowd
+  python dry_run_sanity_check.py [...]                try out whether it will work here (ci-llm check)
+  ci-llm status [RUN | key=value ...]                 the state of a run: exit code 0 completed,
+                                                      75 interrupted, 3 running, 1 failed or vanished
+  ci-llm checkpoints list RUN                         list checkpoints: step, time, size, whether they verify
+  ci-llm checkpoints verify PATH                      compare every byte with its digest
+  ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
+  ci-llm checkpoints prune RUN --keep N               remove all but the newest N
+  ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
 
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
 
---help after a command says more; --debug shows the traceback of an error, and what is done on the way."""
+--help after a command shows its options; --debug shows debug lines, and the traceback of an error."""
 
 TRAIN_USAGE = """python train.py [--config FILE] [--continue] [key=value | --key value | --key=value ...]
-The command line wins over the file, the file over what `accelerate launch` says, that over these defaults.
-The file: configs.yaml of the current folder, else the project's own, where --config names no other.
---continue: a checkpoint must exist. --debug: tell what is done on the way, and the traceback of an error.
+The command line wins over the file, the file over `accelerate launch`, and that over the defaults below.
+Without --config the file is configs.yaml of the current folder, else the project's own.
+--continue: refuse to start without a checkpoint. --debug: show debug lines, and the traceback of an error.
+Names of Trainer, PEFT and TRL work too (docs/keys.md).
 example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine
 """
 
-CHECK_USAGE = """python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the words of train.py
-Tries on this machine what the run will need, at toy size, and leaves nothing behind; 0 only if all passes.
+CHECK_USAGE = """python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the arguments of train.py
+Tries at toy size on this machine what the run will need, and leaves nothing behind. Exit code 0 if all checks pass.
 example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml batch_size=16"""
 
 STATUS_USAGE = """ci-llm status [RUN | --config FILE | key=value ...]
-Says how a run stands: its state and why, its last step, its process, a warning if there is one, and the command that
-goes on. RUN is its output_dir; with the words of train.py it is the run that they would train.
+Shows the state of a run and its reason, the last step, the process, a warning if there is one, and the command that
+resumes it. RUN is its output_dir; with the arguments of train.py it is the run that they would train.
 exit codes: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call
 example: ci-llm status ci_llm_output/mine"""
 
@@ -108,9 +109,9 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
         _enable_debug_log()
     try:
         code = _exit_code_of(command)
-        sys.stdout.flush()  # while a reader that has gone can still be told from a failure
+        sys.stdout.flush()  # here, where a closed pipe can still be told from another failure
         return code
-    except KeyboardInterrupt:  # a person who insists knows why
+    except KeyboardInterrupt:  # the second Ctrl-C: no explanation is needed
         return ABORTED_EXIT_CODE
     except BrokenPipeError:
         if not _stdout_reader_is_gone():
@@ -122,9 +123,9 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
             raise
         _discard_output()
         refusal = BadInput(
-            f"what was to be said could not be written: {error.strerror}",
+            f"the output could not be written: {error.strerror}",
             where="standard output",
-            hint="lead it to a terminal, a pipe, or a file on a disk that has space",
+            hint="redirect it to a terminal, a pipe, or a file on a disk that has space",
         )
         print_error(refusal)
         return refusal.exit_code
@@ -136,7 +137,7 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
 
 
 def _exit_code_of(command: Callable[[], int]) -> int:
-    """The exit code, also of a command that ends the program as argparse does after `--help`."""
+    """The exit code of a command, also if it raises SystemExit, as argparse does after `--help`."""
     try:
         return command()
     except SystemExit as end:
@@ -157,47 +158,50 @@ def _enable_debug_log() -> None:
 
 
 def _prepare_standard_files() -> None:
-    """A closed standard file must not give its number to the next file that is opened, nor a sign end a run."""
+    """Open what is closed of stdin, stdout and stderr, and write characters that the locale lacks as escapes.
+
+    Otherwise the next file that is opened takes the number of a closed one, and prints go into it.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # of a locale that lacks a sign which a data set has
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _stdout_reader_is_gone() -> bool:
-    """Whether standard output is what broke: `| head` has seen enough."""
+    """Whether the reader of standard output has closed it, as `| head` does; another pipe may have broken instead."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # an error is told unasked
+    poll.register(sys.stdout.fileno(), 0)  # poll reports an error even if no event is asked for
     return bool(poll.poll(0))
 
 
 def _stdout_fails() -> bool:
-    """Whether standard output is what failed: a full disk, or /dev/full, refuses what is still to be written."""
+    """Whether standard output refuses to be written, as on a full disk; another file may have failed instead."""
     try:
         sys.stdout.flush()
-        os.write(sys.stdout.fileno(), b"\n")  # where nothing is buffered, nothing was left to flush
+        os.write(sys.stdout.fileno(), b"\n")  # an unbuffered stream has nothing to flush
     except OSError:
         return True
     return False
 
 
 def _discard_output() -> None:
-    """What is still to be written, at the exit of the interpreter at the latest, goes where it cannot fail."""
+    """Redirect standard output to /dev/null, so that the flush at the exit of the interpreter cannot fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def print_error(error: CiLlmError) -> None:
-    """The main process of a run explains; the others need a line, as what stops one of them may be its own."""
+    """Print an error to stderr: in full on the main process, as one line on the others, whose error may differ."""
     from ci_llm.cluster.launch import own_process_index
 
     number = own_process_index()
     told = f"error: {error}" if number == 0 else f"process {number}: error: {error.what.splitlines()[0]}"
-    with contextlib.suppress(OSError):  # the exit code says it as well
+    with contextlib.suppress(OSError):  # the exit code remains
         print(told, file=sys.stderr, flush=True)
 
 
@@ -227,7 +231,7 @@ def train(words: list[str]) -> int:
 
 
 def _configuration(words: Sequence[str]) -> Reading:
-    """What train.py is called with, on top of configs.yaml, on top of what its launcher was told."""
+    """The configuration of a command line over configs.yaml over the settings of the launcher."""
     from ci_llm.cluster.launch import accelerate_settings
     from ci_llm.config import default_file, read_config
 
@@ -243,7 +247,7 @@ def _require_checkpoint(folder: Path) -> None:
         raise ConfigError(
             "there is no checkpoint to continue from",
             where=f"--continue, output_dir: {folder}",
-            hint="leave --continue away for a fresh start, or give the output_dir or experiment_name of the run",
+            hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the run",
         )
 
 
@@ -256,16 +260,16 @@ def _print_train_help() -> int:
 
 
 def _go_offline_if_unreachable(config: Config, launch: Launch) -> None:
-    """Nobody asks a hub that is out of reach."""
+    """Use only the local cache if the hub is unreachable, instead of waiting for it again and again."""
     from ci_llm.cluster.hub import go_offline_if_unreachable
 
     unreachable = go_offline_if_unreachable(config.model_name, config.dataset_name)
     if unreachable and launch.is_main:
-        _print_line(f"hub       out of reach, only its local cache is used ({unreachable})")
+        _print_line(f"hub       unreachable, only its local cache is used ({unreachable})")
 
 
 def _print_line(line: str) -> None:
-    """Print a line at once; a run is worth more than its terminal."""
+    """Print a line at once; a terminal that is gone must not end a run."""
     try:
         print(line, flush=True)
     except OSError:
@@ -273,11 +277,11 @@ def _print_line(line: str) -> None:
 
 
 def _set_library_defaults() -> None:
-    """Nothing is ever sent anywhere, and forked loader workers need no warning about tokenizer threads."""
+    """Switch off telemetry, the warning about tokenizers in forked workers, and threads that spin while they wait."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # On a shared machine threads that spin while they wait take the core from the one they wait for: two toy steps
-    # then last minutes (measured).
+    # On a shared machine a spinning thread takes the core from the thread it waits for: two toy steps then take
+    # minutes (measured).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -306,7 +310,7 @@ def check(words: list[str]) -> int:
 
 
 def status(words: list[str]) -> int:
-    """`ci-llm status RUN`, or with the words of train.py: the run that they would train."""
+    """`ci-llm status RUN`, or with the arguments of train.py: the run that they would train."""
     from ci_llm.core.run_status import read_status
 
     if {"-h", "--help"} & {*words}:

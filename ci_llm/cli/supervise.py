@@ -94,11 +94,11 @@ def _target(options: Options) -> Target:
 
 
 def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:
-    """The refusal of such options; if Hydra's two name a file that exists, the hint names it too."""
+    """The error for these options. If Hydra's two name a file that exists, its hint names that file."""
     meant = Path(options.config_path or "", f"{options.config_name}.yaml")
     file = f"--config {meant if meant.is_file() else 'FILE'}"
     return ConfigError(
-        f"our own trainer takes no {' and no '.join(useless)}",
+        f"the trainer of this project takes no {' and no '.join(useless)}",
         where="command line",
         hint=f"write {file} and key=value; adjustments after a failure travel in recovery.json",
     )

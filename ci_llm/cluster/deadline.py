@@ -178,6 +178,7 @@ class Walltime:
         # Wait for half of the time that is left, then for half of the rest: steps may become slower meanwhile.
         while not self._over.wait(min(max(self._seconds_until_stop() / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)):
             if self._seconds_until_stop() <= 0 and not self._is_extended():
+                # Announced first, while the run is still as the announcement describes it.
                 self._interrupts.announce_stop(f"the time is over at {self.deadline}")
                 self._interrupts.request_stop(REASON)
                 return

@@ -1,6 +1,6 @@
-"""Whether the Hugging Face hub can be asked, found out once and quickly; where it cannot, only its cache is used.
+"""The Hugging Face hub: one quick request shows whether it is reachable; if not, only its local cache is used.
 
-Without this every name of the hub costs half a minute of retries, each of them a line, before it is an error.
+Without this, every name costs half a minute of retries, with a line each, before it is an error.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _FILE: Final = re.compile(r".*\.(jsonl?|ndjson|csv|parquet|arrow|txt|ya?ml)")
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether `name` has the form of a hub id, and nothing here is called so."""
+    """Whether `name` has the form of a hub id, and no local file or folder has this name."""
     if name == "embedded" or _FILE.fullmatch(name):
         return False
     return _ID.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
 
 
 def why_unreachable(timeout_s: float = TIMEOUT_S) -> str | None:
-    """Ask the hub for an answer, whatever it is; the reason if there is none. Honours HF_ENDPOINT and proxies."""
+    """Why the hub does not answer; None if it does, with any status. HF_ENDPOINT and proxies are respected."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s):
             return None
     except urllib.error.HTTPError:
-        return None  # an answer
+        return None  # an error status is an answer as well
     except urllib.error.URLError as error:
-        # Its certificate is for the libraries to judge, which may know other authorities than this call.
+        # The libraries check the certificate themselves, and may trust other authorities than this request does.
         return None if isinstance(error.reason, ssl.SSLError) else f"{endpoint}: {error.reason}"
     except (OSError, ValueError, http.client.HTTPException) as error:
         return f"{endpoint}: {error}"
 
 
 def go_offline_if_unreachable(*names: str) -> str | None:
-    """Keep the libraries from asking the hub in vain. Call it before they are imported: they read it only then.
+    """Set HF_HUB_OFFLINE if the hub is unreachable. It must be called before the libraries are imported.
 
     Args:
-        names: of base model and data set; without one that may be on the hub nobody is asked.
+        names: of the base model and the data set; if none of them may be on the hub, no request is made.
 
     Returns:
-        why the hub is out of reach, if that was found out now.
+        why the hub is unreachable; None if it is reachable, or was not asked.
     """
     if OFFLINE in os.environ or not any(map(may_be_on_hub, names)):
         return None

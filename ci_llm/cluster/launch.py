@@ -32,6 +32,7 @@ class _Variables:
     local_index: str
 
 
+# In the order of precedence: torchrun inside an srun step sets its own variables beside those of SLURM.
 _LAUNCHERS: Final = (
     _Variables("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -122,6 +123,12 @@ def read_launch(
     parent = _parent_command() if parent_command is None else parent_command
     if names is None or num_processes == 1:
         return _single_process(names, environ, parent, arguments)
+    return _one_of_several(names, num_processes, environ, parent, arguments)
+
+
+def _one_of_several(
+    names: _Variables, num_processes: int, environ: Mapping[str, str], parent: Sequence[str], arguments: Sequence[str]
+) -> Launch:
     process_index = _integer(environ, names.process_index)
     if not 0 <= process_index < num_processes:
         raise LaunchError(
@@ -129,6 +136,7 @@ def read_launch(
             where=f"{names.process_index}={process_index}, {names.num_processes}={num_processes}",
             hint="start all processes by one launcher: torchrun, accelerate launch or srun",
         )
+    # A launcher that does not set the local index starts all processes on one machine.
     local_index = _integer(environ, names.local_index, process_index)
     num_local = _local_processes(environ, num_processes)
     place = {
@@ -179,6 +187,7 @@ def accelerate_settings(environ: Mapping[str, str], parent_command: Sequence[str
     The launcher exports the gradient accumulation only with DeepSpeed, so its command line is read as well.
     """
     parent = _parent_command() if parent_command is None else parent_command
+    # "no" and "1" are the defaults of Accelerate: they cannot be told from a user's choice, so they count as no choice.
     steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if not steps and _is_accelerate(parent):
         steps = option(parent, "gradient_accumulation_steps")
@@ -206,6 +215,7 @@ def launch_notes(
     if not num_gpus and launch.num_local_processes > _num_cores():
         shared = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
         lines.append(f"{shared}: more of them than cores make a run slower and take more memory")
+    # Launchers set OMP_NUM_THREADS=1 if it is unset, which leaves cores idle with fewer processes than cores.
     throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
     if throttled and launch.threads_per_process > 1:
         lines.append(
@@ -299,6 +309,7 @@ def _single_process(
 
 
 def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
+    # The shorter delay counts: whoever loses patience first kills.
     supervisor_s = float(environ.get(SUPERVISED, math.inf))
     if launcher != "torchrun":
         return supervisor_s
@@ -392,5 +403,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 def _port_of_step(environ: Mapping[str, str]) -> int:
     """One port per SLURM job step, the same for all its processes."""
+    # Computed from the numbers of job and step, because the processes cannot communicate before they know the port.
+    # Jobs that share a node, and steps of one job, get different ports.
     job, step = (_integer(environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _FIRST_PORT + (job * 31 + step) % _NUM_PORTS

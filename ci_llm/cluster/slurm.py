@@ -163,6 +163,7 @@ def requeue(
     job = read_job(environ)
     if job is None:
         return "not put back into a queue: this is no SLURM job" if wanted is True else None
+    # SLURM would requeue a job that makes no progress, or that a person has stopped: that is decided here.
     obstacle = reason_not_to_requeue(job, query_job(job, query), reason, max_requeues, without_progress)
     if obstacle is None and query(["scontrol", "requeue", job.id]) is None:
         obstacle = "scontrol requeue failed"
@@ -183,6 +184,7 @@ def reason_not_to_requeue(
         return "only batch jobs can be"
     if not info.may_requeue:
         return "it was submitted with --no-requeue, or this cluster forbids it (JobRequeue=0)"
+    # A job at its limit is COMPLETING with this reason, and may still be requeued.
     if info.state != "RUNNING" and info.reason != "TimeLimit":
         return f"it is {info.state}, so somebody has cancelled it or put it back already"
     if job.restarts >= max_requeues:

@@ -2,7 +2,7 @@
 
 A key is declared by one of five functions. They say what it means if a resumed run has another value:
 
-exact       other samples, other maths or another order: refused unless `allow_inexact_resume`
+exact       other samples, other mathematics or another order: refused unless `allow_inexact_resume`
 schedule    a longer or shorter run: allowed, and logged
 ending      where the run ends and which step is its best; the steps themselves stay the same: allowed, and logged
 rounding    the same sums in another order: allowed, but the bits differ
@@ -44,10 +44,11 @@ Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: dates 
 if TYPE_CHECKING:
     Diversity = str
     Aggregator = str
+    Tracker = str
 else:
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
-Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+    Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
 Signals = Annotated[
     tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
     BeforeValidator(_as_tuple),
@@ -59,7 +60,7 @@ def _key(default: Any, doc: str, kind: ChangeKind, keeps_bits: bool) -> Any:
 
 
 def exact(default: Any, doc: str) -> Any:
-    """A key whose change would train on other samples, with other maths or in another order."""
+    """A key whose change would train on other samples, with other mathematics or in another order."""
     return _key(default, doc, "sample-exact", False)
 
 
@@ -74,7 +75,7 @@ def ending(default: Any, doc: str) -> Any:
 
 
 def rounding(default: Any, doc: str) -> Any:
-    """A key whose change keeps samples and maths, but may round differently."""
+    """A key whose change keeps samples and mathematics, but may round differently."""
     return _key(default, doc, "free", False)
 
 

@@ -1,4 +1,4 @@
-"""What a word that is no key was meant to be: right, or not said at all."""
+"""The key that a misspelt name means; no suggestion is better than a wrong one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from typing import Final
 
-#: How alike two words must be: every part of the one to a part of the other, and the whole to the whole.
+#: Lowest similarity, 0 to 1: of each part to a part of the other name, of the whole names, and of names without `_`.
 PART: Final = 0.65
 WHOLE: Final = 0.75
 RUN_TOGETHER: Final = 0.88
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is a slip of; None if `name` says something else.
+    """The known name of which `name` is a misspelling; None if `name` means something else.
 
-    A part of `name` that the known one lacks carries a meaning: `eval_batch_size` is no slip of `batch_size`. A part
-    that was left out, as in `max_grad` for `max_grad_norm`, may be one.
+    A part of `name` that the known one lacks has a meaning: `eval_batch_size` is no misspelling of `batch_size`. A part
+    may be left out, as in `max_grad` for `max_grad_norm`.
     """
     alike = [(_ratio(name.lower(), other.lower()), other) for other in known if _is_slip(name.lower(), other.lower())]
     return max(alike)[1] if alike else None

@@ -1,4 +1,4 @@
-"""What single values cannot show: combinations that cannot work (clashes), or deserve a word (notices)."""
+"""Combinations of values: those that cannot work (clashes), and those that probably mean something else (notices)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
         yield Clash(
             ("greater_is_better", "metric_for_best_model"),
             f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better",
-            "leave greater_is_better away",
+            "leave greater_is_better out",
         )
     if both := [name for name in c.stop_signals if name in c.save_signals]:
         yield Clash(
@@ -66,8 +66,8 @@ def _clashes(c: Config) -> Iterator[Clash]:
     if c.restart_from is not None and c.overwrite_output_dir:
         yield Clash(
             ("restart_from", "overwrite_output_dir"),
-            "restart_from goes back in the run that is there, and overwrite_output_dir moves that one aside",
-            "keep one of them; resume_from_checkpoint says from where a new run begins",
+            "restart_from goes back within the existing run, and overwrite_output_dir moves that run aside",
+            "keep one of them; resume_from_checkpoint sets where a new run begins",
         )
     if c.experiment_name is not None and ("/" in c.experiment_name or c.experiment_name in (".", "..")):
         yield Clash(
@@ -78,7 +78,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
 
 
 def find_notices(config: Config) -> list[str]:
-    """What to tell once: settings without effect, and those that probably mean something else."""
+    """Lines to log once at the start: settings without effect, and those that probably mean something else."""
     return [*_without_effect(config), *_doubtful(config)]
 
 
@@ -93,21 +93,21 @@ def _without_effect(config: Config) -> Iterator[str]:
 def _doubtful(c: Config) -> Iterator[str]:
     if c.diversity == "none" and c.lambda_sw and _is_meant(c, "lambda_sw", "diversity"):
         yield (
-            f"lambda_sw {c.lambda_sw:g} has no effect: it weighs the diversity term, and diversity is none, as no term"
-            " that was tested made a better crowd (docs/crowd.md). diversity=swd_raw is the term of the original,"
-            " diversity=swd the bounded one; lambda_sw=0 says that none is wanted"
+            f"lambda_sw {c.lambda_sw:g} has no effect: it is the weight of the diversity term, and diversity is none,"
+            " because no tested term made a better crowd (docs/crowd.md). diversity=swd_raw is the term of the first"
+            " CI-LLM, diversity=swd the bounded one; lambda_sw=0 silences this line"
         )
     if c.diversity == "swd_raw":
-        yield "diversity swd_raw is the original's, kept for comparison: at weight 1 it halves accuracy"
+        yield "diversity swd_raw is the term of the first CI-LLM, kept for comparison: at weight 1 it halves accuracy"
     if c.diversity.startswith("swd") and c.swd_representation == "first_token":
-        yield "swd_representation first_token is alike in all rows: a causal model has read nothing yet"
+        yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
-        yield f"batch_size {c.batch_size} is never filled: global_batch_size is {c.global_batch_size}"
+        yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
 
 
 def _is_meant(c: Config, key: str, by: str) -> bool:
-    """Whether somebody gave `key` a value of his own, or gave it any value and said nothing of what it depends on."""
+    """Whether `key` was given another value than its default, or any value while `by`, on which it depends, was not."""
     given = key in c.model_fields_set
     return given and (by not in c.model_fields_set or getattr(c, key) != type(c).model_fields[key].default)

@@ -1,1 +1,1 @@
-"""What every package uses: durable files, typed JSON, random generators, memory, the status files of a run."""
+"""The basis of every package: durable files, typed JSON, random generators, memory, the state files of a run."""

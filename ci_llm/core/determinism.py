@@ -1,7 +1,7 @@
 """Random numbers as a function of where they are used: keyed generators, and the global ones captured and restored.
 
-A sequential generator must be saved and restored at exactly the right moment. A keyed one has nothing to save: what is
-drawn in a micro-step depends on (seed, step, process, micro-step) and on nothing that happened before.
+A sequential generator must be saved and restored at exactly the right moment. A keyed generator has no state to save:
+what is drawn in a micro-step depends on (seed, step, process, micro-step) and on nothing that happened before.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ import torch
 from torch import Tensor
 
 
-def key_of(*parts: int | str) -> int:
-    """A 63-bit seed from any integers and words, the same on every platform and version (BLAKE2b)."""
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from integers and strings, by BLAKE2b: the same on every platform and in every version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little") >> 1  # 63 bits, which fit a signed integer
 
 
 def generator_for(*parts: int | str) -> torch.Generator:
-    """A CPU generator of its own for one purpose, e.g. `generator_for(seed, "adapter", agent)`."""
-    return torch.Generator().manual_seed(key_of(*parts))
+    """A new CPU generator for one purpose, for example `generator_for(seed, "adapter", agent)`."""
+    return torch.Generator().manual_seed(derive_seed(*parts))
 
 
 def seed_everything(*parts: int | str) -> None:
     """Set the global generators of Python, NumPy and PyTorch (every device) from a key."""
-    key = key_of(*parts)
+    key = derive_seed(*parts)
     random.seed(key)
-    np.random.seed(key % 2**32)
+    np.random.seed(key % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(key)
 
 
 def capture() -> dict[str, Any]:
-    """The state of every global generator of this process: tensors and plain values."""
+    """The state of every global generator of this process, as tensors and plain values, for `restore`."""
+    # Tensors and plain values only: a checkpoint holds nothing that must be unpickled.
     version, internal, gauss = random.getstate()
     name, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -55,10 +56,10 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> str | None:
-    """Put every generator back.
+    """Set every global generator to a captured state.
 
     Returns:
-        which could not be, on a machine with more or fewer GPUs: nobody is to be told that all were.
+        the generators that keep their state, because this machine has more or fewer GPUs; None if all are restored.
     """
     cuda, here = state.get("cuda", {}), torch.cuda.device_count() if torch.cuda.is_available() else 0
     python, numpy = state["python"], state["numpy"]
@@ -66,6 +67,7 @@ def restore(state: dict[str, Any]) -> str | None:
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["pos"], numpy["has_gauss"], numpy["cached_gaussian"]))
     torch.set_rng_state(_bytes(state["torch"]))
+    # With another number of GPUs there is no right assignment: all keep their present state, and the caller is told.
     if len(cuda) != here:
         return f"CUDA generators {len(cuda)} -> {here}"
     if cuda:

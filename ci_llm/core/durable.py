@@ -1,7 +1,8 @@
-"""Files that survive: after a crash at any line a reader finds the old content or the new one, never half.
+"""Durable files: after a crash at any line a reader finds the old content or the new content, and never a part of it.
 
-This is the only file that renames or fsyncs. Every change of a disk goes through a `Filesystem`, so that a
-test can crash before the n-th change, or drop and reorder what was never synced.
+A new file is written under another name, synced, renamed, and its folder is synced: a rename is atomic, and a name is
+durable only after the sync of its folder. This is the only module that renames or syncs. Every change of a disk goes
+through a `Filesystem`, so that a test can crash before the n-th change, or drop and reorder changes before a sync.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Filesystem:
         os.close(handle)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the entries of a folder durable: a file is not safe until its name is."""
+        """Make the names in a folder durable."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
         except OSError as error:
-            # Some network filesystems know no fsync of a folder and make entries durable by themselves.
+            # Some network filesystems have no fsync of a folder: their names are durable without it.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
@@ -56,7 +57,7 @@ class Filesystem:
         os.mkdir(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomic; a file replaces a file, a folder never replaces a folder that holds something."""
+        """Rename atomically. A file may replace a file; a folder may replace only an empty folder."""
         os.rename(source, target)
 
     def unlink(self, path: Path) -> None:
@@ -66,11 +67,11 @@ class Filesystem:
         os.rmdir(path)
 
     def touch(self, path: Path) -> None:
-        """Set the time of an existing file or folder to the present of the disk's own clock."""
+        """Set the time of an existing file or folder to the present time, by the clock of the disk."""
         os.utime(path)
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that this user may still write below `path`."""
+        """Free bytes below `path`, as far as this user may use them."""
         space = os.statvfs(path)
         return space.f_bavail * space.f_frsize
 
@@ -79,44 +80,53 @@ DISK = Filesystem()
 
 
 def write_bytes(path: Path | str, data: Bytes, *, staging: Path | None = None, disk: Filesystem = DISK) -> None:
-    """Replace the file `path` by `data`, durably and in one instant. Its folder must exist.
+    """Replace the file `path` by `data`, durably and atomically. Its folder must exist.
 
     Args:
-        staging: folder for the unfinished file, on the same filesystem; the folder of `path` by default.
-            A writer whose staging folder was renamed away can no longer replace anything.
+        staging: folder of the unfinished file, on the same filesystem; the folder of `path` by default. Once the
+            staging folder is renamed, its writer can no longer replace any file.
+        disk: the operations on the disk.
+
+    Raises:
+        OSError: the disk refuses one of the operations.
     """
     path = Path(path)
+    # A random name: two writers of one file must not write into the same unfinished one.
     partial = (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
     try:
         write_new(partial, [data], disk=disk)
         disk.rename(partial, path)
     except OSError:
-        with contextlib.suppress(OSError):  # the first error is the one to tell; a start sweeps the rest
+        with contextlib.suppress(OSError):  # the first error matters; the next start removes what remains
             disk.unlink(partial)
         raise
+    # The rename is atomic for readers, but it survives a power cut only once the folder is synced.
     disk.sync_folder(path.parent)
 
 
 def write_json(path: Path | str, value: object, *, staging: Path | None = None, disk: Filesystem = DISK) -> None:
-    """`write_bytes` of typed JSON: plain where `value` is plain, int keys and tuples kept by tags."""
+    """`write_bytes` of typed JSON: plain JSON for plain values; tags keep int keys and tuples (typed_json.py)."""
     write_bytes(path, dump_json(value, indent=2), staging=staging, disk=disk)
 
 
 def read_json(path: Path | str) -> object:
-    """What `write_json` wrote, with the types it had.
+    """The value that `write_json` wrote, with its types.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no JSON, or holds a tag that is unknown here.
+        ValueError: the file is not JSON, or holds an unknown tag.
     """
     return load_json(Path(path).read_bytes())
 
 
 def write_new(path: Path, parts: Iterable[Bytes], *, disk: Filesystem = DISK) -> int:
-    """Create `path` from `parts` laid end to end and sync it; its name is durable once its folder is synced.
+    """Create the file `path` from concatenated `parts` and sync it. The caller syncs its folder.
 
     Returns:
         the number of bytes.
+
+    Raises:
+        FileExistsError: `path` exists.
     """
     handle = disk.create(path)
     try:
@@ -132,50 +142,53 @@ def write_new(path: Path, parts: Iterable[Bytes], *, disk: Filesystem = DISK) ->
 
 def _write_all(handle: int, data: memoryview, disk: Filesystem) -> int:
     done = 0
-    while done < len(data):
+    while done < len(data):  # write(2) may take only a part, for example on a disk that is nearly full
         written = disk.write(handle, data[done:])
         if written <= 0:
-            raise OSError(errno.EIO, "the disk took no byte and gave no reason")
+            raise OSError(errno.EIO, "the disk wrote no byte and reported no error")
         done += written
     return done
 
 
 def make_folders(path: Path, *, disk: Filesystem = DISK) -> None:
-    """Create `path` and what is missing above it, each name durable. An existing folder is fine."""
+    """Create `path` and its missing parents, durably. An existing folder is no error."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process of the same run was faster
+        with contextlib.suppress(FileExistsError):  # another process of the run has just created it
             disk.mkdir(folder)
         disk.sync_folder(folder.parent)
 
 
 def commit_folder(source: Path, target: Path, *, disk: Filesystem = DISK) -> None:
-    """Give a complete, synced folder its name, durably. `target` must not hold anything."""
+    """Rename a complete, synced folder to its final name, durably. `target` must not exist, or be empty."""
     disk.rename(source, target)
     disk.sync_folder(target.parent)
 
 
 def sync_tree(path: Path, *, disk: Filesystem = DISK) -> None:
-    """Make the names in `path` and in every folder below it durable, the deepest first."""
+    """Make the names in `path` and in every folder below it durable, deepest folder first."""
     for folder, _, _ in os.walk(path, topdown=False):
         disk.sync_folder(Path(folder))
 
 
 def remove_tree(path: Path, *, disk: Filesystem = DISK) -> None:
-    """Remove a file, a link or a folder with all it holds; links are removed, never followed."""
+    """Remove a file, a link, or a folder with its content. A link is removed and never followed."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         disk.unlink(path)
         return
-    for entry in sorted(os.listdir(path)):
+    for entry in sorted(os.listdir(path)):  # sorted: tests that crash before the n-th change need one order
         remove_tree(path / entry, disk=disk)
     disk.rmdir(path)
 
 
 def read_chunks(path: Path, *, from_disk: bool = False) -> Iterator[bytes]:
-    """The bytes of a regular file in pieces of 4 MiB; a link is refused.
+    """The bytes of a regular file in chunks of 4 MiB.
 
     Args:
-        from_disk: drop the kernel's cached pages first, so that the device answers and not the memory.
+        from_disk: drop the cached pages of the kernel first, so that the bytes come from the device.
+
+    Raises:
+        OSError: the file cannot be read, or is a link.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -188,7 +201,7 @@ def read_chunks(path: Path, *, from_disk: bool = False) -> Iterator[bytes]:
 
 
 def read_exactly(path: Path, size: int) -> bytes:
-    """The bytes of a regular file that must hold `size` of them; one that grew is never read whole.
+    """The bytes of a regular file of exactly `size` bytes. Of a larger file, little more than `size` is read.
 
     Raises:
         ValueError: the file has another size.
@@ -196,7 +209,7 @@ def read_exactly(path: Path, size: int) -> bytes:
     data = bytearray()
     for chunk in read_chunks(path):
         data += chunk
-        if len(data) > size:
+        if len(data) > size:  # a damaged or growing file must not fill the memory
             break
     if len(data) != size:
         raise ValueError(f"{path.name} does not have {size} bytes")

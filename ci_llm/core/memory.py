@@ -1,4 +1,4 @@
-"""Memory: how much is still free for this process, and whether an error means that it ran out."""
+"""Memory: how much is free for this process, and whether an error means that it ran out."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from typing import Final
 import psutil
 import torch
 
-#: PyTorch's on the CPU, C++, CUDA's libraries, Metal.
-_WORDS: Final = re.compile(
+#: Messages of RuntimeErrors: of PyTorch on the CPU, C++, the libraries of CUDA, and Metal.
+_MESSAGES: Final = re.compile(
     r"DefaultCPUAllocator|not enough memory: you tried to allocate|std::bad_alloc|CUDA error: out of memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|MPS backend out of memory"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, and not a bug."""
+    """Whether an exception means that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
-
-
-# ---------------------------------------------------------------------------------------------------- memory
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
 class _Controller:
-    """How one version of control groups tells of memory."""
+    """The names of the memory files in one version of control groups."""
 
-    mark: str  # of its line in /proc/self/cgroup
+    mark: str  # in its line of /proc/self/cgroup
     mount: str
     limit: str
     used: str
@@ -46,19 +43,23 @@ _CONTROLLERS: Final = (
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, all) bytes where tensors of this process would lie."""
+    """(free, total) bytes of the memory of `device`; for the CPU within the limits of all control groups."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
     memory = psutil.virtual_memory()
-    return min([(int(memory.available), int(memory.total)), *group_limits()])
+    return min([(int(memory.available), int(memory.total)), *cgroup_limits()])
 
 
-def group_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """(free, limit) bytes of every control group around this process that has a limit."""
+def cgroup_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """(free, limit) bytes of every control group of this process that has a limit.
+
+    Args:
+        root: of the filesystem; another one in tests.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return
     for controller in _CONTROLLERS:
         for line in lines:
@@ -76,8 +77,8 @@ def _limit(group: Path, controller: _Controller) -> Iterator[tuple[int, int]]:
         limit = (group / controller.limit).read_text().strip()
         used = int((group / controller.used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:  # mounted elsewhere, as in some containers: then nothing is known of it
+    except OSError:  # mounted at another place, as in some containers: its limit is unknown
         return
-    if limit.isdecimal():  # "max" is none
+    if limit.isdecimal():  # "max" means no limit
         cached = sum(int(stat.get(f"{controller.stat_prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-        yield int(limit) - used + cached, int(limit)  # the kernel gives its cache of files back when asked
+        yield int(limit) - used + cached, int(limit)  # file cache counts as free

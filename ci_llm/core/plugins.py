@@ -1,6 +1,6 @@
 """Packages whose modules are the values of a configuration key: one file adds a value, under the file's name.
 
-The names are read off the files, so that the configuration is checked without importing torch; a module is imported
+The names are those of the files, so that the configuration is checked without importing torch. A module is imported
 when its value is used.
 """
 
@@ -28,7 +28,7 @@ def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
 
 @cache
 def load_plugin(package: str, name: str, attribute: str) -> Any:
-    """What the module `name` of a package defines as `attribute`.
+    """The `attribute` of the module `name` of a package.
 
     Raises:
         BadInput: the package has no such module.

@@ -1,7 +1,7 @@
-"""recovery.json: what the supervisor asks of the next attempts of a run, beside and never against its configuration.
+"""recovery.json: what the supervisor asks of the next attempts of a run.
 
-Written by the supervisor alone, atomically, into the run's folder; read by the trainer at its start. It is recovery
-state: no change of the configuration, never refused on a resume, and it stays with the run.
+Only the supervisor writes it, atomically, into the run's folder; the trainer reads it at its start. It is part of the
+state of the run and not of its configuration: a resume never refuses it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ NAME: Final = "recovery.json"
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the next attempts shall do differently.
+    """The changes for the next attempts.
 
     Attributes:
         learning_rate_factor: multiplies the scheduled learning rate of every agent.
-        micro_batch_size: rows per process and micro-step are at most this many; the effective batch holds.
-        resume_at_most_step: `latest` means the newest checkpoint of this step or before (0: a fresh start); what is
-            newer is superseded. Holds only as long as status.json names `after_attempt`: the attempt that has obeyed
-            writes its own number there, and later ones resume from their newest checkpoint again.
-        because: for people, in the order in which it happened.
+        micro_batch_size: the most rows per process and micro-step; the effective batch stays the same.
+        resume_at_most_step: the next attempt resumes from the newest checkpoint of this step or before (0: a fresh
+            start); newer ones are superseded. It holds only while status.json names `after_attempt`: the attempt that
+            applies it writes its own number there, and later attempts resume from their newest checkpoint again.
+        after_attempt: the attempt after which `resume_at_most_step` holds.
+        because: the reasons for people, in the order of the events.
     """
 
     learning_rate_factor: float = 1.0
@@ -37,15 +38,15 @@ class Recovery:
     because: tuple[str, ...] = ()
 
     def latest_step_allowed(self, last_attempt: int | None) -> int | None:
-        """The newest step from which an attempt after `last_attempt` may resume; None: any."""
+        """The newest step from which an attempt after `last_attempt` may resume; None for any."""
         return self.resume_at_most_step if self.after_attempt == last_attempt else None
 
 
 def read_recovery(run_folder: Path | str) -> Recovery:
-    """The recovery state of a run; the default one where nothing was ever asked.
+    """The recovery state of a run; the default one without a file.
 
     Raises:
-        CheckpointError: the file is not of this program. Going on without it would repeat the failure.
+        CheckpointError: the file was not written by this program. To ignore it would repeat the failure.
     """
     path = Path(run_folder, NAME)
     try:
@@ -66,10 +67,10 @@ def read_recovery(run_folder: Path | str) -> Recovery:
 
 
 def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
-    """Put `recovery` in force for the next attempt, durably.
+    """Write `recovery` for the next attempts, durably.
 
     Raises:
-        CheckpointError: the disk refuses it.
+        CheckpointError: the disk refuses the file.
     """
     path = Path(run_folder, NAME)
     try:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
-_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from a boot time that is corrected now and then
+_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from the boot time, which clock corrections move
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
 
@@ -130,6 +130,7 @@ class RunStatus:
         return self._active and self._write(status, reason, next_command)
 
     def _write(self, status: State, reason: str | None = None, next_command: str | None = None) -> bool:
+        # For good: an attempt that has lost its folder never writes again, even if it asks once more.
         self._active = self._active and self._still_held()
         if self._active:
             current = replace(
@@ -168,15 +169,16 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     Raises:
         BadInput: there is no run, or its status.json was not written by this program.
     """
-    path = Path(output_dir, "status.json")
-    if not path.exists():
+    status = last_status(output_dir)
+    if status is None:
+        path = Path(output_dir, "status.json")
         raise BadInput("no run has left a status here", where=str(path), hint="give the output_dir of a run")
-    status = read_record(Status, path)
     if status.status == "running" and _is_gone(status, time.time() if now is None else now):
         status = replace(status, status="vanished", reason="no heartbeat")
     if status.status in ("running", "completed"):
         return status
     cause = earliest_failure(read_failures(output_dir, status.attempt))
+    # "interrupted" may hide a failure: a launcher sends a SIGTERM to the others when one process has failed.
     if cause is None or (status.status == "interrupted" and not _preceded(cause, status)):
         return status
     return replace(status, status="failed", reason=cause.reason)

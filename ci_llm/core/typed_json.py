@@ -1,6 +1,6 @@
-"""JSON that keeps types: int keys, tuples, bytes and infinities come back as they were; plain stays plain.
+"""Typed JSON: int keys, tuples, bytes and infinities survive a round trip; plain values are plain JSON.
 
-What JSON would change is written as an object with one key that starts with "$":
+A value that JSON would change is written as an object with one key that starts with "$":
 
     (1, 2)                {"$tuple": [1, 2]}
     {0: "a"}              {"$dict": [[0, "a"]]}      also a mapping with a key that starts with "$"
@@ -21,8 +21,8 @@ Leaf: TypeAlias = Callable[[object, str], Json]
 Tags: TypeAlias = Mapping[str, Callable[[Json], object]]
 
 
-def refuse(value: object, where: str) -> Json:
-    """The leaf of plain typed JSON: nothing but plain values may be written."""
+def reject(value: object, where: str) -> Json:
+    """The default leaf of `encode`: every value that is not plain is an error."""
     raise TypeError(f"{where or 'value'}: a {type(value).__name__} has no plain form")
 
 
@@ -30,18 +30,18 @@ def dump_json(value: object, *, indent: int | None = None) -> bytes:
     """Typed JSON, UTF-8, one newline at the end.
 
     Raises:
-        TypeError: with the address of the value that has no plain form.
+        TypeError: a value has no plain form; the message has its address.
     """
     return (json.dumps(encode(value), indent=indent, allow_nan=False) + "\n").encode()
 
 
 def load_json(data: bytes | str) -> object:
-    """The inverse of `dump_json`. Raises ValueError for anything that it would not have written."""
+    """The inverse of `dump_json`. Raises ValueError for anything that `dump_json` does not write."""
     return decode(parse_json(data))
 
 
 def parse_json(data: bytes | str) -> Json:
-    """Strict JSON: no NaN, no depth that breaks the parser. Raises ValueError."""
+    """Strict JSON. Raises ValueError, also for NaN and for nesting beyond the depth of the parser."""
     try:
         value: Json = json.loads(data, parse_constant=_no_constant)
     except RecursionError as error:
@@ -53,12 +53,12 @@ def _no_constant(name: str) -> Json:
     raise ValueError(f"{name} is not JSON")
 
 
-def encode(value: object, leaf: Leaf = refuse, where: str = "") -> Json:
-    """Plain JSON for `value`; what is neither plain nor a container is given to `leaf` with its address."""
+def encode(value: object, leaf: Leaf = reject, where: str = "") -> Json:
+    """Plain JSON for `value`. `leaf` gets what is neither plain nor a container, with its address, and encodes it."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return int(value)
+        return int(value)  # also for a subclass, such as an IntEnum
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, bytes):
@@ -75,13 +75,17 @@ def _encode_mapping(value: Mapping[object, object], leaf: Leaf, where: str) -> J
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {str(key): encode(item, leaf, f"{where}.{key}" if where else str(key)) for key, item in value.items()}
     pairs: list[Json] = [
-        [encode(key, refuse, f"{where} key"), encode(item, leaf, f"{where}[{key!r}]")] for key, item in value.items()
+        [encode(key, reject, f"{where} key"), encode(item, leaf, f"{where}[{key!r}]")] for key, item in value.items()
     ]
     return {"$dict": pairs}
 
 
 def decode(value: Json, tags: Tags | None = None) -> object:
-    """The inverse of `encode`; `tags` says what to make of the objects that its leaf wrote.
+    """The inverse of `encode`.
+
+    Args:
+        value: plain JSON.
+        tags: by tag, the function that decodes an object of `leaf`.
 
     Raises:
         ValueError: an unknown or malformed tag.
@@ -92,6 +96,7 @@ def decode(value: Json, tags: Tags | None = None) -> object:
         return value
     if not any(key.startswith("$") for key in value):
         return {key: decode(item, tags) for key, item in value.items()}
+    # A mapping with such a key would have been written as "$dict": this object was not written by `encode`.
     if len(value) != 1:
         raise ValueError(f"malformed tag {sorted(value)}")
     [(tag, content)] = value.items()
@@ -115,7 +120,7 @@ def _decode_tag(tag: str, content: Json, tags: Tags) -> object:
 def _dict(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
     try:
         return dict(pairs)
-    except TypeError as error:  # a list is no key
+    except TypeError as error:  # such as a list, which cannot be a key
         raise ValueError("malformed tag $dict") from error
 
 

@@ -89,6 +89,7 @@ class AgentStorage:
         self.weights, self.gradients = fresh, torch.zeros_like(fresh)
         self._mask = None
         self._bind_weights()
+        # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
         for row, data in zip(self.rows, self.weights, strict=True):
             row.data = data
 
@@ -113,6 +114,7 @@ class AgentStorage:
             step: the optimizer step, which keys the masks.
         """
         self.gradients.zero_()
+        # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
         for module, a, b in self._views(self.gradients):
             for k in range(self.settings.num_agents):
                 module.lora_A[f"agent{k}"].grad, module.lora_B[f"agent{k}"].grad = a[k], b[k]

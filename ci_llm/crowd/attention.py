@@ -73,13 +73,13 @@ def packed_attention(
         TypeError: the model does not pass keyword arguments on, or uses attention sinks; the trial at the start then
             takes the padded route.
     """
-    if segments is None or s_aux is not None:
+    if segments is None or s_aux is not None:  # without rows or with sinks the result would silently be wrong
         raise TypeError("packed attention needs `segments` from the model's forward, and supports no attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
     for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
-        window = sliding_window if sliding_window and sliding_window < length else None
+        window = sliding_window if sliding_window and sliding_window < length else None  # else it hides nothing
         explicit = softcap or (length <= EXPLICIT_UP_TO and not q.is_cuda)
         attend = _explicit if explicit else _fused
         mask = segments.mask(length, window, q) if explicit or window else None
@@ -110,6 +110,7 @@ def _explicit(
         scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
     else:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    # The softmax is computed in fp32 at least, as in Transformers' own explicit attention.
     weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
     return torch.bmm(weights.to(v.dtype), v).view(rows, heads, length, width)
 

@@ -125,6 +125,7 @@ def generate_ids(
         ModelError: every agent's logits hold NaN.
     """
     free = _free_positions(model, prompts, first_prompt)
+    # With the agents' own texts every prompt stands twice: first for each agent alone, then for the crowd.
     rows = [*prompts, *prompts] if include_agents else list(prompts)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
     choice = _CrowdChoice(num_agents, len(rows) - len(prompts), decoding, first_prompt)
@@ -136,13 +137,14 @@ def generate_ids(
                 max_new_tokens=min(decoding.max_new_tokens, free),
                 eos_token_id=sorted(decoding.ends) or None,
                 pad_token_id=pad_id,
-                do_sample=False,
+                do_sample=False,  # the processor leaves one token per row, which also holds for sampling
                 use_cache=True,
             ),
             logits_processor=LogitsProcessorList([choice]),
             stopping_criteria=StoppingCriteriaList([_StopOnRequest(stop)]),
         )
     new = everything[:, ids.shape[1] :].view(num_agents, len(rows), -1).tolist()
+    # The crowd's rows are equal under every agent, so those of the first agent are taken.
     texts = [[_until(decoding.ends, row) for row in agent] for agent in new]
     own = [agent[: len(prompts)] for agent in texts] if include_agents else []
     return Generated(crowd=texts[0][-len(prompts) :], agents=own)
@@ -196,9 +198,11 @@ class _CrowdChoice(LogitsProcessor):  # type: ignore[misc]
 
         `torch.multinomial` would draw for the whole batch from one generator, and a sample would depend on its batch.
         """
-        steps = self._warpers(input_ids[: len(crowd)], crowd).double().softmax(-1).cumsum(-1)
+        # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
+        cumulative = self._warpers(input_ids[: len(crowd)], crowd).double().softmax(-1).cumsum(-1)
         heights = torch.stack([torch.rand(1, generator=g) for g in self._own_generators(len(crowd))])
-        return torch.searchsorted(steps, heights.to(steps) * steps[:, -1:], right=True).squeeze(-1)
+        # The last sum differs from 1 by rounding, so the numbers are scaled to it.
+        return torch.searchsorted(cumulative, heights.to(cumulative) * cumulative[:, -1:], right=True).squeeze(-1)
 
     def _own_generators(self, prompts: int) -> list[torch.Generator]:
         if not self._generators:

@@ -84,11 +84,12 @@ class _TargetLogProbs(torch.autograd.Function):
             index = targets[chunk, None]
             # The derivative of the soft cap needs z, which is overwritten below.
             bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
-            peak = z.amax(1, keepdim=True)
+            peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow
             wanted = z.gather(1, index) - peak
-            total = z.sub_(peak).exp_().sum(1, keepdim=True)
+            total = z.sub_(peak).exp_().sum(1, keepdim=True)  # in place: z is the largest tensor of the pass
             log_probs[chunk] = (wanted - total.log()).squeeze(1)
             if slopes is not None:
+                # z becomes scale · (onehot - softmax), the gradient of the log-probability before the soft cap.
                 z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
                 if bend is not None:
                     z.mul_(bend)

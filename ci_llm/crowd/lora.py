@@ -79,7 +79,9 @@ class _FusedLinear(torch.autograd.Function):
         a, b = _effective(stacked, masks, x.dtype)
         z = x if dropped is None else dropped
         h = torch.bmm(z, a.mT)
+        # One product with W for the rows of all agents: this is where the fused pass saves time.
         y = nn.functional.linear(x.reshape(agents * rows, width), weight, bias)
+        # In place, because y is the largest tensor here and autograd does not need its value before the sum.
         y = y.view(agents, rows, -1).baddbmm_(h, b.transpose(1, 2), alpha=scaling)
         ctx.save_for_backward(z, weight, a, b, h)
         ctx.scaling, ctx.masks, ctx.dropped, ctx.dtype = (
@@ -100,6 +102,7 @@ class _FusedLinear(torch.autograd.Function):
         grad_x = grad_z = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
+        # Without dropout z is x, so both parts of the gradient belong to the same input.
         if ctx.dropped:
             grad_z = torch.bmm(grad_h, a)
         elif grad_x is not None:
@@ -227,6 +230,7 @@ class StackedLoRALinear(nn.Module):
         stacked, masks = self.stacked, self.masks if self.training else None
         parameters = (*self.lora_A.values(), *self.lora_B.values())
         if self.active_agent is not None:
+            # The slices keep a leading dimension of 1, so that the code below serves one agent as it serves K.
             k, agents = self.active_agent, self.settings.num_agents
             stacked = (stacked[0][k : k + 1], stacked[1][k : k + 1])
             masks = None if masks is None else (masks[0][k : k + 1], masks[1][k : k + 1])

@@ -120,6 +120,7 @@ def _score_batch(crowd: Crowd, batch: Batch, aggregator: str) -> Scores:
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
     nll = torch.zeros_like(wrong)
+    # Chunk by chunk, because the logits of all targets of all agents need not fit into memory.
     for chunk in crowd.head.chunks(batch.num_targets):
         log_probs = crowd.head.logits(states[:, chunk]).log_softmax(-1)
         everyone = torch.cat([log_probs, aggregate(log_probs, aggregator)[None]])

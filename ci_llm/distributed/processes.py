@@ -73,6 +73,8 @@ class Processes:
         on_cpu = runs_on_cpu()
         check_precision(config)
         _check_gpus(self.launch, on_cpu)
+        # The order matters: Accelerate reads the environment in its constructor, and a process must refuse before the
+        # rendezvous, in which the others would wait for it.
         self.notes = disable_unsupported(os.environ)
         _set_environment(self.launch, on_cpu)
         with _rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
@@ -83,6 +85,7 @@ class Processes:
                 project_dir=project_dir,
                 kwargs_handlers=[_group_settings(self.launch, on_cpu)],
             )
+        # An Accelerator that exists already has fixed Accelerate's global state: the new one silently adopts it.
         if self.accelerator.num_processes != self.launch.num_processes:
             raise LaunchError(
                 f"{self.launch.num_processes} processes were started, but Accelerate sees"
@@ -128,6 +131,7 @@ class Processes:
         Raises:
             PeerLost: a process is gone.
         """
+        # On the CPU tensor of `encode` torch chooses gloo, also where the gradient goes over NCCL.
         votes = self.reduce_flat_(encode(ballot))
         reasons = self.gather_object(ballot.stop) if anybody_stops(votes) else []
         return decode(votes, len(ballot.nonfinite), reasons)
@@ -246,9 +250,11 @@ class Processes:
         """
         while self._tokens:
             self._tokens.pop().unlink(missing_ok=True)
+        # destroy_process_group may wait for a lost peer without an end: it runs in a thread that can be abandoned.
         leaving = threading.Thread(target=_destroy_process_group, name="ci_llm leave", daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_BOUND_S)
+        # Accelerate's state is global: without this, the next Accelerator of this process would reuse the old group.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         return not leaving.is_alive()

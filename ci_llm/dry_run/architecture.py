@@ -1,4 +1,4 @@
-"""The architecture of a base, also where neither its weights nor the hub are at hand."""
+"""The architecture of a base, even without its weights and without the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from ci_llm.crowd.base import load_architecture, positions_of
 from ci_llm.errors import ModelError
 
-#: Published figures of the bases for which presets are shipped: enough to know what a run needs, not to load one.
+#: Published figures of the bases of the presets: enough to estimate what a run needs.
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": {
         "model_type": "qwen2",
@@ -52,11 +52,11 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture, and where it came from.
+    """An architecture, and its source.
 
     Attributes:
-        from_hub: the name is one of the hub's, so that missing weights are a matter of downloading them.
-        offline: why nothing could be had under this name; then `config` is what this program knows of it.
+        from_hub: the name is a hub id, so that missing weights can be downloaded.
+        offline: why the hub gave nothing for this name; `config` then comes from `KNOWN`.
     """
 
     config: PreTrainedConfig

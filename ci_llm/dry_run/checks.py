@@ -17,16 +17,16 @@ Verdict = Literal["passed", "failed", "skipped", "inapplicable"]
 
 
 class Inapplicable(Exception):
-    """There is nothing to try here, such as a path of a GPU where there is none; says what was not checked."""
+    """There is nothing to check here, such as a GPU where there is none; the message says what was not checked."""
 
 
 @dataclass(frozen=True)
 class Check(Generic[S]):
-    """One question about the context.
+    """One question about a run, asked of its context.
 
     Attributes:
-        needs: names of checks without which this one cannot be tried.
-        run: returns what was found, in lines; raises what is wrong, best as a `CiLlmError`, or `Inapplicable`.
+        needs: names of the checks that must have passed before.
+        run: returns what was found, in lines; raises a `CiLlmError` for what is wrong, or `Inapplicable`.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Check(Generic[S]):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What became of one check; `lines` say what was found, or what is wrong, where, and the hint."""
+    """The result of one check; `lines` hold what was found, or what is wrong, where, and the hint."""
 
     name: str
     verdict: Verdict
@@ -47,10 +47,10 @@ class CheckResult:
 def run_checks(
     checks: Sequence[Check[S]], context: S, *, stopped: Callable[[], str | None], debug: bool = False
 ) -> Iterator[CheckResult]:
-    """Try each check whose needs have passed.
+    """Run each check whose needs have passed, and yield its result.
 
     Args:
-        stopped: asked before each check; a reason skips it.
+        stopped: called before each check; a reason that it returns skips the check.
         debug: show the traceback of a failure.
     """
     outcomes: dict[str, CheckResult] = {}
@@ -72,7 +72,7 @@ def _run_check(check: Check[S], context: S, debug: bool) -> CheckResult:
         lines, verdict = check.run(context).splitlines() or [""], "passed"
     except Inapplicable as nothing:
         lines, verdict = [str(nothing)], "inapplicable"
-    except Exception as error:  # noqa: BLE001  whatever it is, the dry run is here to name it
+    except Exception as error:  # noqa: BLE001  the dry run names every failure and goes on
         if debug:
             traceback.print_exc()
         lines, verdict = _error_lines(error), "failed"

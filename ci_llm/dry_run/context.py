@@ -1,4 +1,4 @@
-"""What the checks of a dry run share: the configuration, the parts that were proven, a folder that goes away again."""
+"""What the checks of a dry run share: the configuration, the parts that passed, a scratch folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 
 TOY_STEPS = 2
-TOY_ROWS_ON_CPU = 16  # a CPU is never short of memory for the real number, only of time
+TOY_ROWS_ON_CPU = 16  # on a CPU the real number would fit, but take long
 TOY_EVAL_ROWS = 4
 SAMPLED_ROWS = 64
 
@@ -46,13 +46,13 @@ class Lengths:
     sampled: bool = True
 
     def longest_in_batch(self, rows: int) -> int:
-        """Tokens per row of the fullest among thousands of micro-batches of so many rows."""
+        """Tokens per row to expect of the longest among thousands of micro-batches of `rows` rows."""
         return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
 
 
 @dataclass
 class Measured:
-    """What the rehearsal measured of the real base; None where a stand-in or nothing took its place.
+    """What the toy run measured on the real base; None if the embedded base stood in for it.
 
     Attributes:
         tokens_per_s: of training, all processes together.
@@ -69,9 +69,9 @@ class Measured:
 
 @dataclass
 class CheckContext:
-    """Each check finds here what those before it have proven, and leaves what it has proven itself.
+    """What a check finds from the checks before it, and leaves to those after it.
 
-    An attribute without a value exists once the check that makes it has passed; who reads it needs that check.
+    An attribute without a default exists once the check that sets it has passed; a check that reads it needs that one.
     """
 
     config: Config
@@ -84,7 +84,7 @@ class CheckContext:
     eval_rows: Rows = field(init=False)  # data
     examples: TokenizedRows = field(init=False)  # template
     eval_examples: TokenizedRows = field(init=False)  # template
-    lengths: Lengths = field(init=False)  # estimate knows better once template has passed
+    lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
     uses_stand_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
     run: Run = field(init=False)  # model
@@ -117,17 +117,17 @@ class CheckContext:
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens per row of the fullest micro-batch to be expected."""
+        """Tokens per row to expect of the longest micro-batch."""
         return self.lengths.longest_in_batch(self.micro_batch)
 
     @property
     def toy_batch(self) -> int:
-        """Rows at once in the rehearsal."""
+        """Rows of a micro-batch in the toy run."""
         on_cpu = self.processes.device.type == "cpu"
         return min(self.micro_batch, TOY_ROWS_ON_CPU) if on_cpu else self.micro_batch
 
     def toy_config(self) -> Config:
-        """The configuration at toy size: few steps of one micro-batch, in the folder that goes away."""
+        """The configuration at toy size: few steps of one micro-batch, in the scratch folder."""
         toy: dict[str, object] = {
             "output_dir": str(self.scratch / "run"),
             "experiment_name": None,
@@ -152,7 +152,7 @@ class CheckContext:
         return self.config.model_copy(update=toy)
 
     def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:
-        """Checkpoints and logs of the rehearsal; both are closed at the end."""
+        """Checkpoints and logs of the toy run; both are closed at the end."""
         log = RunLog(config.run_folder, is_main=self.processes.is_main, terminal=io.StringIO())
         manager = CheckpointManager(
             config.run_folder,

@@ -1,4 +1,4 @@
-"""What one micro-step of a crowd costs, found without weights: the real code runs over tensors that hold no numbers.
+"""What one micro-step of a crowd costs, found without weights: the real code runs on fake tensors.
 
 Fake tensors know shape, dtype and device and have no storage, so that a base of eight billion parameters is traced
 on a laptop in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
@@ -25,7 +25,7 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.run.setup import lora_settings
 
-#: What an allocator holds beyond what lives: 7 to 20 % on a CPU (measured against the resident size).
+#: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1
 AGENT_COPIES = 7  # weights, gradients, two moments; the last good weights and moments
 ROWS_TRACED = 2  # of a larger batch so many are traced, and half of them; the rest follows by proportion
@@ -58,7 +58,7 @@ class Trace:
 
 
 class Untraceable(Exception):
-    """This architecture cannot be followed without numbers, such as one that sends tokens to different experts."""
+    """This architecture cannot be traced without values, as with tokens that are routed to experts."""
 
 
 def trace(
@@ -72,7 +72,7 @@ def trace(
     """
     try:
         return _trace(config, shape, device, rows, tokens, targets)
-    except RuntimeError as error:  # kernels without numbers have no narrower word: Mixtral's grouped product on a CPU
+    except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
         raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
 
 
@@ -157,7 +157,7 @@ def _batch(rows: int, tokens: int, targets: int, device: torch.device) -> Batch:
 
 
 class _Ledger(TorchDispatchMode):
-    """Adds up the operations, and follows every storage from the one that makes it to its end.
+    """Adds up the operations, and follows every storage from its creation to its end.
 
     Attributes:
         peak: bytes of all storages that lived at once, at the worst moment.

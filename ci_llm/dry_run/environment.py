@@ -1,4 +1,4 @@
-"""Checks of what lies around a run: libraries, disk, precision, port, processes."""
+"""Checks of the environment of a run: libraries, disk, precision, port, processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ci_llm.distributed.processes import Processes, check_precision, check_proce
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError, LaunchError
-from ci_llm.logs.trackers import require_installed
+from ci_llm.logs.tracking import require_installed
 from ci_llm.run.setup import check_folder
 
 PROBE_BYTES = 8 << 20
@@ -59,7 +59,7 @@ def disk(context: CheckContext) -> str:
 
 
 def scratch_parent(folder: Path) -> Path:
-    """Where the dry run may leave a folder for a while: beside the run's, on the same disk."""
+    """Where the scratch folder may lie: beside the folder of the run, on the same disk."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if nearest != folder.absolute():
         return nearest
@@ -75,7 +75,7 @@ def _remove_scratch(folder: Path) -> None:
 
 
 def precision(context: CheckContext) -> str:
-    """The device has the precision that is asked for."""
+    """The device supports the precision of the configuration."""
     check_precision(context.config)
     base = context.config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
     mixed = context.config.mixed_precision
@@ -83,7 +83,7 @@ def precision(context: CheckContext) -> str:
 
 
 def port(context: CheckContext) -> str:
-    """The processes of this launch meet; a single one forms a world of its own for a moment."""
+    """The processes of this launch connect; a single process connects to itself for a moment."""
     met = check_process_group() if context.launch.num_processes == 1 else None
     context.processes = Processes(context.config, launch=context.launch)
     context.at_end.callback(context.processes.shutdown)
@@ -94,7 +94,7 @@ def port(context: CheckContext) -> str:
 
 
 def accelerate(context: CheckContext) -> str:
-    """Processes vote, add, broadcast, see one folder; autocast is what the configuration says."""
+    """Processes vote, reduce, broadcast and see one folder; autocast has the precision of the configuration."""
     processes = context.processes
     numbers = list(range(processes.count))
     verdict = processes.agree(Ballot(num_targets=1, sums=[float(processes.index)]))

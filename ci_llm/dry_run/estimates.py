@@ -1,4 +1,4 @@
-"""What the real run will take: disk for checkpoints, and time; measured where the rehearsal could, else reckoned."""
+"""What the real run will take of disk and time: from measurements of the toy run if there are any, else estimated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ci_llm.dry_run.report import duration, size
 from ci_llm.errors import ConfigError
 from ci_llm.run.setup import plan_ahead
 
-#: Share of the speed of bare products of matrices that training reaches, about.
+#: Training reaches about this share of the speed of bare matrix products.
 EFFICIENCY = 0.5
 SIDE = {"cpu": 768, "cuda": 4096}
 
@@ -48,7 +48,7 @@ def _number_of_saves(context: CheckContext) -> int:
 
 
 def _total_steps(context: CheckContext) -> int | None:
-    """Optimizer steps of the real run; None where it goes by epochs over rows that are not known."""
+    """Optimizer steps of the real run; None if epochs decide and the rows are not known."""
     if context.rows is None:
         return context.config.max_train_steps
     return plan_ahead(context.config, len(context.rows), context.rows_per_step)[1]
@@ -85,7 +85,7 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
 
 
 def _flops_per_s(context: CheckContext) -> float:
-    """Of a product of matrices in the precision of the forward pass, on the device of this process."""
+    """The speed of a matrix product in the precision of the forward pass, on the device of this process."""
     device = context.processes.device
     dtype = DTYPES.get(context.config.mixed_precision) or base_dtype(context.config, context.shape.config, device)
     side = SIDE[device.type]
@@ -99,7 +99,7 @@ def _flops_per_s(context: CheckContext) -> float:
 
 
 def _evaluation_seconds(context: CheckContext, steps: int) -> float:
-    """All evaluations; at most, for answers may end early."""
+    """Seconds of all evaluations at most: answers may end early."""
     config, measured = context.config, context.measured
     if context.rows is None:
         return 0.0

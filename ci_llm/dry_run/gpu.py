@@ -1,7 +1,7 @@
 """Checks of what only a GPU does: each path is tried on the device at toy size before a run relies on it.
 
-A check takes a device and computes there what it can hold against another way to the same result: against full
-precision, against itself, against what was copied. So it means something on a CPU as well, where the tests call it.
+A check computes a result on the device and compares it with another way to the same result: full precision, a second
+computation, the original of a copy. It works on a CPU as well, where the tests call it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SCALE: Final = 2.0**8  # of a loss in fp16
 HALF_TOLERANCE: Final = 0.05  # of a gradient in half precision, relative to its norm
 EXACT_TOLERANCE: Final = 1e-3  # in fp32, where GPUs may round products to TF32
 PROBE_BYTES: Final = 64 << 20
-REPORT_HINT: Final = "report this GPU and its driver; deterministic=true or mixed_precision=no may go around it"
+REPORT_HINT: Final = "report this GPU and its driver; deterministic=true or mixed_precision=no may avoid it"
 
 
 def on_gpu(check: Callable[[torch.device], str]) -> Callable[[CheckContext], str]:
-    """The check of a context that `check` makes, where the run computes on a GPU."""
+    """`check` for a context; it is inapplicable unless the run computes on a GPU."""
     return lambda context: check(_gpu_of(context))
 
 
@@ -62,7 +62,7 @@ class Toy:
 
     @classmethod
     def on(cls, device: torch.device) -> Toy:
-        """Made anew for each check: what one of them breaks, the next must not find."""
+        """A new toy on this device; each check makes its own, so that none sees what another one broke."""
         base = load_base("embedded", "fp32", device)
         settings = LoraSettings(num_agents=2, rank=4, alpha=8, seed=0)
         crowd = Crowd(base.model, settings, base.name).train()
@@ -81,7 +81,7 @@ class Toy:
         return self.crowd.agents.gradients.clone() / scale
 
     def optimizer(self) -> torch.optim.AdamW:
-        """As a run has it: one kernel, one group per agent."""
+        """The optimizer of a run: one fused kernel, one group per agent."""
         return torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], lr=1e-3, fused=True)
 
 
@@ -274,7 +274,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def determinism_of(context: CheckContext) -> str:
-    """As the run will have it: with the algorithms that its configuration chooses."""
+    """The check `determinism`, with the algorithms that the configuration chooses."""
     device = _gpu_of(context)
     if context.config.deterministic is False:
         raise Inapplicable("deterministic is false: not checked")
@@ -283,6 +283,6 @@ def determinism_of(context: CheckContext) -> str:
 
 
 def checkpoint_of(context: CheckContext) -> str:
-    """In the folder that goes away."""
+    """The check `checkpoint`, in the scratch folder."""
     device = _gpu_of(context)
     return checkpoint(device, context.scratch / "gpu", context.processes)

@@ -1,4 +1,4 @@
-"""Checks of what goes in: the base's architecture, the data, its template, a batch that this machine can bear."""
+"""Checks of the inputs: the architecture of the base, the data, the chat template, and whether a batch fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ci_llm.dry_run.report import count, size
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
-#: What CUDA, its libraries and torch take on a GPU for themselves, about.
+#: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
 
 
@@ -42,7 +42,7 @@ def data(context: CheckContext) -> str:
 
 
 def template(context: CheckContext) -> str:
-    """Rows become tokens, and what is learned of them is found under the chat template in force."""
+    """Rows become tokens, and the learned part of them is found under the chat template in force."""
     assert context.rows is not None
     tokenizer = _tokenizer(context)
     wanted = max(SAMPLED_ROWS, TOY_STEPS * context.toy_batch * context.processes.count)
@@ -85,7 +85,7 @@ def tokenized(
     number: int,
     max_seq_length: int | None = None,
 ) -> TokenizedRows:
-    """At most `number` rows, evenly spread, as tokens; kept in the folder that goes away."""
+    """At most `number` rows, evenly spread, as tokens; cached in the scratch folder."""
     number = min(number, len(rows))
     some: list[Any] = [rows.raw[at * len(rows) // number] for at in range(number)]
     return tokenize(
@@ -129,7 +129,7 @@ def batch(context: CheckContext) -> str:
     own = context.program_bytes if on_cpu else CUDA_CONTEXT_BYTES
     together = context.launch.num_local_processes if on_cpu else 1
     free, total = free_memory(device)
-    taken = together * found.device_bytes + (0 if on_cpu else own)  # this program lies in memory already
+    taken = together * found.device_bytes + (0 if on_cpu else own)  # on a CPU this program is in memory already
     needed = together * (found.device_bytes + own)
     agents = f"{context.config.num_agents} agents {size(found.agents_bytes)}"
     parts = (

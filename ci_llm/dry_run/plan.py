@@ -1,4 +1,4 @@
-"""The dry run: which checks there are, in which order, and what they need of each other."""
+"""The dry run: its checks, their order, and which of them each one needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ci_llm.interrupts import Interrupts
 CHECKS: tuple[Check[CheckContext], ...] = (
     Check("environment", (), environment.environment),
     Check("precision", (), environment.precision),
-    Check("port", ("precision",), environment.port),  # before whatever may fail on one process alone
+    Check("port", ("precision",), environment.port),  # first, as later checks may fail on one process alone
     Check("disk", (), environment.disk),
     Check("accelerate", ("disk", "port"), environment.accelerate),
     Check("gpu autocast", ("accelerate",), gpu.on_gpu(gpu.autocast)),
@@ -44,9 +44,9 @@ CHECKS: tuple[Check[CheckContext], ...] = (
 
 
 def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bool = False) -> int:
-    """Try all checks and show what comes out of them; returns the exit code: 0 only if all have passed."""
+    """Run all checks and show their results; returns the exit code: 0 only if all have passed."""
     start = time.monotonic()
-    # Retries of the one, and tracebacks of the other for what cannot be traced, would stand between the checks.
+    # Their retries and tracebacks would appear between the results.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     outcomes: list[CheckResult] = []
@@ -71,7 +71,7 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
 
 
 def _notes(context: CheckContext) -> list[str]:
-    """What should be known beside the checks."""
+    """Notes for the reader beside the checks."""
     notes = list(context.processes.notes) if hasattr(context, "processes") else []
     if context.uses_stand_in:
         notes.append(f"not proven: the weights of {context.config.model_name}, which train.py will have to download")
@@ -79,7 +79,7 @@ def _notes(context: CheckContext) -> list[str]:
 
 
 def _show(report: Report, outcome: CheckResult, launch: Launch) -> None:
-    """The main process speaks for all; the others only of what has failed for them."""
+    """The main process shows every result, the others only their own failures."""
     if launch.is_main:
         report.show(outcome)
     elif outcome.verdict == "failed":

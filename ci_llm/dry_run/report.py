@@ -16,7 +16,7 @@ STYLES: Final = {"passed": "green", "failed": "bold red", "skipped": "dim", "ina
 
 
 class Report:
-    """Shows outcomes as they come. Nothing is drawn twice: what has left the screen could not be taken back.
+    """Shows each result as it comes, and draws nothing twice: lines that have left the screen cannot be redrawn.
 
     Args:
         terminal: standard output by default.
@@ -29,7 +29,7 @@ class Report:
         self._console = Console(file=self._terminal, highlight=False)
 
     def show(self, outcome: CheckResult) -> None:
-        """One more line: what was found; of a failure what, where and the hint."""
+        """Show a result: what was found; of a failure what, where and the hint."""
         mark = MARKS[outcome.verdict]
         took = f"{outcome.seconds:.1f} s" if outcome.verdict in ("passed", "failed") else ""
         if self._console.is_terminal:
@@ -47,7 +47,7 @@ class Report:
         self._terminal.flush()
 
     def say(self, text: str) -> None:
-        """A line below the table."""
+        """Print a line below the results."""
         self._console.print(text, markup=False, emoji=False, soft_wrap=True)
 
 

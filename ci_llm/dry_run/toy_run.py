@@ -1,4 +1,4 @@
-"""Checks by doing: a run at toy size, in the real rooms, from its first step to its final checkpoint."""
+"""Checks that run the real code at toy size, from the first step to the final checkpoint."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _base(context: CheckContext) -> tuple[Base, str]:
         try:
             return load_base(config.model_name, config.model_dtype, device), ""
         except ModelError as error:
-            # What cannot be had is stood in for; what is here and not whole would be met by the run.
+            # The embedded base stands in for weights that cannot be downloaded. A damaged local copy is a failure.
             if not (shape.from_hub and isinstance(error.__cause__, OSError)):
                 raise
     context.uses_stand_in = True
@@ -78,7 +78,7 @@ def _base(context: CheckContext) -> tuple[Base, str]:
     length = min(config.max_seq_length, 512)
     context.examples = tokenized(context, context.rows, tokenizer, SAMPLED_ROWS, length)
     context.eval_examples = tokenized(context, context.eval_rows, tokenizer, TOY_EVAL_ROWS, length)
-    remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base stands in for them"
+    remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
     return load_base("embedded", config.model_dtype, device), remark
 
 
@@ -153,7 +153,7 @@ def _compare(wanted: Mapping[str, bytes], found: Mapping[str, bytes], where: str
         raise CheckpointError(
             f"{len(changed)} of {len(wanted)} parts come back changed, the first is {changed[0]}",
             where=where,
-            hint="do not train on this disk: what it takes is not what it gives",
+            hint="do not train on this disk: it changes what is written",
         )
 
 
@@ -264,7 +264,7 @@ def _tolerance(run: Run) -> float:
 
 
 def conclusion(context: CheckContext) -> str:
-    """The end of a run: agents and crowd are judged, and the final checkpoint and its evaluation are there."""
+    """The end of a run: agents and crowd are evaluated, and the final checkpoint and its evaluation are there."""
     run = context.run
     start = time.monotonic()
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)

@@ -1,1 +1,1 @@
-"""What a run tells people, programs and trackers."""
+"""Logs of a run: for people, for programs and for trackers."""

@@ -1,6 +1,6 @@
-"""What the machine does meanwhile: GPUs and host, sampled in a thread into gpu_stats.json.
+"""gpu_stats.json: GPUs and host, sampled in a thread while a run trains.
 
-Without a driver the list of GPUs is empty; a value that a card does not tell (MIG, containers) is null.
+Without a driver the list of GPUs is empty. A value that a GPU does not report (MIG, containers) is null.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ SAMPLES_KEPT = 360
 
 
 class HardwareMonitor:
-    """Samples until `stop`; the file holds the last samples and the peaks of the attempt.
+    """Samples from `start` to `stop`; the file holds the last 360 samples and the peaks of the attempt.
 
     Args:
         folder: the run's folder.
         interval_s: seconds between samples.
-        still_held: asked before each write; once it says no, another attempt owns the folder.
+        still_held: called before each write. Once it returns False, another attempt owns the folder, and nothing is
+            written any more.
     """
 
     def __init__(
@@ -43,28 +44,29 @@ class HardwareMonitor:
         still_held: Callable[[], bool] = lambda: True,
     ) -> None:
         self._path, self._interval_s = Path(folder, FILE_NAME), interval_s
-        self._still_mine = still_held
+        self._still_held = still_held
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
         self._peaks: dict[str, float] = {}
-        self._over = threading.Event()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ci_llm hardware", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take one last sample and end."""
-        self._over.set()
+        """Take one last sample and end the thread."""
+        self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
         gpus = Gpus()
         failing = False
-        over = False
-        while not over:
-            over = self._over.wait(self._interval_s if self._samples else 0)
+        stopping = False
+        while not stopping:
+            # The first sample at once, and the last one after `stop`: even a short run has both.
+            stopping = self._stopping.wait(self._interval_s if self._samples else 0)
             self._take({"time": round(time.time(), 3), "gpus": gpus.read(), "host": read_host()})
             try:
                 self._write()
@@ -84,7 +86,7 @@ class HardwareMonitor:
                     self._peaks[f"{owner}/{key}"] = max(value, self._peaks.get(f"{owner}/{key}", value))
 
     def _write(self) -> None:
-        if self._still_mine():
+        if self._still_held():
             samples = list(self._samples)
             content = {
                 "hostname": socket.gethostname(),
@@ -96,7 +98,7 @@ class HardwareMonitor:
 
 
 def read_host() -> dict[str, float | int]:
-    """CPU share since the last call, memory of the machine and of this process with its children."""
+    """The CPU share since the last call, and the memory of the machine and of this process with its children."""
     memory = psutil.virtual_memory()
     return {
         "cpu_frac": psutil.cpu_percent() / 100,
@@ -115,12 +117,12 @@ def _process_bytes() -> int:
 def _resident_bytes(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
-    except psutil.Error:  # it ended meanwhile
+    except psutil.Error:  # the process has ended since it was listed
         return 0
 
 
 class Gpus:
-    """The NVIDIA GPUs of this machine that may be asked; none where there is no driver."""
+    """The NVIDIA GPUs that this process may query; none without a driver."""
 
     def __init__(self) -> None:
         self._handles: dict[int, Any] = {}
@@ -128,9 +130,9 @@ class Gpus:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return
-        for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
-            handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
-            if handle is not None:  # lost, or not this container's
+        for index in range(_query(pynvml.nvmlDeviceGetCount) or 0):
+            handle = _query(pynvml.nvmlDeviceGetHandleByIndex, index)
+            if handle is not None:  # None if the GPU is lost, or of another container
                 self._handles[index] = handle
 
     def read(self) -> list[dict[str, Any]]:
@@ -138,30 +140,30 @@ class Gpus:
         return [_read_gpu(index, handle) for index, handle in self._handles.items()]
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._handles:
             pynvml.nvmlShutdown()
             self._handles.clear()
 
 
 def _read_gpu(index: int, handle: Any) -> dict[str, Any]:
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    power_mw = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    rates = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    power_mw = _query(pynvml.nvmlDeviceGetPowerUsage, handle)
     return {
         "index": index,
-        "name": _ask(pynvml.nvmlDeviceGetName, handle),
+        "name": _query(pynvml.nvmlDeviceGetName, handle),
         "utilization_frac": None if rates is None else rates.gpu / 100,
         "memory_used_bytes": None if memory is None else memory.used,
         "memory_total_bytes": None if memory is None else memory.total,
-        "temperature_celsius": _ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        "temperature_celsius": _query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
         "power_w": None if power_mw is None else power_mw / 1000,
     }
 
 
-def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The card's answer, or None where it has none."""
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer of the GPU; None if it has none."""
     try:
-        return question(*arguments)
+        return function(*arguments)
     except pynvml.NVMLError:
         return None

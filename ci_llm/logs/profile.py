@@ -1,4 +1,4 @@
-"""What the first steps of an attempt spend their time on: a trace for Perfetto or chrome://tracing, and a table."""
+"""The profile of the first steps of an attempt: a trace for Perfetto or chrome://tracing, and a table."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Step = TypeVar("Step")
 
 
 def profiled(steps: Iterator[Step], count: int | None, folder: Path, name: str) -> Iterator[Step]:
-    """The same steps, the first `count` of them under the profiler of PyTorch; None: none of them.
+    """Yield the same steps, the first `count` of them under the profiler of PyTorch; None profiles none.
 
-    What was traced is written when these steps are over, as `<name>.json.gz` and `<name>.txt` in the sub-folder
-    `profile`. An attempt that ends before has other worries and writes nothing. A disk that refuses is said, and the
-    run goes on.
+    After these steps the trace is written as `<name>.json.gz` and `<name>.txt` into the sub-folder `profile`. An
+    attempt that ends before writes nothing. If the disk refuses a file, a warning is logged and the run goes on.
 
     Args:
+        steps: of the run.
+        count: steps to profile.
         folder: of the run.
-        name: of this attempt and process; another one has files of its own.
+        name: of this attempt and process, for files of its own.
     """
     if count is not None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

@@ -1,15 +1,11 @@
 """The log of a run: for people (terminal and training.log), for programs (metrics.jsonl) and for trackers.
 
-The package logs through the standard `logging`; a `RunLog` handles its records from its creation to `close`. A run is
-worth more than its log: a full disk or a lost terminal is reported once, and the run goes on.
+The package logs through the standard `logging`; a `RunLog` handles its records from its creation to `close`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import math
 import os
 import socket
 import sys
@@ -18,24 +14,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
-from ci_llm.core.durable import write_bytes
-from ci_llm.logs.progress import Bar, ProgressLine, can_redraw
-from ci_llm.logs.trackers import Trackers
+from ci_llm.logs.files import AppendedFile, MetricsFile
+from ci_llm.logs.terminal import ProgressLine, Terminal
+from ci_llm.logs.tracking import Trackers
 
-PACKAGE = logging.getLogger("ci_llm")  # the parent of the logger of every module
-logger = logging.getLogger(__name__)
-
-LOG_NAME = "training.log"
-METRICS_NAME = "metrics.jsonl"
+PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
+LOG_NAME: Final = "training.log"
+METRICS_NAME: Final = "metrics.jsonl"
 
 
 class RunLog:
     """The log of one attempt. Every method may be called on every process; only the main process writes anything.
 
     From its creation to `close`, every record of the package's loggers goes to the terminal and to training.log, and
-    to no handler of the root logger. Messages of the level INFO appear as they are. Those of any other level are
+    to no other handler. Messages of the level INFO appear as they are. Those of any other level are
     marked: `warning: ...` on the terminal, `WARNING ...` in training.log. The level of the logger `ci_llm` decides
     which records are kept; INFO if nobody has set one.
 
@@ -60,15 +54,12 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._is_main = Path(folder), is_main
-        self._still_mine: Callable[[], bool] = lambda: True
-        self._terminal: TextIO | None = terminal or sys.stdout
-        self._bar = Bar(self._terminal) if is_main and can_redraw(self._terminal) else None
+        self._terminal = Terminal(terminal or sys.stdout)
         self._progress_line = ProgressLine(interval_s, clock)
+        self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
         self._attempt: int | None = None
         self._origin: dict[str, int] = {}
-        self._unwritten: list[str] = []
-        self._failing: set[str] = set()
-        self._unsure: set[str] = set()
+        self._pending: list[str] = []  # lines for training.log that came before `open`
         self._trackers: Trackers | None = None
         self._lock = threading.RLock()
         self._handler = RunHandler(self._handle, self._lock)
@@ -79,20 +70,21 @@ class RunLog:
 
         Args:
             attempt: number of this attempt, shown in every line.
-            still_held: asked before each write; once it says no, another attempt owns the folder.
+            still_held: called before each write. Once it returns False, another attempt owns the folder, and nothing
+                is written any more.
         """
         if not self._is_main:
             return
         with self._lock:
-            self._attempt, self._still_mine = attempt, still_held
+            self._attempt = attempt
+            self._file.still_held = self._metrics.still_held = still_held
             self._origin = {"attempt": attempt, **_slurm_restarts()}
             restarts = self._origin.get("slurm_restarts")
             requeued = f", SLURM restart {restarts}" if restarts else ""
-            self._unsure = {LOG_NAME, METRICS_NAME}
             head = f"attempt {attempt} on {socket.gethostname()}, process {os.getpid()}{requeued}"
-            for line in [head, *self._unwritten]:
+            for line in [head, *self._pending]:
                 self._write_line(line)
-            self._unwritten.clear()
+            self._pending.clear()
 
     def say(self, text: str) -> None:
         """Show `text`, of one line or more, as a message of the level INFO."""
@@ -100,55 +92,47 @@ class RunLog:
             self._handle("", text)
 
     def note(self, text: str) -> None:
-        """Write `text` into training.log alone; somebody else shows it on the terminal."""
+        """Write `text` to training.log only, for what the terminal shows by other means."""
         if self._is_main:
             with self._lock:
-                self._write_down(text)
+                self._write(text)
 
     def metrics(self, step: int, values: Mapping[str, object]) -> None:
-        """Append `values` of optimizer step `step` to metrics.jsonl and send its numbers to the trackers.
-
-        JSON has no NaN: a number that is not finite is written as "nan", "inf" or "-inf".
-        """
+        """Append `values` of optimizer step `step` to metrics.jsonl and send its numbers to the trackers."""
         if not self._is_main or self._attempt is None:
             return
-        record = {"step": step, **values, **self._origin, "time": round(time.time(), 3)}
-        text = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
         with self._lock:
-            self._append(METRICS_NAME, text)
+            self._metrics.write(step, {**values, **self._origin})
             if self._trackers is not None:
                 self._trackers.log(step, values)
 
     def progress(self, step: int, total: int, losses: Sequence[float] = ()) -> None:
-        """Show how far the run is. Cheap enough for every step.
+        """Show how many steps are done. Cheap enough for every step.
 
         Args:
+            step: optimizer steps done.
+            total: optimizer steps of the run.
             losses: of each agent, in nats per target token.
         """
         if not self._is_main:
             return
         with self._lock:
             line = self._progress_line.line(step, total, losses)
-            if self._bar is not None and self._terminal is not None:
-                self._on_terminal(lambda bar: bar.update(step, total, losses))
+            if self._terminal.has_bar:
+                self._terminal.update(step, total, losses)
             elif line is not None:
-                self._show(line)
+                self._terminal.show(line)
             if line is not None:
-                self._write_down(line)
+                self._write(line)
 
-    def cut_back(self, step: int) -> None:
-        """Forget the metrics past `step`, from where the run goes on; -1: all. Torn lines go as well."""
-        path = self._folder / METRICS_NAME
-        if self._is_main and self._still_mine() and path.exists():
-            kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
-            write_bytes(path, b"".join(line + b"\n" for line in kept))
+    def truncate_metrics(self, step: int) -> None:
+        """Remove the metrics past `step`, from which the run resumes; -1 removes all."""
+        if self._is_main:
+            self._metrics.truncate(step)
 
-    def metrics_of(self, step: int) -> dict[str, Any]:
-        """All that metrics.jsonl holds of `step`."""
-        path = self._folder / METRICS_NAME
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        found = (json.loads(line) for line in lines if _step_of(line) == step)
-        return {name: value for record in found for name, value in record.items()}
+    def read_metrics(self, step: int) -> dict[str, Any]:
+        """All values that metrics.jsonl holds for `step`."""
+        return self._metrics.read(step)
 
     def start_trackers(
         self,
@@ -156,7 +140,7 @@ class RunLog:
         names: tuple[str, ...],
         *,
         resumed_from: int = 0,
-        remembered: Mapping[str, str] | None = None,
+        saved_state: Mapping[str, str] | None = None,
         hyperparameters: Mapping[str, object] | None = None,
     ) -> None:
         """Start the trackers of `report_to`; for the arguments and errors see `Trackers`."""
@@ -166,12 +150,12 @@ class RunLog:
                 names,
                 folder=self._folder,
                 resumed_from=resumed_from,
-                remembered=remembered or {},
+                saved_state=saved_state or {},
                 hyperparameters=hyperparameters or {},
             )
 
     def tracker_state(self) -> dict[str, str]:
-        """What `start_trackers` wants as `remembered` in the next attempt; empty on other processes."""
+        """The `saved_state` for `start_trackers` of the next attempt; empty on other processes."""
         return {} if self._trackers is None else self._trackers.state()
 
     def finish_trackers(self) -> None:
@@ -185,69 +169,24 @@ class RunLog:
         """Finish the trackers, remove the bar and give the package's logger back as it was before."""
         self.finish_trackers()
         with self._lock:
-            if self._bar is not None:
-                self._on_terminal(lambda bar: bar.close())
+            self._terminal.close()
         self._handler.detach()
 
-    # Private: messages
-
     def _handle(self, level: str, text: str) -> None:
-        """Take one message under the lock; `level` is empty for a message that is shown as it is."""
+        """Take one message, under the lock; `level` is empty for a message without a mark."""
         if self._is_main:
-            self._show(f"{level.lower()}: {text}" if level else text)
-            self._write_down(f"{level} {text}" if level else text)
+            self._terminal.show(f"{level.lower()}: {text}" if level else text)
+            self._write(f"{level} {text}" if level else text)
 
-    # Private: terminal
-
-    def _show(self, text: str) -> None:
-        if self._bar is not None:
-            self._on_terminal(lambda bar: bar.print(text))
-        elif self._terminal is not None:
-            terminal = self._terminal
-            self._or_lose_terminal(lambda: print(text, file=terminal, flush=True))
-
-    def _on_terminal(self, draw: Callable[[Bar], None]) -> None:
-        bar = self._bar
-        if bar is not None and self._terminal is not None:
-            self._or_lose_terminal(lambda: draw(bar))
-
-    def _or_lose_terminal(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except (OSError, ValueError) as error:
-            _silence(self._terminal)
-            self._terminal = None
-            logger.warning(f"the terminal is gone ({error}); the run goes on")
-
-    # Private: files
-
-    def _write_down(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         for line in text.splitlines():
             if self._attempt is None:
-                self._unwritten.append(line)
+                self._pending.append(line)
             else:
                 self._write_line(line)
 
     def _write_line(self, line: str) -> None:
-        self._append(LOG_NAME, f"{datetime.now():%Y-%m-%d %H:%M:%S} [{self._attempt}] {line}")
-
-    def _append(self, name: str, line: str) -> None:
-        if not self._still_mine():
-            return
-        path = self._folder / name
-        try:
-            start = "\n" if name in self._unsure and _is_torn(path) else ""
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                if self._still_mine():  # again: to open a file may take as long as the nap of a machine
-                    file.write(f"{start}{line}\n")
-        except OSError as error:
-            self._unsure.add(name)
-            if name not in self._failing:
-                self._failing.add(name)
-                logger.warning(f"{name} cannot be written, the run goes on: {error}")
-        else:
-            self._failing.discard(name)
-            self._unsure.discard(name)
+        self._file.append(f"{datetime.now():%Y-%m-%d %H:%M:%S} [{self._attempt}] {line}")
 
 
 class RunHandler(logging.Handler):
@@ -282,6 +221,7 @@ class RunHandler(logging.Handler):
             PACKAGE.setLevel(level)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        # In `filter`, because `handle` takes the lock between `filter` and `emit`.
         # A forked worker of a data loader is not the run, and another thread may have held the lock at the fork.
         return os.getpid() == self._pid and bool(super().filter(record))
 
@@ -290,37 +230,6 @@ class RunHandler(logging.Handler):
 
 
 def _slurm_restarts() -> dict[str, int]:
-    """How often SLURM has started this job again, in every line of metrics: nothing outside of SLURM."""
+    """How often SLURM has requeued this job, for every record of metrics; nothing outside of SLURM."""
     in_job = "SLURM_JOB_ID" in os.environ
     return {"slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0)} if in_job else {}
-
-
-def _silence(terminal: TextIO | None) -> None:
-    """Lead a terminal that is gone nowhere, so that neither a stray print nor the last flush fails."""
-    with contextlib.suppress(OSError, ValueError):  # it may have no file descriptor at all
-        if terminal is not None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, terminal.fileno())
-            os.close(nowhere)
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the last line lacks its end: a crash or a full disk cut it."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
-
-
-def _finite(value: object) -> object:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a line of metrics; infinite for a line that was torn by a crash."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf

@@ -29,7 +29,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
-from ci_llm.logs.trackers import require_installed
+from ci_llm.logs.tracking import require_installed
 from ci_llm.run.beginning import Start, find_start, prepare
 from ci_llm.run.best_step import kept_steps, result_step, weights_of
 from ci_llm.run.context import Run
@@ -196,7 +196,7 @@ def _recover_evaluation(run: Run, *, from_log: bool) -> None:
         logger.info(f"          best so far was by {run.state.validation.metric}: from here on by {metric}, anew")
         run.state = replace(run.state, validation=Validation(metric))
     if from_log and run.evaluation_missed:
-        known = run.processes.broadcast_object(run.log.metrics_of(run.state.step))
+        known = run.processes.broadcast_object(run.log.read_metrics(run.state.step))
         if f"eval/crowd/{metric}" in known:
             note_evaluation(run, known)
 
@@ -241,7 +241,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, start, step))
     run.log.open(number, still_held=manager.store.still_held)
-    run.log.cut_back(step if step else -1)
+    run.log.truncate_metrics(step if step else -1)
     processes.on_main(partial(_start_trackers, run, trackers))
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.store.still_held)
     run.status.best_step = run.state.validation.best_step
@@ -256,6 +256,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
+    logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -274,7 +275,7 @@ def _start_trackers(run: Run, trackers: Mapping[str, str]) -> None:
         run.processes.accelerator,
         run.config.report_to,
         resumed_from=run.state.step,
-        remembered=trackers,
+        saved_state=trackers,
         hyperparameters=run.config.model_dump(),
     )
 

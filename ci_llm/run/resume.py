@@ -27,6 +27,7 @@ from ci_llm.crowd.recognise import require_checkpoint, require_run
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.run.new_run import other_ways
 from ci_llm.run.rollback import LastGood, like_moment
 from ci_llm.run.state import TrainState
 
@@ -184,9 +185,10 @@ class RunCheckpoint:
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
         saved, where = source.checkpoint.state, str(source.folder)
-        self._require_same_crowd(source)
         changes = _changes(self.config, saved["config.yaml"], where)
-        self._require_same_rows(source)
+        self._require_same_crowd(source, changes)
+        self._require_same_settings(changes, where)
+        self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
         for k, row in enumerate(self.crowd.agents.rows):
             self.crowd.agents.load_agent(k, saved[f"agent{k}/adapter_model"], where)
@@ -224,7 +226,7 @@ class RunCheckpoint:
     def _meta(self) -> dict[str, Any]:
         return self.crowd.meta(self.base.fingerprint)
 
-    def _require_same_crowd(self, source: Source) -> None:
+    def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
         own = self._meta()
         lora = ("rank", "alpha", "target_modules", "use_rslora")
@@ -233,14 +235,25 @@ class RunCheckpoint:
         if not self._is_same_base(source):
             pairs |= {
                 "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.base.name)),
-                "fingerprint of the base": (meta["base_fingerprint"], own["base_fingerprint"]),
+                "weights of the base": (meta["base_fingerprint"], own["base_fingerprint"]),
             }
         odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
         if odd:
             raise ForeignCheckpoint(
-                f"the checkpoint belongs to another crowd: {'; '.join(odd)}",
+                f"the run in this folder has another crowd: {'; '.join(odd)}",
                 where=str(source.folder),
-                hint="put the old values back, or give another output_dir or experiment_name for a new run",
+                hint=other_ways(changes, self.config, self.processes.launch),
+            )
+
+    def _require_same_settings(self, changes: Sequence[Change], where: str) -> None:
+        breaking = [c for c in changes if c.kind == "sample-exact"]
+        if breaking and not self.config.allow_inexact_resume:
+            listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
+            ways = other_ways(changes, self.config, self.processes.launch)
+            raise BadInput(
+                f"the run in this folder has other settings: {listed}",
+                where=where,
+                hint=f"{ways}; allow_inexact_resume=true goes on with the new settings from this step",
             )
 
     def _is_same_base(self, source: Source) -> bool:
@@ -257,13 +270,14 @@ class RunCheckpoint:
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
         return meta["base_dtype"], self._meta()["base_dtype"]
 
-    def _require_same_rows(self, source: Source) -> None:
+    def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
         prints: Any = source.checkpoint.manifest.info["fingerprints"]
         if prints["data"] != self.rows.fingerprint and not self.config.allow_inexact_resume:
             raise ForeignCheckpoint(
                 "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
                 where=str(source.folder),
-                hint="put the old data back, or allow_inexact_resume=true to go on with the new rows from this step",
+                hint=f"{other_ways(changes, self.config, self.processes.launch)};"
+                " allow_inexact_resume=true goes on with the new rows from this step",
             )
 
 
@@ -282,22 +296,12 @@ def _changes(config: Config, saved: bytes, where: str) -> list[Change]:
 
     Raises:
         CheckpointError: the configuration in the checkpoint cannot be read.
-        BadInput: a change would train on other samples or with other mathematics.
     """
     try:
         before = parse_config(saved.decode(), where)
     except ConfigError as error:
         raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
-    changes = before.diff(config)
-    breaking = [c for c in changes if c.kind == "sample-exact"]
-    if breaking and not config.allow_inexact_resume:
-        listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
-        raise BadInput(
-            f"the configuration changed, and the run would not be the same: {listed}",
-            where=where,
-            hint="put them back, or allow_inexact_resume=true to go on all the same, or a new experiment_name",
-        )
-    return changes
+    return before.diff(config)
 
 
 def _shown(changes: Sequence[Change]) -> list[str]:

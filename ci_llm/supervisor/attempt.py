@@ -95,6 +95,7 @@ class Attempt:
                 stderr_fd=self._relay.stderr.child_end,
             )
         finally:
+            # Only the shim may hold these ends: otherwise neither side would see the end of the other.
             os.close(control_end)
             os.close(report_end)
             self._relay.close_child_ends()
@@ -105,6 +106,7 @@ class Attempt:
         Args:
             next_order: asked several times per second; returns an order to stop the attempt now.
         """
+        # An order holds until the attempt has ended, so it is sent once. A later one, KILL after TERM, is sent too.
         signals_sent: set[str] = set()
         while not self._shim_is_gone():
             order = next_order()
@@ -125,7 +127,7 @@ class Attempt:
     def _shim_is_gone(self) -> bool:
         """Do one turn of the relay; the end of the report pipe is the end of the shim."""
         ready = self._relay.turn([self._report, self._wake_fd], _TURN_S)
-        if self._wake_fd in ready:
+        if self._wake_fd in ready:  # a signal: `next_order` knows what it means
             os.read(self._wake_fd, 1024)
         if self._report not in ready:
             return False
@@ -164,7 +166,7 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None:  # a second Ctrl-C, for instance
             self.stop(StopOrder("SIGKILL", "abort"))
         os.close(self._control)
         self._shim.wait()

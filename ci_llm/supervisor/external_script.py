@@ -62,10 +62,12 @@ class ExternalScript:
             lines.append("no batch size found: out of memory cannot be helped (name its key by --batch-size-key)")
         if resume_words := self._resumption.words():
             lines.append(f"the script goes on: {shlex.join(resume_words)} (to begin anew, move its checkpoints away)")
-        return lines + [f"removed {path}, left by a supervisor that was killed" for path in self._command.sweep()]
+        abandoned = self._command.remove_abandoned()
+        return lines + [f"removed {path}, left by a supervisor that was killed" for path in abandoned]
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
         """The script with its configuration as the last adjustment left it, in the environment of this process."""
+        # Anew for every attempt: the last one may have written a checkpoint.
         self._checkpoint_before = self._resumption.newest()
         self._command.resume_words = self._resumption.words()
         return self._command.words(), {SUPERVISED: f"{self.grace_s:g}", **os.environ}

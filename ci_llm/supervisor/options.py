@@ -149,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, where="command line", hint="python safe_train.py --help")
 
     def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse's own says nothing where the output is refused
+        print(self.format_help(), end="", file=file)  # argparse's own method hides a write error
 
 
 def _parser() -> argparse.ArgumentParser:

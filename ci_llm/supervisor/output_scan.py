@@ -118,7 +118,7 @@ class Evidence:
     def note(self, line: str) -> None:
         """Take one line of the output into account."""
         line = patterns.plain(line[:_MAX_LINE_LENGTH])
-        self._tracebacks.note(line)
+        self._tracebacks.note(line)  # with its indentation, which the rest does without
         if not (line := line.strip()):
             return
         self.num_lines += 1
@@ -172,6 +172,7 @@ class _Tracebacks:
     def note(self, line: str) -> None:
         """Take a line into account, with its indentation: inside a traceback only its last line has none."""
         self._lines_since += 1
+        # Cut, because some exceptions print a whole tensor.
         line = _MARGIN.sub("", line[:_MAX_TRACEBACK_LINE].rstrip())
         if self._continues and line:
             self._complete(line.strip())

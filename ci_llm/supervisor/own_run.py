@@ -88,7 +88,7 @@ class OwnRun:
         correction of the clock.
         """
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_look:  # this is called several times a second, and a status file may be on a network
             return None
         self._next_look = now + _LOOK_S
         status = self._readable_status()
@@ -117,7 +117,7 @@ class OwnRun:
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Judge by what the run wrote about its end; by exit code and output where it could write nothing."""
-        self._recovery = read_recovery(self._folder)  # an attempt that began anew has moved the old one aside
+        self._recovery = read_recovery(self._folder)  # an attempt that began anew has moved it aside
         status = self._status_of_attempt()
         failures = read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
@@ -185,6 +185,7 @@ class OwnRun:
 
     def _newest_step(self) -> int:
         """The step of the newest checkpoint from which the next attempt may resume; 0 if there is none."""
+        # After a rollback was ordered, checkpoints beyond it are no progress, though they are still in the folder.
         status = self._status()
         allowed = self._recovery.latest_step_allowed(status.attempt if status else None)
         steps = CheckpointStore(self._folder).all_steps()

@@ -109,7 +109,7 @@ def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Deci
     """
     repeats = _unchanged_in_vain(history, outcome)
     match outcome.kind:
-        case "completed":
+        case "completed":  # even if the supervisor was told to stop meanwhile: nothing is left to do
             return Decision("finish", "completed", exit_code=0)
         case _ if outcome.stopping:
             return Decision("requeue", "interrupted", exit_code=75)
@@ -119,10 +119,12 @@ def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Deci
             return Decision("give up", "the call or the configuration must change", exit_code=2)
         case _ if len(history) >= policy.max_retries:
             return _give_up(f"all {policy.max_retries} retries are used up")
+        # What is changed needs no progress: the cuts end by themselves, at the smallest value.
         case "nonfinite":
             return _cut_learning_rate(history, outcome, policy)
         case "out_of_memory":
             return _cut_batch(outcome, policy)
+        # What is not changed would go on for ever without progress.
         case "crashed" if _is_same_early_crash(history, outcome, policy):
             return _give_up(f"the same crash twice, each within {policy.early_crash_s:g} s: {outcome.detail}")
         case _ if repeats >= policy.patience:

@@ -68,6 +68,7 @@ def end(
         what had to be killed, each as "python (pid 17)".
     """
     ask(signal_number("SIGTERM"), grace_s, settle_s=settle_s, session=session, kill_ordered=kill_ordered)
+    # Again and again: a process that is forked at this moment is in no list yet.
     killed: dict[int, str] = {}
     for alive in _looks(session, until=time.monotonic() + _KILL_S):
         killed |= {process.pid: _describe(process) for process in alive}

@@ -17,7 +17,7 @@ from typing import Final
 
 _READ_BYTES: Final = 1 << 16
 _WRITE_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes this much without blocking
-#: Errors of a target that nobody reads any more.
+#: Errors of a sink that nobody reads any more.
 _GONE: Final = frozenset({errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO})
 
 
@@ -28,7 +28,7 @@ class Channel:
     Attributes:
         source: the file from which its output is read.
         child_end: the file to which the child writes; closed in this process once the child runs.
-        target: the file of this process to which the output goes; None once nobody reads it any more.
+        sink: the file of this process to which the output goes; None once nobody reads it any more.
         note: called with every piece that arrives, and with b"" at the end.
         backlog: what has arrived and is not written yet.
         at_line_start: the last byte that arrived ended a line.
@@ -37,7 +37,7 @@ class Channel:
 
     source: int
     child_end: int
-    target: int | None
+    sink: int | None
     is_terminal: bool
     note: Callable[[bytes], None]
     backlog: bytearray = field(default_factory=bytearray)
@@ -51,27 +51,27 @@ class Channel:
             data = os.read(self.source, _READ_BYTES)
         self.ended = not data
         self.note(data)
-        if data and self.target is not None:
+        if data and self.sink is not None:
             self.backlog += data
             self.at_line_start = data[-1:] == b"\n"
 
     def write(self) -> None:
         """Write some of the backlog. A terminal that is gone, or a full disk, does not stop the training."""
-        assert self.target is not None
+        assert self.sink is not None
         try:
-            del self.backlog[: os.write(self.target, self.backlog[:_WRITE_BYTES])]
+            del self.backlog[: os.write(self.sink, self.backlog[:_WRITE_BYTES])]
         except BlockingIOError:
             return
         except OSError as error:
             if error.errno in _GONE:
-                self.target = None
+                self.sink = None
             self.backlog.clear()  # this much is lost; a full disk may have room for what comes later
 
     def copy_window_size(self) -> None:
-        """Give the child's terminal the size of the target's."""
-        if self.is_terminal and self.target is not None:
+        """Give the child's terminal the size of the sink's."""
+        if self.is_terminal and self.sink is not None:
             with contextlib.suppress(OSError):
-                size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, bytes(8))
+                size = fcntl.ioctl(self.sink, termios.TIOCGWINSZ, bytes(8))
                 fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
 
 
@@ -80,14 +80,14 @@ class Relay:
 
     Args:
         note_for: returns the `note` of a channel; called once for each.
-        targets: standard output and standard error of this process. If both are the same terminal or file, the child
+        sinks: standard output and standard error of this process. If both are the same terminal or file, the child
             gets one channel for both, so that its lines stay in their order.
     """
 
-    def __init__(self, note_for: Callable[[], Callable[[bytes], None]], targets: tuple[int, int] = (1, 2)) -> None:
-        first = _open(targets[0], note_for())
+    def __init__(self, note_for: Callable[[], Callable[[bytes], None]], sinks: tuple[int, int] = (1, 2)) -> None:
+        first = _open(sinks[0], note_for())
         self.stdout = first
-        self.stderr = first if _same_file(*targets) else _open(targets[1], note_for())
+        self.stderr = first if _same_file(*sinks) else _open(sinks[1], note_for())
         self.channels = [self.stdout] if self.stderr is self.stdout else [self.stdout, self.stderr]
 
     @property
@@ -119,13 +119,13 @@ class Relay:
             channel.copy_window_size()
         # A channel with a backlog is not read: the child waits, as it would for the terminal itself.
         sources = {one.source: one for one in self.channels if not one.ended and not one.backlog}
-        targets = {one.target: one for one in self.channels if one.target is not None and one.backlog}
-        readable, writable, _ = select.select([*sources, *others], list(targets), [], timeout)
+        sinks = {one.sink: one for one in self.channels if one.sink is not None and one.backlog}
+        readable, writable, _ = select.select([*sources, *others], list(sinks), [], timeout)
         for fd in readable:
             if fd in sources:
                 sources[fd].read()
         for fd in writable:
-            targets[fd].write()
+            sinks[fd].write()
         return set(readable) & set(others)
 
     def flush(self, timeout: float) -> None:
@@ -135,8 +135,8 @@ class Relay:
                 channel.read()
             if not channel.ended:
                 channel.note(b"")
-            while channel.target is not None and channel.backlog:
-                if not select.select([], [channel.target], [], timeout)[1]:
+            while channel.sink is not None and channel.backlog:
+                if not select.select([], [channel.sink], [], timeout)[1]:
                     break
                 channel.write()
 
@@ -145,15 +145,15 @@ class Relay:
             os.close(channel.source)
 
 
-def _open(target: int, note: Callable[[bytes], None]) -> Channel:
-    if not os.isatty(target):
+def _open(sink: int, note: Callable[[bytes], None]) -> Channel:
+    if not os.isatty(sink):
         source, child_end = os.pipe()
-        return Channel(source, child_end, target, False, note)
+        return Channel(source, child_end, sink, False, note)
     source, child_end = os.openpty()
     modes = termios.tcgetattr(child_end)
     modes[1] &= ~termios.OPOST  # \n stays \n on the way: the real terminal adds the \r
     termios.tcsetattr(child_end, termios.TCSANOW, modes)
-    channel = Channel(source, child_end, target, True, note)
+    channel = Channel(source, child_end, sink, True, note)
     channel.copy_window_size()
     return channel
 

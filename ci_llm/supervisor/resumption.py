@@ -54,6 +54,7 @@ class Resumption:
 
     def newest(self) -> tuple[str, int] | None:
         """Return the path of the newest checkpoint and its time in ns; None if there is none."""
+        # By time and not by name: "checkpoint-900" sorts after "checkpoint-1000".
         found = glob.glob(self._pattern, recursive=True) if self._pattern else []
         return max(((path, _newest_ns(Path(path))) for path in found), key=lambda one: one[1], default=None)
 

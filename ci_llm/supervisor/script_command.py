@@ -88,9 +88,9 @@ class ScriptCommand:
         if new and in_copy and self._copies is not None:
             self._config_in_use = self._copies.create(retry, self._config.replaced(in_copy))
 
-    def sweep(self) -> list[Path]:
+    def remove_abandoned(self) -> list[Path]:
         """Remove the copies that a killed supervisor left, and return their paths."""
-        return self._copies.sweep() if self._copies else []
+        return self._copies.remove_abandoned() if self._copies else []
 
     def close(self) -> list[str]:
         """Remove the copy, and return a line about the original for people."""

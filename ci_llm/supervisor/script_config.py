@@ -100,7 +100,7 @@ class TemporaryConfigs:
     """Copies of a configuration, next to it, named `<stem>_retry_<n>_<token>.yaml`.
 
     A copy lives until the next one is made, or until `close`. It is locked as long as its supervisor lives, so that
-    `sweep` of a later supervisor removes only those that a killed one left.
+    `remove_abandoned` of a later supervisor removes only those that a killed one left.
     """
 
     def __init__(self, original: Path) -> None:
@@ -113,7 +113,7 @@ class TemporaryConfigs:
         """Whether the original holds the bytes that it held at the beginning."""
         return _digest(self._original) == self._digest
 
-    def sweep(self) -> list[Path]:
+    def remove_abandoned(self) -> list[Path]:
         """Remove the copies that a killed supervisor left, and return their paths."""
         name = re.compile(rf"{re.escape(self._original.stem)}_retry_\d+_[0-9a-f]+{re.escape(self._original.suffix)}")
         candidates = (path for path in self._original.parent.iterdir() if name.fullmatch(path.name))
@@ -131,6 +131,7 @@ class TemporaryConfigs:
         mark = _MARK if path.suffix != ".json" else ""
         try:
             mode = self._original.stat().st_mode & 0o777 | 0o600 if self._original.exists() else 0o600
+            # O_EXCL: never over a file of the user. 0o600 in any case: this process must be able to write it.
             lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             self._locks[path] = lock
             with contextlib.suppress(OSError):  # without locks no supervisor removes it but this one

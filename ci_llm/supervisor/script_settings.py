@@ -91,6 +91,7 @@ class Settings:
         """Return what Hydra's sweeper sets the key to in a multirun, or None."""
         if not self._is_multirun():
             return None
+        # Either as a mapping in one word, `hydra.sweeper.params={lr:1e-3}`, or by its dotted key.
         dotted = f"{_SWEEPER}.{key}"
         in_braces = re.search(rf"[{{,]\s*{re.escape(key)}\s*:([^,}}]+)", value_of(self.line, _SWEEPER) or "")
         on_line = in_braces[1].strip() if in_braces else value_of(self.line, dotted)
@@ -164,6 +165,7 @@ class CutCheck:
         first = self._first_printed = self._first_printed or printed
         if given == self._first_given:
             return None
+        # Compared with a tolerance in the same unit; in another one only digits that did not change prove something.
         same_unit = float(first) <= _TOLERANCE * self._first_given
         too_high = float(printed) > _TOLERANCE * given if same_unit else printed == first
         return f"it printed learning rate {printed}, and {given:.3g} was asked for" if too_high else None

@@ -88,6 +88,7 @@ def _program(module: str) -> list[str]:
 def main() -> int:
     """The shim's own process: `shim CONTROL_FD REPORT_FD GRACE_S COMMAND...`."""
     control_fd, report_fd = int(sys.argv[1]), int(sys.argv[2])
+    # The command must not hold the ends of these pipes: the supervisor would wait for what it leaves behind.
     for fd in (control_fd, report_fd):
         os.set_inheritable(fd, False)
     process_tree.adopt_orphans()
@@ -123,6 +124,7 @@ def _run_command(command: list[str], control: _ControlPipe, report_fd: int, grac
     except OSError as error:
         _report(report_fd, {"error": error.strerror or str(error)})
         return
+    # select can wait for files only, so the end of the command becomes one.
     over_fd = _when_over(process)
     ready, _, _ = select.select([control.fd, over_fd], [], [])
     if over_fd in ready:  # reported at once: what the command has left may take its time

@@ -113,7 +113,7 @@ def delete(api: Any, path: str, since: float) -> str:
     """Delete one run unless it is older than the supervision; return "deleted", or why it stays."""
     run = api.run(path)
     created = datetime.fromisoformat(run.created_at.replace("Z", "+00:00"))
-    if created.tzinfo is None:
+    if created.tzinfo is None:  # a time without a zone is UTC too
         created = created.replace(tzinfo=timezone.utc)
     if created.timestamp() < since - _CLOCK_TOLERANCE_S:
         return "it is older than this supervision"

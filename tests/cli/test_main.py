@@ -72,7 +72,7 @@ def test_an_output_that_takes_nothing_is_one_message(words: list[str | Path], un
     with open("/dev/full", "w") as full:
         done = run(*words, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: what was to be said could not be written: No space left on device\n")
+    assert done.stderr.startswith("error: the output could not be written: No space left on device\n")
     assert "Traceback" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The end of the time: who names it, what a run needs to leave before it, and a clock that speaks like a signal."""
+"""The deadline of a run: its sources, the time that a run needs before it, and the request to stop in time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Saved:
 # Who names the end
 
 
-def test_the_earliest_end_counts_and_says_whose_it_is() -> None:
+def test_the_earliest_deadline_counts_and_names_its_source() -> None:
     environ = {"CI_LLM_DEADLINE": "700"}
     assert find_deadline(None, None, environ={}) is None
     assert find_deadline(None, None, environ=environ) == Deadline(700.0, "CI_LLM_DEADLINE")
@@ -74,7 +74,7 @@ def test_a_deadline_may_be_a_local_time_or_one_with_a_zone() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "1e9e", "-5", "nan", "24:00:00", "1795000000000"])
-def test_a_deadline_that_is_no_time_is_refused_in_words(text: str) -> None:
+def test_a_deadline_that_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no time"):
         find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
 
@@ -82,14 +82,14 @@ def test_a_deadline_that_is_no_time_is_refused_in_words(text: str) -> None:
 # What is needed
 
 
-def test_the_upper_quantile_forgives_a_few_outliers_of_many_and_none_of_few() -> None:
+def test_the_upper_quantile_ignores_few_outliers_of_many_measurements() -> None:
     assert upper_quantile([]) == 0.0
     assert upper_quantile([3.0, 9.0, 1.0]) == 9.0
     assert upper_quantile([1.0] * 95 + [50.0] * 5) == 1.0
     assert upper_quantile([1.0] * 94 + [50.0] * 6) == 50.0
 
 
-def test_what_a_step_and_a_save_need_is_kept_back() -> None:
+def test_the_time_for_a_step_and_a_save_is_reserved() -> None:
     assert seconds_until_stop(100.0, [], []) == 100.0 - MARGIN_S
     assert seconds_until_stop(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
 
@@ -151,7 +151,7 @@ def test_steps_that_become_slower_bring_the_moment_forward(interrupts: Interrupt
         assert interrupts.wait(DEADLINE_S)
 
 
-def test_a_job_that_is_prolonged_goes_on(interrupts: Interrupts) -> None:
+def test_a_job_that_is_extended_goes_on(interrupts: Interrupts) -> None:
     ends = [Deadline(1e6, "prolonged")]
     said_twice = threading.Event()
 
@@ -174,7 +174,7 @@ def test_a_job_that_is_prolonged_goes_on(interrupts: Interrupts) -> None:
     assert said_twice.is_set()
 
 
-def test_an_end_that_never_comes_is_waited_for_in_portions(interrupts: Interrupts) -> None:
+def test_an_infinite_deadline_is_waited_for_in_portions(interrupts: Interrupts) -> None:
     never = find_deadline(None, None, environ={"CI_LLM_DEADLINE": "9999-12-30"})
     walltime, waits = Walltime(never, Pace(), interrupts), list[float]()
     walltime._over = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or True)  # type: ignore[assignment]
@@ -182,7 +182,7 @@ def test_an_end_that_never_comes_is_waited_for_in_portions(interrupts: Interrupt
     assert 0 < waits[0] < threading.TIMEOUT_MAX
 
 
-def test_without_an_end_nothing_is_watched_and_leaving_never_waits_for_one(interrupts: Interrupts) -> None:
+def test_without_a_deadline_nothing_is_watched_and_the_exit_waits_for_nothing(interrupts: Interrupts) -> None:
     def watchers() -> int:
         return [thread.name for thread in threading.enumerate()].count("ci_llm walltime")
 

@@ -1,4 +1,4 @@
-"""The hub: asked once whether it is there; without it a name of the hub is one clear error, soon and quietly."""
+"""The hub: one request shows whether it is reachable; if not, a name of the hub is one clear error at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process was started, read from the words of each launcher."""
+"""How a process was started, read from the variables and the command line of each launcher."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_plain_python_is_alone() -> None:
     assert launch.forwards_sigterm
 
 
-def test_torchrun_speaks_for_itself() -> None:
+def test_the_variables_of_torchrun() -> None:
     launch = read(TORCHRUN)
     assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, kill_delay_s=30)
     assert not launch.is_main
 
 
-def test_a_task_of_srun_is_given_torch_s_words() -> None:
+def test_the_variables_of_srun_are_translated_into_those_of_torchrun() -> None:
     launch = read(STEP)
     assert (launch.launcher, launch.process_index, launch.num_local_processes) == ("srun", 4, 1)
     assert launch.variables == {
@@ -92,7 +92,7 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert read({**STEP, "SLURM_STEP_NODELIST": nodes}).variables["MASTER_ADDR"] == first
 
 
-def test_tasks_on_one_machine_meet_on_it() -> None:
+def test_tasks_on_one_machine_use_the_loopback_address() -> None:
     """Node names need not resolve there."""
     one_node = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
     assert read(one_node).variables["MASTER_ADDR"] == "127.0.0.1"
@@ -136,7 +136,7 @@ def test_mpirun() -> None:
         (without(STEP, "SLURM_STEP_NODELIST"), "no address"),
     ],
 )
-def test_variables_that_cannot_be_true(environ: Mapping[str, str], said: str) -> None:
+def test_contradicting_variables_are_refused(environ: Mapping[str, str], said: str) -> None:
     with pytest.raises(LaunchError, match=said) as caught:
         read(environ)
     assert caught.value.hint
@@ -152,7 +152,7 @@ def test_variables_that_cannot_be_true(environ: Mapping[str, str], said: str) ->
         (["--num_processes=1", "train.py"], {"MASTER_ADDR": "of my own"}, None),
     ],
 )
-def test_a_lone_accelerate_and_what_it_was_asked_for(
+def test_accelerate_with_one_process_and_the_number_that_was_requested(
     words: list[str], environ: dict[str, str], asked_for: int | None
 ) -> None:
     launch = read(environ, ACCELERATE + words)
@@ -186,7 +186,7 @@ def test_the_parent_is_looked_up() -> None:
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["/usr/bin/mpirun", "-n", "2", "train.py"]),
     ],
 )
-def test_the_command_of_the_launcher_is_remembered(environ: Mapping[str, str], parent: list[str]) -> None:
+def test_the_command_of_the_launcher_is_kept(environ: Mapping[str, str], parent: list[str]) -> None:
     """At the start: when it matters, the launcher has been killed, and the parent is PID 1."""
     assert read(environ, parent).launcher_command == tuple(parent)
 
@@ -195,7 +195,7 @@ def test_the_command_of_the_launcher_is_remembered(environ: Mapping[str, str], p
 @pytest.mark.parametrize(
     "stranger", [["/sbin/init"], ["make", "train"], ["ray", "--password=x"], ["bash", "-c", "torchrun train.py"]]
 )
-def test_the_words_of_a_stranger_are_not(environ: Mapping[str, str], stranger: list[str]) -> None:
+def test_the_command_of_another_parent_is_not_kept(environ: Mapping[str, str], stranger: list[str]) -> None:
     assert read(environ, stranger).launcher_command == ()
 
 
@@ -206,7 +206,7 @@ def remarked(launch: Launch, num_gpus: int = 0, rows: int | None = None, **envir
     return launch_notes(launch, environ, num_gpus=num_gpus, rows_per_process=rows)
 
 
-def test_a_launch_as_meant_needs_no_remark() -> None:
+def test_a_launch_without_problems_has_no_notes() -> None:
     assert remarked(read({})) == []
     assert remarked(read(TORCHRUN), num_gpus=2, OMP_NUM_THREADS="1") == []
 
@@ -249,7 +249,7 @@ def test_fewer_processes_make_a_smaller_batch(number: int, share: str) -> None:
         ("launch train.py --cpu", "launch --multi_gpu --num_processes=N train.py --cpu"),
     ],
 )
-def test_the_line_that_starts_as_many_as_were_asked_for_is_ready_to_paste(typed: str, pasted: str) -> None:
+def test_the_suggested_command_can_be_pasted(typed: str, pasted: str) -> None:
     command, launched = ["/odd/python", "-m", "accelerate.commands.accelerate_cli"], shlex.split(typed)
     words = launched[launched.index("train.py") + 1 :]
     launch = read({"MASTER_ADDR": "here"}, [*command, *launched], words)
@@ -270,15 +270,17 @@ def test_the_line_that_starts_as_many_as_were_asked_for_is_ready_to_paste(typed:
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, [], {}),
     ],
 )
-def test_what_accelerate_says_of_our_keys(environ: dict[str, str], words: list[str], settings: dict[str, str]) -> None:
+def test_values_of_our_keys_from_accelerate(
+    environ: dict[str, str], words: list[str], settings: dict[str, str]
+) -> None:
     assert accelerate_settings(environ, [*ACCELERATE, *words, "train.py"]) == settings
 
 
-def test_the_options_of_a_stranger_say_nothing() -> None:
+def test_the_options_of_another_parent_are_ignored() -> None:
     assert accelerate_settings({}, ["fit.sh", "--gradient_accumulation_steps=4"]) == {}
 
 
-def test_a_process_of_a_job_that_is_no_step_of_it_is_warned() -> None:
+def test_a_process_in_a_job_but_outside_of_its_steps_is_warned() -> None:
     """SLURM tells the beginning of a preemption's grace to steps alone."""
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     (line,) = remarked(read(batch), **batch)
@@ -288,7 +290,7 @@ def test_a_process_of_a_job_that_is_no_step_of_it_is_warned() -> None:
     assert step_notes(STEP) == step_notes({}) == []
 
 
-def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_per_process_by_the_launcher_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "threads_per_process", property(lambda self: 8))
     launch = read({}, ACCELERATE)
     assert remarked(launch, OMP_NUM_THREADS="1") == [
@@ -297,7 +299,7 @@ def test_threads_that_a_launcher_took_away(monkeypatch: pytest.MonkeyPatch) -> N
     assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch, 1, OMP_NUM_THREADS="1") == []
 
 
-def test_what_accelerate_would_do_and_this_program_declines() -> None:
+def test_unsupported_settings_of_accelerate_are_disabled() -> None:
     environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "false"}
     (line,) = disable_unsupported(environ)
     assert "ACCELERATE_USE_DEEPSPEED is not used" in line
@@ -314,7 +316,7 @@ def test_what_accelerate_would_do_and_this_program_declines() -> None:
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "no"),
     ],
 )
-def test_each_is_said_and_switched_off(name: str, yes: str, no: str) -> None:
+def test_each_unsupported_setting_is_disabled_with_a_note(name: str, yes: str, no: str) -> None:
     """A compiler alone makes Accelerate's state allow TF32 on a GPU: other bits."""
     environ = {name: yes}
     assert [line.partition(" is not used: ")[0] for line in disable_unsupported(environ)] == [name]

@@ -95,7 +95,7 @@ def test_a_job_may_have_no_end(word: str) -> None:
     assert current_job_end(JOB, Cluster(squeue=None, job=None)) is None
 
 
-def test_what_scontrol_shows_is_understood() -> None:
+def test_the_output_of_scontrol_is_parsed() -> None:
     assert query_job(JOB, Cluster()) == RUNNING
     assert query_job(JOB, Cluster("COMPLETING", "TimeLimit")) == replace(
         RUNNING, state="COMPLETING", reason="TimeLimit"
@@ -141,12 +141,14 @@ def test_a_command_that_is_missing_or_fails_is_no_answer(tmp_path: Path, monkeyp
         ({}, "walltime", MAX_WITHOUT_PROGRESS, "no progress in 3 attempts"),
     ],
 )
-def test_who_is_put_back(change: dict[str, object], reason: str, without_progress: int, against: str | None) -> None:
+def test_which_jobs_are_requeued(
+    change: dict[str, object], reason: str, without_progress: int, against: str | None
+) -> None:
     found = reason_not_to_requeue(JOB, replace(RUNNING, **change), reason, 100, without_progress)  # type: ignore[arg-type]
     assert found == against if against is None else found is not None and against in found
 
 
-def test_a_job_is_put_back_so_many_times() -> None:
+def test_a_job_is_requeued_at_most_max_requeues_times() -> None:
     assert reason_not_to_requeue(Job("7", 1), RUNNING, "walltime", 2, 0) is None
     assert "max_requeues is 2" in (reason_not_to_requeue(Job("7", 2), RUNNING, "walltime", 2, 0) or "")
     assert "max_requeues is 0" in (reason_not_to_requeue(JOB, RUNNING, "walltime", 0, 0) or "")
@@ -161,7 +163,7 @@ def back(cluster: Cluster, wanted: object = "auto", environ: dict[str, str] = EN
     return requeue(wanted, "walltime", environ=environ, query=cluster, **settings)  # type: ignore[arg-type]
 
 
-def test_the_outermost_of_ours_asks_once() -> None:
+def test_the_outermost_program_asks_for_the_requeue_once() -> None:
     cluster = Cluster()
     assert back(cluster) == "SLURM job 7 is put back into the queue, for the 2nd time"
     assert cluster.asked == ["job", "requeue"]
@@ -174,7 +176,7 @@ def test_the_outermost_of_ours_asks_once() -> None:
     assert cluster.asked == ["job", "requeue"]
 
 
-def test_what_was_not_done_is_said_with_its_reason() -> None:
+def test_a_job_that_is_not_requeued_has_a_reason() -> None:
     assert "no SLURM job" in (back(Cluster(), wanted=True, environ={}) or "")
     assert "scontrol requeue failed" in (back(Cluster(requeue=None)) or "")
     cluster = Cluster("COMPLETING")
@@ -192,9 +194,7 @@ def test_continue_needs_a_checkpoint_and_creates_nothing(tmp_path: Path, capsys:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_status_of_a_run_is_found_by_the_words_that_train_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_takes_the_arguments_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "mine"
     run.mkdir()
     RunStatus(run, 1).finish("interrupted", "walltime", "python train.py")
@@ -223,7 +223,7 @@ while :; do sleep 0.05; done
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_what_slurm_tells_the_batch_shell_alone_is_handed_on_to_the_step(number: int, tmp_path: Path) -> None:
+def test_a_signal_to_the_batch_shell_is_forwarded_to_the_step(number: int, tmp_path: Path) -> None:
     """By `--signal=B:USR1@600`; srun hands it on in its turn, as its manual says. The shell would have died of it."""
     for name, text in (("srun", SRUN), ("scontrol", f"#!/bin/sh\necho Command={ROOT}/slurm/train.sbatch\n")):
         (tmp_path / name).write_text(text)

@@ -117,7 +117,7 @@ def changed(config: Config) -> dict[str, Any]:
     return {key: new for key, _, new in ((c.key, c.old, c.new) for c in Config().diff(config))}
 
 
-# ---------------------------------------------------------------------------------------------- the contract
+# The contract
 
 
 def test_the_contract_of_names_and_defaults() -> None:
@@ -160,7 +160,7 @@ def test_a_config_is_strict() -> None:
             Config(**bad)
 
 
-# ----------------------------------------------------------------------------------------------------- forms
+# Forms
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_home_is_home_where_no_shell_has_read_it(key: str, monkeypatch: pytest.M
     assert getattr(load_config(None, [f"{key}=owner/it"]), key) == "owner/it"
 
 
-# ---------------------------------------------------------------------------------- which source decides
+# Which source decides
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_command_line_without_some_keys() -> None:
     assert arguments_without(words, ()) == words
 
 
-# ------------------------------------------------------------------------------------------------- bad input
+# Bad input
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_a_command_line_without_some_keys() -> None:
         ("checkpoint_backend: dcp", ["vanilla", "distributed"]),
         ("lora_target_modules: []", ["a list of names"]),
         ("lora_target_modules: [[q]]", ["lora_target_modules is [a nested list]"]),
-        ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | wandb"]),
+        ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | mlflow | trackio | wandb"]),
         ("report_to: wand", ["did you mean wandb?"]),
         ("model_name: null", ["model_name is 'null'", "text"]),
         ("model_name: ''", ["model_name is empty"]),
@@ -554,7 +554,7 @@ def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> No
     assert "joint needs" not in said
 
 
-# ------------------------------------------------------------------------------- notices, dumps, differences
+# Notices, dumps, differences
 
 
 def test_notices() -> None:

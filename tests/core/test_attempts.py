@@ -55,7 +55,7 @@ def test_a_failure_survives_the_disk_and_the_first_of_a_process_stays(tmp_path: 
 
 
 @given(st.lists(st.tuples(st.sampled_from(["out_of_memory", "error:X", PEER_LOST]), st.floats(0, 10))))
-def test_the_earliest_failure_is_never_a_mere_consequence(told: list[tuple[str, float]]) -> None:
+def test_a_lost_peer_is_a_cause_only_without_any_other_failure(told: list[tuple[str, float]]) -> None:
     cause = earliest_failure(failure(reason, when) for reason, when in told)
     own = [when for reason, when in told if reason != PEER_LOST]
     if not told:

@@ -1,4 +1,4 @@
-"""Files that survive and JSON that keeps its types."""
+"""Files survive crashes, and typed JSON keeps its types."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_file_ever_holds_nan_or_infinity() -> None:
 @pytest.mark.parametrize(
     "text", ['{"$code": "x"}', '{"$tuple": 3}', '{"$dict": [[1]]}', '{"$dict": [[[1], 2]]}', "[NaN]", "{", "[" * 99999]
 )
-def test_what_it_would_not_have_written_is_refused(text: str) -> None:
+def test_json_that_it_does_not_write_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (the message is the parser's)
         load_json(text)
 
@@ -88,7 +88,7 @@ def test_a_crash_before_any_change_leaves_the_old_file_or_the_new(tmp_path: Path
 
 
 @pytest.mark.parametrize("lives", range(5))
-def test_a_disk_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, lives: int) -> None:
+def test_a_disk_that_fails_leaves_the_old_file_and_no_temporary_file(tmp_path: Path, lives: int) -> None:
     write_json(tmp_path / "status.json", {"old": True})
     with pytest.raises(OSError, match="No space left"):
         write_json(tmp_path / "status.json", {"new": True}, disk=FailingDisk(lives, errno.ENOSPC))

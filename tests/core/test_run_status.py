@@ -1,4 +1,4 @@
-"""The status of a run: written whole and kept young by the main process, judged by its readers."""
+"""The status of a run: the main process keeps it current, and readers find runs that have vanished."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_the_heartbeat_tells_the_step_without_being_asked(tmp_path: Path) -> None:
+def test_the_heartbeat_writes_the_current_step(tmp_path: Path) -> None:
     beaten = threading.Event()
     run = RunStatus(tmp_path, 1, interval_s=0.001, still_held=lambda: run.step < 5 or not beaten.set())
     run.start()
@@ -92,7 +92,7 @@ def test_an_attempt_that_lost_its_folder_writes_nothing_more(tmp_path: Path) -> 
     later.finish("completed")
 
 
-def test_a_disk_that_refuses_a_heartbeat_is_told_once_and_stops_nothing(
+def test_a_disk_that_refuses_a_heartbeat_is_reported_once_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "run"
@@ -178,7 +178,7 @@ sys.stdin.read()
         lambda path: path.write_text('{"status": "running"}'),
     ],
 )
-def test_no_status_is_one_clear_refusal(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+def test_a_missing_or_damaged_status_is_refused(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     spoil(leave(tmp_path, RUNNING) / "status.json")
     with pytest.raises(BadInput) as caught:
         read_status(tmp_path)
@@ -224,7 +224,7 @@ def test_a_failure_that_cannot_be_read_is_a_failure(tmp_path: Path) -> None:
     assert read_status(tmp_path, now=NOW + 100).reason == "unreadable"
 
 
-def test_another_attempt_s_failures_are_history(tmp_path: Path) -> None:
+def test_failures_of_another_attempt_do_not_count(tmp_path: Path) -> None:
     write_failure(tmp_path, 1, 0, failure("out_of_memory", NOW - 900))
     leave(tmp_path, replace(RUNNING, status="interrupted", reason="signal:SIGTERM"))
     assert read_status(tmp_path, now=NOW).status == "interrupted"

@@ -1,4 +1,4 @@
-"""Processes under real launchers: one world, one verdict, one sum; odd launches are told or refused."""
+"""Processes under real launchers: one group, one verdict, one sum; wrong launches are refused or noted."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_line_that_is_offered_instead_starts_as_many_as_were_asked_for(tmp_path: Path) -> None:
+def test_the_suggested_command_starts_all_requested_processes(tmp_path: Path) -> None:
     with Child(SCRIPTS / "accelerate", "launch", "--num_processes=2", "--main_process_port=0", WORLD, tmp_path) as lone:
         run_all([lone])
     (one,) = told(tmp_path, 1)
@@ -149,7 +149,7 @@ def test_the_line_that_is_offered_instead_starts_as_many_as_were_asked_for(tmp_p
 
 
 @pytest.mark.slow
-def test_worlds_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> None:
     with Child(sys.executable, WORLD, tmp_path / "first", "wait") as first:
         (tmp_path / "first").mkdir()
         first.read_until("waiting")
@@ -165,7 +165,7 @@ def test_worlds_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_refuses_the_main_process_first_refuses_the_others_after_it(index: int) -> None:
+def test_an_error_in_main_first_is_raised_on_every_process(index: int) -> None:
     told: list[str] = []
     one: Any = SimpleNamespace(is_main=index == 0, wait=lambda: told.append("wait"))
 
@@ -180,7 +180,7 @@ def test_what_refuses_the_main_process_first_refuses_the_others_after_it(index: 
 
 @pytest.mark.usefixtures("_own_world")
 class TestAlone:
-    def test_nothing_is_said_and_everything_holds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_single_process_communicates_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object, **__: object) -> None:
             raise AssertionError("a single process has nobody to talk to")
 
@@ -199,7 +199,7 @@ class TestAlone:
         processes.require_same_folder(tmp_path / "run")
         assert processes.shutdown()
 
-    def test_tokens_of_dead_processes_are_swept_and_other_launchers_not_judged(self, tmp_path: Path) -> None:
+    def test_tokens_of_dead_processes_are_removed_and_those_of_other_launchers_ignored(self, tmp_path: Path) -> None:
         with Child.python("") as child:
             child.wait()
             dead = {"pid": child.pid, "parent": os.getppid(), "pid_space": pid_space()}
@@ -215,7 +215,7 @@ class TestAlone:
             ".launch-earlier.json",
         }
 
-    def test_a_folder_that_cannot_be(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_created_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(LaunchError, match="cannot be written: Not a directory"):
             alone().require_same_folder(tmp_path / "file" / "run")
@@ -226,14 +226,14 @@ class TestAlone:
             alone(**{key: "fp16"})
         assert caught.value.where == f"{key}: fp16"
 
-    def test_an_accelerator_from_before_that_knows_of_one_process(self) -> None:
+    def test_an_accelerator_created_earlier_for_one_process_is_refused(self) -> None:
         Accelerator(cpu=True)
         here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15000"}
         launch = Launch("mpirun", 2, 0, 0, 2, None, here)
         with pytest.raises(LaunchError, match="2 processes were started, but Accelerate sees 1"):
             Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
 
-    def test_an_address_that_nobody_knows(self) -> None:
+    def test_an_unknown_address_is_refused(self) -> None:
         place = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "15000"}
         launch = Launch("srun", 2, 0, 0, 1, None, place)
         with pytest.raises(LaunchError, match="cannot meet") as caught:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.core import durable
-from ci_llm.core.memory import group_limits
+from ci_llm.core.memory import cgroup_limits
 from ci_llm.dry_run.architecture import KNOWN
 from ci_llm.dry_run.checks import Check, CheckResult, run_checks
 from ci_llm.dry_run.cost_model import trace
@@ -259,7 +259,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------- without a run
+# Without a run
 
 
 def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
@@ -318,7 +318,7 @@ def test_the_memory_of_a_job_is_that_of_its_group_without_the_cache_of_files(tmp
         (folder / limit).write_text(f"{bound}\n")
         (folder / used).write_text("3000\n")
         (folder / "memory.stat").write_text(f"anon 500\n{prefix}active_file 1500\n{prefix}inactive_file 1000\n")
-    assert list(group_limits(tmp_path)) == [(3500, 4000)]
+    assert list(cgroup_limits(tmp_path)) == [(3500, 4000)]
 
 
 def test_every_check_needs_checks_before_it() -> None:

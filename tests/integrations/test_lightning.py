@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, TensorDataset
 
+from ci_llm import LightningCheckpoints
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from ci_llm.integrations import LightningCheckpoints
 from examples import lightning_trainer
 from tests.support.forkserver import ForkServer
 from tests.support.moments import interfere

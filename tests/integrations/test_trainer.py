@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from ci_llm import TrainerCheckpoints
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from ci_llm.integrations import TrainerCheckpoints
 from examples import hf_trainer
 from tests.support.forkserver import ForkServer
 from tests.support.moments import interfere

@@ -1,4 +1,4 @@
-"""The hardware monitor: host values everywhere, GPUs where there is a driver, silence where there is none."""
+"""The hardware monitor: host values on every machine, GPU values with a driver, and no error without one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_folder_of_another_attempt_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / FILE_NAME).exists()
 
 
-def test_a_disk_that_refuses_is_said_once_and_survived(
+def test_a_disk_that_refuses_is_reported_once(
     tmp_path: Path, written: threading.Semaphore, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = HardwareMonitor(tmp_path / "missing", interval_s=0.001)
@@ -104,7 +104,7 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     gpus.close()
 
 
-def test_a_card_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost_or_not(index: int) -> object:
         if index == 0:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -125,7 +125,7 @@ def test_a_card_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpus.read() == []
 
 
-def test_what_a_card_does_not_tell_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_a_gpu_does_not_report_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 

@@ -1,4 +1,4 @@
-"""The first steps under the profiler: the same steps, and files that a person can open."""
+"""The profile of the first steps: the steps are the same, and the files can be opened."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_step_comes_once_and_the_first_are_in_the_trace(
     assert "attempt1_process0.json.gz" in caplog.messages[0]
 
 
-def test_off_it_leaves_nothing(tmp_path: Path) -> None:
+def test_without_a_profile_nothing_is_written(tmp_path: Path) -> None:
     assert list(profiled(iter("abc"), None, tmp_path, "name")) == ["a", "b", "c"]
     assert not list(tmp_path.iterdir())
 
@@ -54,7 +54,7 @@ def test_an_attempt_that_ends_before_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses_is_said_and_the_steps_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_refuses_is_reported_and_the_steps_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("in the way")
     assert list(profiled(iter(range(3)), 1, tmp_path, "name")) == [0, 1, 2]
     assert "cannot be written, the run goes on" in caplog.messages[0]

@@ -1,4 +1,4 @@
-"""What a run tells: nothing is lost or torn, a resumed run tells one story, and telling never ends a run."""
+"""The log of a run: no line is lost or cut, a resumed run continues its files, and no log ends a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any, TextIO
 import pytest
 
 from ci_llm.errors import ConfigError
-from ci_llm.logs.progress import ProgressLine
 from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
+from ci_llm.logs.terminal import ProgressLine
 from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_says_to_terminal_and_file_with_date_and_attempt(tmp_path: Path, screen:
     assert one[:4].isdigit()
 
 
-def test_nothing_is_created_before_open_and_nothing_said_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
+def test_before_open_no_file_is_created_and_no_message_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
     log = RunLog(tmp_path, terminal=screen)
     log.say("hello")
     log.metrics(1, {"loss": 1.0})
@@ -134,7 +134,7 @@ def test_a_warning_with_an_exception_keeps_its_traceback(tmp_path: Path, screen:
     assert "ValueError: the cause" in log_text(tmp_path)
 
 
-def test_a_closed_log_hears_nothing_and_gives_the_logger_back(
+def test_a_closed_log_takes_no_records_and_restores_the_logger(
     tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = make_log(tmp_path, screen)
@@ -205,7 +205,7 @@ def test_other_processes_are_silent(
     assert (caplog.messages, *capfd.readouterr()) == ([], "", "")
     log.metrics(1, {"loss": 1.0})
     log.progress(1, 2, [1.0])
-    log.cut_back(0)
+    log.truncate_metrics(0)
     log.start_trackers(None, ("tensorboard",))
     assert log.tracker_state() == {}
     log.close()
@@ -220,7 +220,7 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     log.say("hello")
     logger.warning("hello")
     log.metrics(1, {"loss": 1.0})
-    log.cut_back(0)
+    log.truncate_metrics(0)
     assert lines(tmp_path) == [{"step": 5}]
     assert not (tmp_path / LOG_NAME).exists()
 
@@ -235,7 +235,7 @@ def test_an_attempt_that_loses_its_folder_while_a_file_opens_writes_nothing(
     assert len((tmp_path / LOG_NAME).read_text().splitlines()) == 1
 
 
-def test_a_full_disk_is_said_once_and_lines_stay_whole(
+def test_a_full_disk_is_reported_once_and_lines_stay_whole(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = make_log(tmp_path, screen)
@@ -259,7 +259,7 @@ def test_a_full_disk_is_said_once_and_lines_stay_whole(
     text = (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()
     assert len(text) == 3
     assert json.loads(text[-1])["step"] == 4
-    log.cut_back(4)
+    log.truncate_metrics(4)
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
 
 
@@ -387,19 +387,19 @@ def test_under_slurm_metrics_and_log_say_how_often_the_job_was_started_again(
     assert [", SLURM restart 2" in line for line in log_text(tmp_path).splitlines()] == [False, True]
 
 
-def test_cut_back_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
+def test_truncation_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
-    log.cut_back(5)
+    log.truncate_metrics(5)
     for step in (1, 2, 2, 3, 10):
         log.metrics(step, {"loss": 1.0})
     with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as file:
         file.write('\n[]\n{"no": 1}\n{"step": "2"}\n{"step": 2, "los')
-    log.cut_back(2)
+    log.truncate_metrics(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     log.metrics(3, {})
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
-    log.cut_back(-1)
+    log.truncate_metrics(-1)
     assert lines(tmp_path) == []
 
 
@@ -410,7 +410,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next(tmp_path: Path, screen:
     log.metrics(2, {})
     assert (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()[1] == '{"st'
     assert log_text(tmp_path).splitlines()[0] == "half a li"
-    log.cut_back(2)
+    log.truncate_metrics(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
@@ -508,7 +508,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
             accelerator,
             ("wandb",),
             resumed_from=attempt_number - 1,
-            remembered=remembered,
+            saved_state=remembered,
             hyperparameters={"a": (1,)},
         )
         log.metrics(attempt_number, {"loss": 1.0})

@@ -151,7 +151,7 @@ def test_a_process_whose_library_waits_for_a_lost_peer_ends_all_the_same(server:
     assert read_status(tmp_path / "run").status == "completed"
     how["words"] = arguments(lora_rank=3)
     assert server.run(moments.train_stuck, tmp_path / "again", **how) == [2]
-    assert "error: the checkpoint belongs to another crowd" in (tmp_path / "again").read_text()
+    assert "error: the run in this folder has another crowd" in (tmp_path / "again").read_text()
 
 
 def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them_finds(

@@ -77,7 +77,7 @@ def test_other_weights_are_refused_in_any_precision(
         next(model.parameters())[5, 5] += 0.25
     model.save_pretrained(half)
     assert train(run, half, 4) == 2
-    assert "belongs to another crowd: base model" in capsys.readouterr().err
+    assert "has another crowd: weights of the base" in capsys.readouterr().err
 
 
 def test_a_precision_that_is_asked_for_is_part_of_the_run(

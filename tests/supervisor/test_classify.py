@@ -16,7 +16,7 @@ from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Kind
 
 
-def ending(*lines: str, **facts: Any) -> AttemptResult:
+def result(*lines: str, **facts: Any) -> AttemptResult:
     evidence = Evidence()
     for line in lines:
         evidence.note(line)
@@ -26,39 +26,39 @@ def ending(*lines: str, **facts: Any) -> AttemptResult:
 @pytest.mark.parametrize(
     ("end", "kind", "detail"),
     [
-        (ending("fine"), "completed", ""),
-        (ending("Loss=nan", "fine"), "nonfinite", "Loss=nan"),
-        (ending("Loss=nan", returncode=-15, stop_reason="nonfinite"), "nonfinite", "Loss=nan"),
-        (ending("Loss=nan", returncode=-15, stop_reason="signal:SIGTERM"), "interrupted", "signal:SIGTERM"),
-        (ending(stop_reason="signal:SIGINT"), "interrupted", "signal:SIGINT"),
-        (ending("CUDA out of memory", returncode=1), "out_of_memory", "CUDA out of memory"),
-        (ending("CUDA out of memory", *["tidying up"] * 100, returncode=1), "out_of_memory", "CUDA out of memory"),
-        (ending("CUDA out of memory"), "out_of_memory", "CUDA out of memory"),
-        (ending("CUDA out of memory", *["half the batch"] * 100), "completed", ""),
-        (ending(returncode=-9), "killed", "killed by signal 9"),
-        (ending(returncode=137), "killed", "killed by signal 9"),
-        (ending(returncode=None), "killed", "killed by signal 9"),
-        (ending(returncode=-9, memory_pressure=True), "out_of_memory", "killed by signal 9, while memory was short"),
+        (result("fine"), "completed", ""),
+        (result("Loss=nan", "fine"), "nonfinite", "Loss=nan"),
+        (result("Loss=nan", returncode=-15, stop_reason="nonfinite"), "nonfinite", "Loss=nan"),
+        (result("Loss=nan", returncode=-15, stop_reason="signal:SIGTERM"), "interrupted", "signal:SIGTERM"),
+        (result(stop_reason="signal:SIGINT"), "interrupted", "signal:SIGINT"),
+        (result("CUDA out of memory", returncode=1), "out_of_memory", "CUDA out of memory"),
+        (result("CUDA out of memory", *["tidying up"] * 100, returncode=1), "out_of_memory", "CUDA out of memory"),
+        (result("CUDA out of memory"), "out_of_memory", "CUDA out of memory"),
+        (result("CUDA out of memory", *["half the batch"] * 100), "completed", ""),
+        (result(returncode=-9), "killed", "killed by signal 9"),
+        (result(returncode=137), "killed", "killed by signal 9"),
+        (result(returncode=None), "killed", "killed by signal 9"),
+        (result(returncode=-9, memory_pressure=True), "out_of_memory", "killed by signal 9, while memory was short"),
         (
-            ending("DataLoader worker (pid 3) is killed by signal: Killed.", returncode=1, memory_pressure=True),
+            result("DataLoader worker (pid 3) is killed by signal: Killed.", returncode=1, memory_pressure=True),
             "out_of_memory",
             "DataLoader worker (pid 3) is killed by signal: Killed., while memory was short",
         ),
-        (ending(returncode=1, memory_pressure=True), "crashed", "exit code 1: it said nothing"),
-        (ending(returncode=-15), "interrupted", "it was told to stop: signal 15"),
-        (ending(returncode=130), "interrupted", "it was told to stop: exit code 130"),
-        (ending("OSError: [Errno 28] No space left on device", returncode=1), "disk_full", "OSError: [Errno 28]"),
-        (ending("Traceback", "KeyError: 3", returncode=1), "crashed", "exit code 1: KeyError: 3"),
+        (result(returncode=1, memory_pressure=True), "crashed", "exit code 1: it said nothing"),
+        (result(returncode=-15), "interrupted", "it was told to stop: signal 15"),
+        (result(returncode=130), "interrupted", "it was told to stop: exit code 130"),
+        (result("OSError: [Errno 28] No space left on device", returncode=1), "disk_full", "OSError: [Errno 28]"),
+        (result("Traceback", "KeyError: 3", returncode=1), "crashed", "exit code 1: KeyError: 3"),
         (
-            ending("Traceback (most recent call last):", "KeyError: 3", "wandb: View run", "HYDRA", returncode=1),
+            result("Traceback (most recent call last):", "KeyError: 3", "wandb: View run", "HYDRA", returncode=1),
             "crashed",
             "exit code 1: KeyError: 3",
         ),
-        (ending(returncode=-11), "crashed", "signal 11: it said nothing"),
-        (ending(error="No such file", returncode=None), "refused", "it cannot be started: No such file"),
+        (result(returncode=-11), "crashed", "signal 11: it said nothing"),
+        (result(error="No such file", returncode=None), "refused", "it cannot be started: No such file"),
     ],
 )
-def test_a_script_that_tells_nothing(end: AttemptResult, kind: Kind, detail: str) -> None:
+def test_a_script_is_classified_by_exit_code_signal_and_output(end: AttemptResult, kind: Kind, detail: str) -> None:
     outcome = classify_by_output(end, learning_rate=0.1, batch_size=3, progress_after_s=600)
     assert outcome.kind == kind
     assert outcome.detail.startswith(detail)
@@ -78,19 +78,19 @@ def test_a_script_that_tells_nothing(end: AttemptResult, kind: Kind, detail: str
         ("huggingface_hub.errors.HfHubHTTPError: 503 Server Error", None),
     ],
 )
-def test_what_two_crashes_have_in_common(exception: str, signature: str | None) -> None:
-    end = ending("Traceback (most recent call last):", exception, returncode=1, duration_s=3.0)
+def test_the_signature_of_a_crash_is_its_exception_without_numbers(exception: str, signature: str | None) -> None:
+    end = result("Traceback (most recent call last):", exception, returncode=1, duration_s=3.0)
     outcome = classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600)
     assert (outcome.kind, outcome.signature, outcome.duration_s) == ("crashed", signature, 3.0)
 
 
 def test_only_a_crash_has_a_signature() -> None:
-    end = ending("Traceback (most recent call last):", "ValueError: 3", "Loss=nan", returncode=1)
+    end = result("Traceback (most recent call last):", "ValueError: 3", "Loss=nan", returncode=1)
     assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).signature is None
 
 
 def test_a_script_that_ran_for_long_has_made_progress() -> None:
-    end = ending(returncode=1, duration_s=600.0)
+    end = result(returncode=1, duration_s=600.0)
     assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).progress
 
 
@@ -98,7 +98,7 @@ def test_the_kernel_says_how_often_it_killed_for_memory() -> None:
     assert _out_of_memory_kills() >= 0
 
 
-def test_a_kill_for_memory_is_held_against_what_ends_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_for_memory_explains_only_what_ends_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel counts for the whole machine: a kill in somebody else's job, days ago, says nothing."""
     clock, kills = [1000.0], [7]
     monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
@@ -128,70 +128,70 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
 @pytest.mark.parametrize(
     ("told", "failures", "end", "kind", "detail"),
     [
-        (status("completed"), [], ending(returncode=1), "completed", "step 12"),
-        (status("interrupted", "walltime"), [], ending(), "interrupted", "walltime, step 12"),
-        (status("failed", "nonfinite"), [failure("nonfinite")], ending(returncode=1), "nonfinite", "nonfinite: as"),
-        (status("failed", "hang"), [failure("hang")], ending(returncode=1), "hang", "hang: as planned"),
+        (status("completed"), [], result(returncode=1), "completed", "step 12"),
+        (status("interrupted", "walltime"), [], result(), "interrupted", "walltime, step 12"),
+        (status("failed", "nonfinite"), [failure("nonfinite")], result(returncode=1), "nonfinite", "nonfinite: as"),
+        (status("failed", "hang"), [failure("hang")], result(returncode=1), "hang", "hang: as planned"),
         (
             status("failed", "peer_lost"),
             [failure("peer_lost", time=1.0), failure("out_of_memory", time=2.0, process=1)],
-            ending(returncode=1),
+            result(returncode=1),
             "out_of_memory",
             "out_of_memory: as planned",
         ),
         (
             status("failed", "error:OutOfMemoryError"),
             [failure("error:OutOfMemoryError")],
-            ending(returncode=1),
+            result(returncode=1),
             "out_of_memory",
             "error:OutOfMemoryError",
         ),
         (
             status("failed", "error:OSError"),
             [failure("error:OSError", "[Errno 28] No space left on device")],
-            ending(returncode=1),
+            result(returncode=1),
             "disk_full",
             "[Errno 28]",
         ),
-        (status("failed", "error:KeyError"), [failure("error:KeyError")], ending(returncode=1), "crashed", "error:"),
-        (status("vanished", "no heartbeat"), [], ending(returncode=-9), "killed", "no word after step 12"),
+        (status("failed", "error:KeyError"), [failure("error:KeyError")], result(returncode=1), "crashed", "error:"),
+        (status("vanished", "no heartbeat"), [], result(returncode=-9), "killed", "no word after step 12"),
         (
             status("vanished", "no heartbeat"),
             [],
-            ending(returncode=-9, memory_pressure=True),
+            result(returncode=-9, memory_pressure=True),
             "out_of_memory",
             "no word after step 12, while memory was short",
         ),
         (
             status("failed", "peer_lost"),
             [failure("peer_lost")],
-            ending(returncode=1),
+            result(returncode=1),
             "killed",
             "peer_lost: as planned",
         ),
         (
             status("failed", "peer_lost"),
             [failure("peer_lost")],
-            ending(returncode=1, memory_pressure=True),
+            result(returncode=1, memory_pressure=True),
             "out_of_memory",
             "peer_lost: as planned, while memory was short",
         ),
         (
             status("failed", "error:RuntimeError"),
             [failure("error:RuntimeError", "DataLoader worker (pid 3) is killed by signal: Killed.")],
-            ending(returncode=1),
+            result(returncode=1),
             "killed",
             "error:RuntimeError: DataLoader worker",
         ),
-        (status("running"), [], ending(returncode=1), "killed", "no word after step 12"),  # on another machine
-        (status("running"), [], ending(stop_reason="hang", returncode=-9), "hang", "no heartbeat and no output"),
-        (None, [], ending(), "completed", "nothing was left to do"),
-        (None, [], ending("error: no data", returncode=2), "refused", "error: no data"),
-        (None, [], ending("ImportError: torch", returncode=1), "crashed", "exit code 1: ImportError: torch"),
-        (None, [], ending(returncode=-9), "killed", "killed by signal 9"),
+        (status("running"), [], result(returncode=1), "killed", "no word after step 12"),  # on another machine
+        (status("running"), [], result(stop_reason="hang", returncode=-9), "hang", "no heartbeat and no output"),
+        (None, [], result(), "completed", "nothing was left to do"),
+        (None, [], result("error: no data", returncode=2), "refused", "error: no data"),
+        (None, [], result("ImportError: torch", returncode=1), "crashed", "exit code 1: ImportError: torch"),
+        (None, [], result(returncode=-9), "killed", "killed by signal 9"),
     ],
 )
-def test_our_run_tells_itself(
+def test_an_own_run_is_classified_by_what_it_wrote(
     told: Status | None, failures: list[Failure], end: AttemptResult, kind: Kind, detail: str
 ) -> None:
     found, words = classify_by_status(end, told, failures, has_begun=False)
@@ -201,4 +201,4 @@ def test_our_run_tells_itself(
 
 def test_a_refusal_after_a_good_beginning_is_no_bad_call() -> None:
     """Another writer holds the folder for a minute after its machine has died, for instance."""
-    assert classify_by_status(ending("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"
+    assert classify_by_status(result("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of us, unchanged, through a real pseudo-terminal."""
+"""External scripts, unchanged, through a real pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_talk_of_nano_and_finance_loss_is_no_failure(folder: Path) -> None:
     assert_clean(folder)
 
 
-def test_gives_up_at_the_smallest_learning_rate_and_tells_the_story(folder: Path) -> None:
+def test_gives_up_at_the_smallest_learning_rate_and_sums_up(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "diverges.py", "--min-lr", "1.2e-4", cwd=folder) as terminal:
         assert terminal.wait() == 1, terminal.text
     told = log_of(folder)
@@ -131,7 +131,7 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     assert "    half way" in told
 
 
-def test_the_same_crash_at_the_start_is_tried_twice_and_told(folder: Path) -> None:
+def test_the_same_crash_at_the_start_is_tried_twice(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
     with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
         assert terminal.wait() == 1, terminal.text
@@ -141,7 +141,7 @@ def test_the_same_crash_at_the_start_is_tried_twice_and_told(folder: Path) -> No
     assert "attempt 3" not in told
 
 
-def test_nan_in_words_of_ones_own(folder: Path) -> None:
+def test_a_pattern_of_the_user_means_nan(folder: Path) -> None:
     (folder / "own.py").write_text("print('blown up')\n")
     words = ["--nonfinite-pattern", "blown up$", "--train-script", "own.py", "--max-retries", 1]
     with Terminal(*words, cwd=folder) as terminal:
@@ -361,7 +361,7 @@ def test_nothing_survives_a_kill_of_the_shim(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_leftovers_of_a_killed_supervisor_are_swept_and_those_of_a_living_one_stay(folder: Path) -> None:
+def test_leftovers_of_a_killed_supervisor_are_removed_and_those_of_a_living_one_stay(folder: Path) -> None:
     (folder / "waits.py").write_text(
         "import signal, sys\nname = sys.argv[sys.argv.index('--config-name') + 1]\n"
         "if name == 'config':\n    print('Loss=nan', flush=True)\nelse:\n    print('ready', name, flush=True)\n"

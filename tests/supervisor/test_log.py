@@ -63,7 +63,7 @@ def normalised(log: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_log_tells_the_story(tmp_path: Path) -> None:
+def test_the_log_of_a_whole_supervision(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "config.yaml").write_text("training:\n  learning_rate: 2e-4\n  meta_batch_size: 32\n")
     for name in ("moody.py", "settings.py"):

@@ -1,4 +1,4 @@
-"""The command line: what is ours, what is passed on, whose training it is; light enough to answer at once."""
+"""The command line: own options, what is passed on, which target it means; and --help answers at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_defaults() -> None:
     assert parse_options([]) == Options(Policy(max_retries=10, min_learning_rate=1e-6, min_batch_size=1))
 
 
-def test_everything_that_is_not_ours_is_passed_on_in_its_order() -> None:
+def test_everything_that_is_no_option_is_passed_on_in_its_order() -> None:
     call = parse_options(
         ["a.b=1", "--max-retries", "3", "--num_agents", "8", "+c=2", "--flag", "--min-lr=1e-5", "-m", "~d"]
     )
@@ -50,7 +50,7 @@ def test_folder_and_name_default_to_configs_and_config(
 @pytest.mark.parametrize(
     "word", ["--checkpoint=a", "--checkpoint_path=a", "--checkpoint-dir", "--resume_from=a", "--signal=a", "--style=b"]
 )
-def test_what_scripts_call_their_own_options_is_passed_on(word: str) -> None:
+def test_options_that_scripts_have_are_passed_on(word: str) -> None:
     assert parse_options([word]).words == (word,)
 
 
@@ -91,7 +91,7 @@ def test_a_wrong_option_is_refused(words: list[str]) -> None:
         parse_options(words)
 
 
-def test_own_patterns_are_regular_expressions() -> None:
+def test_user_patterns_are_regular_expressions() -> None:
     call = parse_options(
         ["--nonfinite-pattern", "^blown", "--nonfinite-pattern", "gone", "--out-of-memory-pattern", "full$"]
     )
@@ -102,7 +102,7 @@ def test_own_patterns_are_regular_expressions() -> None:
     assert call.external_script_options() == ["--nonfinite-pattern", "--out-of-memory-pattern"]
 
 
-def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:
+def test_an_own_script_is_known_by_what_it_imports(tmp_path: Path) -> None:
     assert is_own_script(ROOT / "train.py")
     other = tmp_path / "train.py"
     other.write_text("from ci_llm import CheckpointManager  # a plain loop of somebody's own\n")
@@ -122,7 +122,7 @@ def test_our_door_is_known_by_what_it_imports(tmp_path: Path) -> None:
         (["srun", "bash", "-c", "python train.py"], None),
     ],
 )
-def test_our_trainer_is_found_behind_any_launcher(command: list[str], words: list[str] | None) -> None:
+def test_the_own_trainer_is_found_behind_any_launcher(command: list[str], words: list[str] | None) -> None:
     assert own_words([word.format(train=ROOT / "train.py") for word in command]) == words
 
 
@@ -154,7 +154,7 @@ def test_help_takes_less_than_0_3_s_of_the_processor() -> None:
     assert min(cost_s() for _ in range(5)) < 0.3
 
 
-def test_a_script_of_somebody_else_starts_without_our_configuration() -> None:
+def test_an_external_script_starts_without_the_configuration_of_this_project() -> None:
     """Which is strict, by a library that takes longer to load than everything else together."""
     code = "import sys\nfrom ci_llm.supervisor import external_script, loop, shim, wandb_cleanup\n"
     code += "print(*({'pydantic', 'ci_llm.config'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Our own run under the supervisor: every kind of fault, every ordered pair of them, on a trainer without training."""
+"""An own run under the supervisor: every kind of fault and every ordered pair of them, without real training."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
     assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
 
 
-def test_a_signal_lets_our_run_save(tmp_path: Path) -> None:
+def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(
         "from ci_llm.cli.main import run_guarded\nfrom ci_llm.interrupts import Interrupts\n"
         "from ci_llm.core.run_status import RunStatus\n"
@@ -152,8 +152,8 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     [
         (["batch_size=none"], ["batch_size is 'none'"]),
         (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
-        (["--lr-key", "lr"], ["our own trainer takes no --lr-key", "write --config FILE"]),
-        (["--config-name", "mine"], ["our own trainer takes no --config-name\n", "write --config FILE"]),
+        (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key", "write --config FILE"]),
+        (["--config-name", "mine"], ["the trainer of this project takes no --config-name\n", "write --config FILE"]),
         (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
         (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
     ],
@@ -201,7 +201,7 @@ def checkpoint(folder: Path, *steps: int) -> None:
         store.save(step, {"weights": FileImage((bytes(8),))})
 
 
-def test_a_request_to_save_that_nobody_can_hear_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_save_without_a_trainer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid_space="another machine").request_save()
     (tmp_path / "run" / "status.json").unlink()
     (tmp_path / "run").rmdir()
@@ -232,7 +232,7 @@ def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
 
 
-def test_checkpoints_from_before_a_setback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_from_before_a_rollback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt that was asked to go back ended before it had set the newer ones aside."""
     (tmp_path / "run").mkdir()
     checkpoint(tmp_path, 2, 4, 6)
@@ -252,12 +252,12 @@ def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: 
     assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
 
 
-def test_a_run_that_still_speaks_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_still_prints_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
     assert run.stop_order(Evidence()) is None  # it was launched a moment ago; its disk may be full
 
 
-def test_a_run_whose_heart_beats_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, started = run_in(tmp_path, monkeypatch), time.monotonic()
     for hour in range(3):  # in which it says nothing
         tell(tmp_path, heartbeat=time.time() + hour)

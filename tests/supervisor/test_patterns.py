@@ -1,4 +1,4 @@
-"""What output gives away, and what it does not; whatever the pieces it arrives in."""
+"""What a line of output says and what it does not, and lines from bytes in pieces of any size."""
 
 from __future__ import annotations
 
@@ -265,15 +265,15 @@ def test_source_around_an_exception_is_not_what_happened(line: str) -> None:
     assert not patterns.may_match(line)
 
 
-def test_what_stands_late_in_a_long_line_is_heard() -> None:
+def test_the_end_of_a_long_line_counts() -> None:
     evidence = Evidence()
     LineSplitter(evidence.note).feed(b"x" * 10_000 + b" loss=nan \n")
     assert evidence.nonfinite is not None
 
 
-def test_own_patterns_stand_beside_the_known_ones() -> None:
-    own = UserPatterns((re.compile("^blown up"),), (re.compile("card is full"),))
-    evidence = Evidence(own)
+def test_user_patterns_are_added_to_the_known_ones() -> None:
+    patterns_of_user = UserPatterns((re.compile("^blown up"),), (re.compile("card is full"),))
+    evidence = Evidence(patterns_of_user)
     evidence.note("\x1b[31mblown up\x1b[0m at step 3")
     evidence.note("the card is full")
     evidence.note("Loss=nan")
@@ -291,7 +291,7 @@ def test_the_first_sign_and_the_last_lines_are_kept() -> None:
     assert evidence.num_lines == 100
 
 
-def test_who_goes_on_after_running_out_of_memory_has_recovered() -> None:
+def test_a_script_that_goes_on_after_out_of_memory_has_recovered() -> None:
     evidence = Evidence()
     evidence.note("CUDA out of memory")
     assert evidence.ended_out_of_memory

@@ -31,12 +31,12 @@ def test_completed_finishes_and_nothing_else_matters() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_told_to_stop_is_never_relaunched(kind: Kind) -> None:
+def test_an_attempt_that_was_told_to_stop_is_never_relaunched(kind: Kind) -> None:
     decision = decide([], ran(kind, stopping=True), Policy())
     assert (decision.action, decision.exit_code) == ("requeue", 75)
 
 
-def test_an_interrupted_attempt_is_to_be_run_again_by_whoever_called() -> None:
+def test_an_interrupted_attempt_is_to_be_called_again() -> None:
     assert (after("interrupted").action, after("interrupted").exit_code) == ("requeue", 75)
 
 
@@ -60,7 +60,7 @@ def test_nonfinite_cuts_the_learning_rate_and_nothing_else() -> None:
     assert (decision.batch_size, decision.resume_at_most_step, decision.wait_s) == (None, None, 0)
 
 
-def test_cuts_get_harder_once_three_were_in_vain() -> None:
+def test_cuts_get_harder_after_three_without_progress() -> None:
     rates, history = [1e-1], []
     while (decision := decide(history, Outcome("nonfinite", learning_rate=rates[-1]), Policy())).learning_rate:
         history.append(Outcome("nonfinite", learning_rate=rates[-1]))
@@ -124,7 +124,7 @@ def test_the_batch_never_falls_below_the_smallest() -> None:
     assert decide([], Outcome("out_of_memory", batch_size=30), policy).exit_code == 1
 
 
-def test_what_nobody_knows_cannot_be_cut() -> None:
+def test_an_unknown_value_cannot_be_cut() -> None:
     for kind in ("nonfinite", "out_of_memory"):
         decision = decide([], Outcome(kind), Policy())
         assert (decision.action, decision.exit_code) == ("give up", 1)
@@ -145,7 +145,7 @@ def test_what_nobody_knows_cannot_be_cut() -> None:
         (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted anew
     ],
 )
-def test_pauses_grow_as_long_as_nothing_is_gained(kinds: list[Kind], wait_s: float) -> None:
+def test_pauses_grow_without_progress(kinds: list[Kind], wait_s: float) -> None:
     decision = after(*kinds)
     assert decision.wait_s == wait_s
     assert decision.action == ("wait" if wait_s else "relaunch")
@@ -156,7 +156,7 @@ def test_no_pause_is_longer_than_the_longest() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(UNCHANGED))
-def test_three_attempts_in_vain_are_enough(kind: Kind) -> None:
+def test_three_attempts_without_progress_are_enough(kind: Kind) -> None:
     assert after("crashed", kind).exit_code is None
     decision = after("crashed", "killed", kind)
     assert (decision.action, decision.exit_code) == ("give up", 1)

@@ -1,4 +1,4 @@
-"""What descends from a supervisor: nobody is overlooked, least of all the orphan of a launcher that ends meanwhile."""
+"""The descendants of a supervisor: none is overlooked, not even the orphan of a launcher that ends during the look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real trainer under the supervisor: what it cannot heal by itself is cut, and it completes."""
+"""The real trainer under the supervisor: a cut ends the fault that the trainer could not, and the run completes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.faults import KEYS, Fault, fired, metrics
 
 pytestmark = pytest.mark.slow
 
-#: A door to our trainer, as train.py is one, in which a fault waits until recovery.json asks for the cut that hints it.
-DOOR = """
+#: A script like train.py, with a fault that goes on until recovery.json asks for the cut that ends it.
+SCRIPT = """
 import json, sys
 from pathlib import Path
 from ci_llm.cli.main import main
@@ -30,9 +30,9 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 
 def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
-    """The story of a supervised run that has to complete."""
+    """The log of a supervised run that has to complete."""
     values = {"kind": fault.kind, "steps": fault.steps, "agents": fault.agents}
-    (folder / "train.py").write_text(DOOR.replace("{fault}", repr(values)).replace("{cut!r}", repr(cut)))
+    (folder / "train.py").write_text(SCRIPT.replace("{fault}", repr(values)).replace("{cut!r}", repr(cut)))
     (folder / "configs.yaml").touch()  # the defaults, and not the project's own
     words = [f"{key}={value}" for key, value in (KEYS | keys).items()]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -43,13 +43,13 @@ def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
     return (folder / "safe_train.log").read_text()
 
 
-def test_nan_for_ever_is_cured_by_a_smaller_rate_from_an_older_checkpoint(tmp_path: Path) -> None:
+def test_nan_for_ever_ends_by_a_smaller_rate_from_an_older_checkpoint(tmp_path: Path) -> None:
     fault = Fault("nan output", steps=tuple(range(7, 99)), agents=(0, 1, 2))
     keys = {"good_after_steps": 3, "save_steps": 2, "save_total_limit": "null", "max_consecutive_nonfinite": 2}
-    story = supervise(tmp_path, fault, "learning_rate_factor", **keys)
+    log = supervise(tmp_path, fault, "learning_rate_factor", **keys)
     run = tmp_path / "run"
-    assert "learning rate: 1 -> 0.667 of the schedule's" in story
-    assert "going back to a checkpoint of step 4 or before" in story
+    assert "learning rate: 1 -> 0.667 of the schedule's" in log
+    assert "going back to a checkpoint of step 4 or before" in log
     (failure,) = read_failures(run, 1)
     assert (failure.reason, failure.step) == ("nonfinite", 7)
     assert "step 4 of 12, verified" in (run / "training.log").read_text()
@@ -58,10 +58,10 @@ def test_nan_for_ever_is_cured_by_a_smaller_rate_from_an_older_checkpoint(tmp_pa
     assert len(read_recovery(run).because) == 1
 
 
-def test_out_of_memory_that_nobody_could_vote_on_is_cured_by_a_smaller_micro_batch(tmp_path: Path) -> None:
+def test_out_of_memory_outside_of_the_vote_ends_by_a_smaller_micro_batch(tmp_path: Path) -> None:
     fault = Fault("out of memory in the optimizer", steps=(5,))
-    story = supervise(tmp_path, fault, "micro_batch_size", save_steps=2)
-    assert "micro-batch: 4 -> 2, the effective batch holds" in story
+    log = supervise(tmp_path, fault, "micro_batch_size", save_steps=2)
+    assert "micro-batch: 4 -> 2, the effective batch holds" in log
     (failure,) = read_failures(tmp_path / "run", 1)
     assert failure.reason == "out_of_memory"
     lines = metrics(tmp_path)

@@ -1,4 +1,4 @@
-"""Configuration files of external scripts: read, changed in a copy, swept; values in Hydra's groups."""
+"""Configuration files of external scripts: read, changed in a copy, removed afterwards; values in Hydra's groups."""
 
 from __future__ import annotations
 
@@ -148,14 +148,14 @@ def test_a_copy_shows_nobody_more_than_the_original(tmp_path: Path) -> None:
     assert TemporaryConfigs(original).create(1, "token: secret\na: 2").stat().st_mode & 0o777 == 0o600
 
 
-def test_only_what_bears_our_mark_and_nobody_holds_is_swept(tmp_path: Path) -> None:
+def test_only_a_marked_copy_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     original = write(tmp_path, "a: 1")
     temporary = TemporaryConfigs(original)
     held = temporary.create(1, "a: 2")
     abandoned = write(tmp_path, held.read_text(), "config_retry_3_00aa11bb.yaml")
     users = write(tmp_path, "a: 1\n", "config_retry_4_00aa11bb.yaml")
     others = write(tmp_path, held.read_text(), "other_retry_3_00aa11bb.yaml")
-    assert TemporaryConfigs(original).sweep() == [abandoned]
+    assert TemporaryConfigs(original).remove_abandoned() == [abandoned]
     assert {path.name for path in tmp_path.iterdir()} == {original.name, held.name, users.name, others.name}
 
 
@@ -166,7 +166,7 @@ def test_a_folder_without_locks_is_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(fcntl, "flock", refuse)
     temporary = TemporaryConfigs(write(tmp_path, "a: 1"))
     path = temporary.create(1, "a: 2")
-    assert TemporaryConfigs(tmp_path / "config.yaml").sweep() == []
+    assert TemporaryConfigs(tmp_path / "config.yaml").remove_abandoned() == []
     temporary.close()
     assert not path.exists()
 

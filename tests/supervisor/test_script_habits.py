@@ -152,7 +152,7 @@ def test_a_sweep_over_several_rates_is_no_number_to_start_from(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_cut_that_did_not_arrive_is_said_and_several_vain_ones_are_followed_by_harder_ones(tmp_path: Path) -> None:
+def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_ones(tmp_path: Path) -> None:
     """The script goes on from optimizer state of its own, which holds the rate of the first attempt."""
     (tmp_path / "fit.py").write_text(
         "import pathlib, sys\nstate = pathlib.Path('state')\n"
@@ -204,7 +204,7 @@ def test_before_there_is_a_checkpoint_a_script_is_not_told_to_go_on_from_it(tmp_
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_an_earlier_call_left_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_that_an_earlier_call_left_is_resumed_from(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ckpt").write_text("30")
     told = run(tmp_path, "--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT)
@@ -254,7 +254,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         ("--init_from=resume", "begins anew; with --init_from=resume it goes on"),
     ],
 )
-def test_after_an_interruption_it_is_said_whether_the_script_begins_anew(
+def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(
     tmp_path: Path, on_retry: str | None, told: str
 ) -> None:
     (tmp_path / "waits.py").write_text("import signal\nprint('ready', flush=True)\nsignal.pause()\n")
@@ -267,7 +267,7 @@ def test_after_an_interruption_it_is_said_whether_the_script_begins_anew(
     assert "the same command goes on" not in terminal.text
 
 
-def test_a_job_that_slurm_has_put_back_is_at_its_second_attempt() -> None:
+def test_a_job_that_slurm_has_requeued_is_at_its_second_attempt() -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     assert Resumption("--resume last", None, job).words() == ["--resume", "last"]
     first = Resumption("--resume last", None, job | {"SLURM_RESTART_COUNT": "0"})
@@ -275,7 +275,7 @@ def test_a_job_that_slurm_has_put_back_is_at_its_second_attempt() -> None:
     assert first.rerun_effect.endswith("with --resume last it goes on, which a job gets that SLURM puts back")
 
 
-def test_tracker_runs_of_attempts_that_are_gone_on_from_stay() -> None:
+def test_wandb_runs_of_attempts_that_are_resumed_stay() -> None:
     assert ExternalScript(parse_options(["--", "true"])).restarts_from_scratch
     assert not ExternalScript(parse_options(["--on-retry", "--resume", "--", "true"])).restarts_from_scratch
 
@@ -288,7 +288,7 @@ def test_tracker_runs_of_attempts_that_are_gone_on_from_stay() -> None:
         (["--stop-signal", "INT"], "there is no signal 'INT'"),
     ],
 )
-def test_words_that_cannot_be_meant_are_refused(words: list[str], told: str) -> None:
+def test_impossible_words_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         ExternalScript(parse_options([*words, "--", "true"]))
 
@@ -310,7 +310,7 @@ def test_ctrl_c_reaches_a_script_that_saves_at_it(tmp_path: Path, kind: list[str
     assert "interrupted: signal:SIGINT" in terminal.text
 
 
-def test_term_is_passed_on_as_it_came(tmp_path: Path) -> None:
+def test_term_is_passed_on_as_term(tmp_path: Path) -> None:
     with Terminal("--", sys.executable, SCRIPTS / "saves_at_ctrl_c.py", cwd=tmp_path) as terminal:
         terminal.read_until("ready")
         terminal.signal(signal.SIGTERM)
@@ -329,7 +329,7 @@ def test_a_script_can_be_stopped_by_the_signal_that_it_knows(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_is_deaf_to_ctrl_c_is_asked_by_term_before_it_is_killed(tmp_path: Path) -> None:
+def test_a_script_that_ignores_ctrl_c_gets_term_before_it_is_killed(tmp_path: Path) -> None:
     """A job in the background of a shell ignores SIGINT, as POSIX wants it."""
     (tmp_path / "saves.py").write_text(
         "import pathlib, signal, sys\n"

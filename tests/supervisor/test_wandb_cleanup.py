@@ -22,7 +22,7 @@ from tests.supervisor.wandb_server import WandbServer
 KEY = "0123456789" * 4
 
 
-class RunTask:
+class FakeTask:
     """Stands in for the process that talks to W&B: every run is deleted, but for those it is told about."""
 
     def __init__(self, done: bool = True, **results: str) -> None:
@@ -50,7 +50,7 @@ def url(run: str) -> str:
 
 
 def test_only_runs_of_failed_attempts_are_deleted() -> None:
-    run_task = RunTask()
+    run_task = FakeTask()
     runs = WandbCleanup({}, run_task)
     runs.note(said(url("one"), url("two")), failed=True)
     runs.note(said(url("three")), failed=False)
@@ -62,7 +62,7 @@ def test_only_runs_of_failed_attempts_are_deleted() -> None:
 
 
 def test_a_run_that_goes_on_stays() -> None:
-    run_task = RunTask()
+    run_task = FakeTask()
     runs = WandbCleanup({}, run_task)
     runs.note(said("wandb: Resuming run calm-sky-3", url("older")), failed=True)
     runs.note(said(url("same")), failed=True)
@@ -78,7 +78,7 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
         ({"WANDB_PROJECT": "p"}, ["p/abc"]),
         ({}, []),
     ):
-        run_task = RunTask()
+        run_task = FakeTask()
         runs = WandbCleanup(environ, run_task)
         runs.note(said(line), failed=True)
         told = runs.delete_failed(timeout_s=1)
@@ -88,7 +88,7 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
 
 
 def test_a_url_says_more_than_a_folder() -> None:
-    run_task = RunTask()
+    run_task = FakeTask()
     runs = WandbCleanup({"WANDB_PROJECT": "other"}, run_task)
     folder = "wandb: Run data is saved locally in wandb/run-20240115_103045-abc"
     runs.note(said(folder, url("abc"), folder), failed=True)
@@ -97,11 +97,11 @@ def test_a_url_says_more_than_a_folder() -> None:
 
 
 def test_a_failure_is_told_and_nothing_more() -> None:
-    runs = WandbCleanup({}, RunTask(one="CommError: Could not find run"))
+    runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
     runs.note(said(url("one")), failed=True)
     [line] = runs.delete_failed(timeout_s=1)
     assert line == "the W&B run of a failed attempt stays: team/project/one (CommError: Could not find run)"
-    runs = WandbCleanup({}, RunTask(done=False))
+    runs = WandbCleanup({}, FakeTask(done=False))
     runs.note(said(url("one")), failed=True)
     [line] = runs.delete_failed(timeout_s=1)
     assert line.endswith("(wandb.errors.UsageError: api_key not configured)")

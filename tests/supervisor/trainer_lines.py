@@ -1,4 +1,4 @@
-"""Lines as the trainers of the field print them: (who prints it, the line), sick and well, short of memory and not."""
+"""Lines of the trainers of the field, as (trainer, line): non-finite losses and finite ones, out of memory and not."""
 
 from __future__ import annotations
 

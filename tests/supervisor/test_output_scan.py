@@ -1,4 +1,4 @@
-"""The exception that a script died of is told, whoever prints what around it."""
+"""The exception that ended a script is found, whatever launchers and peers print around it."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ pkg.errors.Boom: bad value"""
         ("Fatal Python error: Segmentation fault\n\nCurrent thread 0x7f:", "Fatal Python error: Segmentation fault"),
     ],
 )
-def test_the_exception_is_told(output: str, told: str) -> None:
+def test_the_exception_is_found(output: str, told: str) -> None:
     evidence = heard(output)
     assert evidence.exception == told
     assert evidence.last_words == told
@@ -241,13 +241,13 @@ def test_the_exception_is_told(output: str, told: str) -> None:
         ("", "it said nothing"),
     ],
 )
-def test_without_an_exception_the_last_words_are_told(output: str, words: str) -> None:
+def test_without_an_exception_the_last_words_count(output: str, words: str) -> None:
     evidence = heard(output)
     assert evidence.exception is None
     assert evidence.last_words == words
 
 
-def test_an_exception_of_long_ago_did_not_end_it() -> None:
+def test_an_exception_of_long_ago_did_not_end_the_script() -> None:
     evidence = heard(CHAINED + "\nnext epoch" * 1000)
     assert evidence.exception is None
     assert evidence.last_words == "next epoch"

@@ -1,0 +1,20 @@
+"""Trackio: it identifies a run by its name only, so a fresh run gets a name of its own."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from ci_llm.logs.trackers import TrackerKind
+
+
+class Trackio(TrackerKind):
+    def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
+        return {"name": run_id or f"{folder.name}-{secrets.token_hex(3)}", "resume": "allow"}
+
+    def run_id(self, tracker: Any) -> str | None:
+        return str(tracker.tracker.name)
+
+
+kind = Trackio()

@@ -1,0 +1,28 @@
+"""Weights & Biases: a resumed attempt continues the run by its id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ci_llm.logs.trackers import TrackerKind
+
+
+class WeightsAndBiases(TrackerKind):
+    def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
+        known = {"id": run_id, "resume": "allow"} if run_id else {"name": folder.name}
+        return {"dir": str(folder), **known}
+
+    def on_start(self, tracker: Any) -> None:
+        # W&B drops the values of a step that it has seen, such as a repeated one. So the axis is a metric.
+        tracker.tracker.define_metric("step")
+        tracker.tracker.define_metric("*", step_metric="step")
+
+    def run_id(self, tracker: Any) -> str | None:
+        return str(tracker.tracker.id)
+
+    def log(self, tracker: Any, step: int, numbers: dict[str, int | float]) -> None:
+        tracker.log({"step": step, **numbers})
+
+
+kind = WeightsAndBiases()

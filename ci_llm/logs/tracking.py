@@ -1,0 +1,111 @@
+"""The trackers of Accelerate: the step of the run is their axis, and a resumed run continues its curve.
+
+What is special about each kind is in its module of `trackers/`. A tracker that fails during a run is reported and left
+out: it must never end the run. A tracker that cannot start is bad input.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ci_llm.errors import ConfigError
+from ci_llm.logs.trackers import TrackerKind, find_kind
+
+logger = logging.getLogger(__name__)
+
+
+def require_installed(names: tuple[str, ...]) -> None:
+    """Refuse trackers whose package is missing, before a run leaves anything behind.
+
+    Raises:
+        ConfigError: names the first that is not installed.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"report_to names {name}, which is not installed",
+                where="report_to",
+                hint=f"pip install {name}, or report_to=none",
+            )
+
+
+class Trackers:
+    """The trackers of one attempt, on the main process.
+
+    Args:
+        accelerator: made with `log_with=names` and, for TensorBoard, `project_dir=folder`.
+        names: the key `report_to`.
+        folder: the run's folder; a new run is named after it.
+        resumed_from: the step this attempt resumes from; 0 for a fresh start.
+        saved_state: `state()` of the previous attempt.
+        hyperparameters: plain values; they are shown once, at a fresh start.
+
+    Raises:
+        ConfigError: a tracker is not installed or cannot start.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        names: tuple[str, ...],
+        *,
+        folder: Path,
+        resumed_from: int,
+        saved_state: Mapping[str, str],
+        hyperparameters: Mapping[str, object],
+    ) -> None:
+        require_installed(names)
+        known = {str(name): name for name in accelerator.log_with}
+        self._trackers: dict[str, tuple[TrackerKind, Any]] = {}
+        for name in names:
+            kind = find_kind(name)
+            tracker = _start(accelerator, known[name], kind, kind.settings(folder, resumed_from, saved_state.get(name)))
+            self._trackers[name] = kind, tracker
+            if not resumed_from and name not in saved_state:
+                kind.show_hyperparameters(tracker, hyperparameters)
+        accelerator.trackers = [tracker for _, tracker in self._trackers.values()]
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Send the numbers among `values`."""
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        for name, (kind, tracker) in [*self._trackers.items()]:
+            self._call(name, partial(kind.log, tracker, step, numbers))
+
+    def state(self) -> dict[str, str]:
+        """The ids of this run in its trackers, for the checkpoint."""
+        ids = {name: kind.run_id(tracker) for name, (kind, tracker) in self._trackers.items()}
+        return {name: run_id for name, run_id in ids.items() if run_id is not None}
+
+    def finish(self) -> None:
+        """Flush and close every tracker."""
+        for name, (_, tracker) in [*self._trackers.items()]:
+            self._call(name, tracker.finish)
+        self._trackers.clear()
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - no error of a tracker may end the run
+            del self._trackers[name]
+            logger.warning(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+
+
+def _start(accelerator: Any, accelerators_name: Any, kind: TrackerKind, settings: dict[str, Any]) -> Any:
+    """Start one tracker. One at a time, because the project of Accelerate is the folder of TensorBoard."""
+    accelerator.log_with, accelerator.trackers = [accelerators_name], []
+    try:
+        accelerator.init_trackers(kind.project(), init_kwargs={str(accelerators_name): settings})
+    except Exception as error:  # any error of the tracker's library means that the tracker cannot be used
+        raise ConfigError(
+            f"{accelerators_name} cannot start: {error}",
+            where="report_to",
+            hint=f"set {accelerators_name} up, or leave it out of report_to",
+        ) from error
+    tracker = accelerator.trackers[0]
+    kind.on_start(tracker)
+    return tracker

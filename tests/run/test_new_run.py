@@ -1,0 +1,77 @@
+"""A second experiment in the folder of the first: nothing is lost, and the refusal is a line to paste."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.config import Config
+from ci_llm.core.run_status import read_status
+from ci_llm.run.new_run import other_ways
+from tests.run.test_job import CONFIG, SMALL
+
+pytestmark = pytest.mark.usefixtures("threads_as_they_were")
+FEW = ["num_agents=1", "max_train_steps=2", "eval_steps=null", "generation_eval_samples=0", "eval_samples=1"]
+
+
+def train(folder: Path, *words: str) -> int:
+    return main(["train", "--config", str(CONFIG), *SMALL, *FEW, f"output_dir={folder}", *words])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "said", "name"),
+    [
+        ("num_agents=2", "has another crowd: num_agents was 1, is 2", "num_agents2"),
+        ("learning_rate=1e-3", "has other settings: learning_rate was 0.005, is 0.001", "learning_rate0.001"),
+    ],
+)
+def test_another_setting_is_answered_with_a_command_that_works(
+    word: str, said: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run") == 0
+    assert "optimizer AdamW, learning_rate 0.005, cosine" in capsys.readouterr().out
+    assert train(tmp_path / "run", word) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "overwrite_output_dir=true begins here and moves the old run aside" in shown
+    command = re.search(r"`(.*)` begins a new run beside it", shown)
+    assert command is not None
+    words = shlex.split(command[1])
+    assert words[-1] == f"experiment_name={name}"
+    assert main(words[words.index("train") :]) == 0
+    assert read_status(tmp_path / "run" / name).status == "completed"
+    assert read_status(tmp_path / "run").status == "completed"
+    assert train(tmp_path / "run", word, "overwrite_output_dir=true") == 0
+
+
+def hint(tmp_path: Path, **changed: object) -> str:
+    from ci_llm.cluster.launch import read_launch
+
+    old = Config(output_dir=str(tmp_path))
+    new = Config(**{"output_dir": str(tmp_path), **changed})
+    return other_ways(old.diff(new), new, read_launch(arguments=[]))
+
+
+def name_in(text: str) -> str:
+    found = re.search(r"experiment_name=(\S+?)` begins", text)
+    assert found is not None, text
+    return found[1]
+
+
+def test_the_name_tells_what_differs_and_is_a_plain_name_of_no_folder(tmp_path: Path) -> None:
+    assert name_in(hint(tmp_path, num_agents=8, learning_rate=1e-3)) == "num_agents8-learning_rate0.001"
+    assert name_in(hint(tmp_path, num_agents=8, experiment_name="a")) == "a-num_agents8"
+    assert name_in(hint(tmp_path, init_from="runs/one two")) == "init_fromruns_one_two"
+    assert name_in(hint(tmp_path, logging_steps=3)) == "run"
+    assert len(name_in(hint(tmp_path, lora_target_modules=tuple("abcdefghijklmnopqrstuvwxyz" * 4)))) <= 60
+    (tmp_path / "num_agents8").mkdir()
+    assert name_in(hint(tmp_path, num_agents=8)) == "num_agents8-2"
+
+
+def test_the_old_values_are_there_to_paste(tmp_path: Path) -> None:
+    assert "num_agents=4 max_grad_norm=1 goes on with the old run" in hint(tmp_path, num_agents=8, max_grad_norm=None)
