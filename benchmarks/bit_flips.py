@@ -9,10 +9,12 @@ Two of three trials flip one bit, drawn over every byte of every file, the manif
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ import torch
 from ci_llm.checkpoints.manager import CheckpointManager
 from tests.support import crews
 from tests.support.forkserver import ForkServer
+
+PACKAGE = logging.getLogger("ci_llm")
 
 
 def write_plainly(folder: Path) -> None:
@@ -70,9 +74,11 @@ def noticed(way: Callable[[Path], None], trials: int, seed: int, folder: Path) -
     for trial in range(trials):
         [path] = draw.choices(paths, sizes)
         damage(path, draw, cut=trial % 3 == 2)
-        said: list[str] = []
-        with CheckpointManager(folder, say=said.append) as manager:
-            found += manager.latest_step() == 1 and "checkpoint_step_2 is damaged" in said[0]
+        log = BufferingHandler(1000)
+        PACKAGE.addHandler(log)
+        with CheckpointManager(folder) as manager:
+            found += manager.latest_step() == 1 and "checkpoint_step_2 is damaged" in log.buffer[0].getMessage()
+        PACKAGE.removeHandler(log)
         shutil.rmtree(newest, ignore_errors=True)
         shutil.rmtree(folder / "quarantine", ignore_errors=True)
         shutil.copytree(kept, newest)

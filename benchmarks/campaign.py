@@ -108,7 +108,7 @@ def arm() -> None:
 
 
 def _note(run: Any, kind: str, step: int) -> None:
-    line = {"kind": kind, "step": step, "attempt": run.manager.store.attempt, "time": time.time()}
+    line = {"kind": kind, "step": step, "attempt": run.manager.acquire_lease(), "time": time.time()}
     with Path(LEDGER).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -165,7 +165,7 @@ def _kill(_: Any) -> None:
 
 def _damage(run: Any) -> None:
     run.manager.wait_until_finished()
-    path = run.manager.store.path(run.manager.all_steps()[-1]) / "agent0" / "adapter_model.safetensors"
+    path = run.manager.path(run.manager.all_steps()[-1]) / "agent0" / "adapter_model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

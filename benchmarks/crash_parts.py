@@ -63,9 +63,7 @@ class Point:
 def replacing(directory: str, victim: int, number: int, fault: str, behind: bool) -> int:
     """Replace step 1 by 2; strike at an operation; then, if everybody lives, show that life goes on."""
     rank = enter()
-    manager = CheckpointManager(
-        directory, max_to_keep=1, async_save=behind, checkpoint_backend="distributed", say=lambda line: None
-    )
+    manager = CheckpointManager(directory, max_to_keep=1, async_save=behind, checkpoint_backend="distributed")
     manager.should_save(2)  # claims the folder: that is another scenario
     seen = strike_at(number, fault) if rank == victim else []
     try:
@@ -145,7 +143,7 @@ class Sweep:
         codes = self._run(point)
         if (codes[point.victim] == KILLED) != (point.fault == KILL) or BROKEN in codes:
             return f"the processes ended with {codes}: {self._log.read_text()[-500:]}"
-        fresh = CheckpointManager(self._root, async_save=False, say=lambda line: None)
+        fresh = CheckpointManager(self._root, async_save=False)
         found = fresh.latest_step()
         allowed = {2000} if point.fault != KILL else {2} if SAVED in codes else {1, 2}
         if found not in allowed or not same(fresh.restore(found), state(found)):

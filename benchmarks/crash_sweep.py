@@ -88,7 +88,7 @@ def state(step: int) -> dict[str, object]:
 
 
 def manager(root: Path, limit: int | None = None, behind: bool = False) -> CheckpointManager:
-    return CheckpointManager(root, max_to_keep=limit, async_save=behind, say=lambda line: None)
+    return CheckpointManager(root, max_to_keep=limit, async_save=behind)
 
 
 def saved_behind(step: int) -> Callable[[CheckpointManager], bool]:
@@ -114,7 +114,7 @@ def with_dead_writer(root: Path) -> None:
     writer = manager(root)
     writer.save(1, state(1))
     writer.save(5, state(5))
-    work = writer.store.staging
+    work = writer.staging
     (work / "superseded").mkdir()
     (root / "checkpoint_step_5").rename(work / "superseded" / "checkpoint_step_5")
     (work / "draft-0").mkdir()
@@ -214,7 +214,7 @@ def act_under_fire(root: Path, scenario: Scenario, writer: CheckpointManager) ->
         code = RAISED
     except OSError:
         code = RAISED
-    found = manager(root).store.latest(heal=False)
+    found = manager(root)._store.latest(heal=False)
     allowed = {scenario.new} if code == SAVED else {scenario.old, scenario.new}
     return code if found in allowed and next_step_works(writer) else BROKEN
 
@@ -223,7 +223,7 @@ def next_step_works(writer: CheckpointManager) -> bool:
     """The disk is well again: the same writer saves, and a fresh reader finds it."""
     writer.save(2000, state(2000))
     writer.wait_until_finished()
-    return manager(writer.store.directory).latest_step() == 2000
+    return manager(writer.directory).latest_step() == 2000
 
 
 def reader(root: Path, scenario: Scenario, victim_code: int | None) -> int:

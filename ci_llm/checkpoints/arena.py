@@ -1,9 +1,9 @@
-"""Memory for the copy of a state, kept from save to save, and the copy itself, most of it made behind the training.
+"""Memory for the copy of a state, kept from save to save, and the copy itself, most of which a thread makes.
 
-Fresh memory costs ten times the copy, in page faults: so the arena stays. What belongs to an optimizer moves in its
-`step` and nowhere else, so it is copied by whoever calls `Copy.finish` before that. Everything else (buffers that a
-forward pass updates, averages, generators) may change at any time, and is copied when the copy is begun. On CUDA the
-arena is pinned, and what is copied behind goes through a side stream.
+Fresh memory costs ten times as much as the copy, in page faults, so the arena keeps its memory. The tensors of an
+optimizer change in its `step` and nowhere else, so `Copy.finish` may copy them in another thread as long as the
+optimizer waits. Everything else (buffers that a forward pass updates, averages, generators) may change at any time,
+and is copied at once. On CUDA the arena is pinned, and the thread copies on a side stream.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from ci_llm.checkpoints.state_files import Snapshot, StateEntry, snapshot_of
 from ci_llm.errors import CheckpointError
 
-ALIGNMENT = 64  # of the first tensor of a file; a multiple of every item size
+#: Of the first tensor of a file, in bytes: a multiple of every item size, so that every view of the block is aligned.
+ALIGNMENT = 64
 
 
 class Arena:
@@ -39,6 +40,7 @@ class Arena:
 
         The places are those of the last call if the tensors have the same shapes and types.
         """
+        # Making views takes longer than copying small tensors, and a loop saves the same shapes again and again.
         if [len(places) for places in self._places] != [len(entry.tensors) for entry in entries] or not all(
             map(_alike, chain.from_iterable(self._places), chain.from_iterable(entry.tensors for entry in entries))
         ):
@@ -64,20 +66,20 @@ class Arena:
     def _require(self, nbytes: int, pinned: bool) -> None:
         if nbytes > self.nbytes or (pinned and not self._block.is_pinned()):
             self._places, self.bodies = [], []
-            self._block = torch.empty(0, dtype=torch.uint8)  # the old one goes first: never both
+            self._block = torch.empty(0, dtype=torch.uint8)  # free the old block first: never two of them at once
             self._block = _allocate(nbytes, pinned)
 
 
 class Copy:
-    """The copy of one state: `finish` may run in another thread, as long as what was left to it does not move.
+    """The copy of one state. `finish` may run in another thread, as long as nobody changes the tensors left to it.
 
     Args:
-        later: addresses of the memory that may be copied in `finish`, as `owned_memory` gives them.
+        later: addresses of the memory that `finish` may copy, as `owned_memory` returns them.
     """
 
     def __init__(self, arena: Arena, entries: Sequence[StateEntry], later: Collection[int] = ()) -> None:
         self._arena, self._entries = arena, entries
-        # Lists side by side and no pairs: thousands of new objects would call Python's garbage collector.
+        # Parallel lists and no pairs: thousands of new objects would start Python's garbage collector.
         self._places: list[Tensor] = []
         self._tensors: list[Tensor] = []
         places_now: list[Tensor] = []
@@ -88,12 +90,15 @@ class Copy:
             (self._places if wait else places_now).append(place)
             (self._tensors if wait else tensors_now).append(tensor)
         _copy(places_now, tensors_now)
+        # PyTorch counts the changes of each tensor in place. If the count has moved when the copy is finished, somebody
+        # changed the tensor who did not wait, and the copy may be a mixture of two states.
         self._versions = [tensor._version for tensor in self._tensors]
+        # The kernels that produce these tensors may still be queued: the side stream has to wait for them.
         devices = {tensor.device for tensor in chain(tensors_now, self._tensors) if tensor.is_cuda}
         self._begun = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
 
     def finish(self) -> Snapshot:
-        """Copy what is left; the files of the state as it was when the copy was begun.
+        """Copy the rest and return the files of the state as it was when the copy was begun.
 
         Raises:
             CheckpointError: a tensor was changed in the meantime.
@@ -139,7 +144,7 @@ def _alike(place: Tensor, tensor: Tensor) -> bool:
 
 
 def _views(block: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Views of `block`, a view of bytes, one after the other, with the types and shapes of `tensors`."""
+    """Views of `block`, which is one of bytes, one after the other, with the types and shapes of `tensors`."""
     for dtype, run in groupby(tensors, key=lambda tensor: tensor.dtype):
         alike = list(run)
         counts = [tensor.numel() for tensor in alike]
@@ -152,7 +157,7 @@ def _views(block: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 def _allocate(nbytes: int, pinned: bool) -> Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    except RuntimeError as error:  # PyTorch has no class of its own for it on a CPU
+    except RuntimeError as error:  # on a CPU PyTorch has no narrower class for it
         raise CheckpointError(
             f"there is no memory for a copy of the state, {nbytes:,} bytes: {error}",
             hint="async_save: false saves without a copy, and the training waits",
@@ -165,6 +170,6 @@ def _memory(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _copy(places: list[Tensor], tensors: list[Tensor]) -> None:
-    """One call for all: it holds Python's lock once, however many there are."""
+    """Copy with one call, which takes Python's lock once, however many tensors there are."""
     if tensors:
         torch._foreach_copy_(places, tensors, non_blocking=places[0].is_pinned())

@@ -1,18 +1,23 @@
-"""One save in flight: the rest of its copy, and its commit, in a thread behind the training.
+"""One save in flight: the rest of its copy, and its commit, in a thread while the training goes on.
 
-The optimizers that are watched wait for the copy before they move. What went wrong behind is raised by whoever waits
-for the end of the save, and by nobody else: an optimizer step is no place to leave the other processes alone.
+The copy is what training must wait for, because the optimizer changes what is being copied. So each optimizer that is
+watched waits for the copy in a pre-hook of its step, and the forward and backward pass in between hide it. The commit
+needs only the copy.
+
+An error of the thread is raised by `wait`, and by nothing else. An optimizer's step would be the wrong place: one
+process would leave it by an exception while the others wait for that process in the next collective.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -21,15 +26,17 @@ from ci_llm.checkpoints.state_files import Snapshot, StateEntry
 from ci_llm.checkpoints.store import SaveResult
 from ci_llm.errors import CiLlmError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class SaveTask:
     """A save that is to be run.
 
     Attributes:
-        entries: what is to be copied.
-        save: what is to be done with the files of the copy, which a function gives; it raises if there are none.
-        give_up: to be called instead if it cannot be run.
+        entries: the state that is to be copied.
+        save: writes the files of the copy; called with a function that finishes the copy, and raises if it cannot.
+        give_up: called instead of `save` if this process cannot start it; tells the others, if they wait for it.
     """
 
     entries: Sequence[StateEntry]
@@ -37,18 +44,14 @@ class SaveTask:
     give_up: Callable[[], None] = lambda: None
 
 
-#: Makes a task, after it has called what it is given: that raises what has to end this save, too.
-Prepare: TypeAlias = Callable[[Callable[[], None]], "SaveTask | None"]
-
-
 class AsyncSaver:
-    """Saves behind the training, one at a time.
+    """Saves in a thread, one at a time.
 
     Args:
-        optimizers: those that move the state; without any, a state is copied before `begin` returns.
+        optimizers: those that change the state; without any, a state is copied before `begin` returns.
 
     Attributes:
-        stall_s: seconds that the training waited for the last save: for its beginning, and for its copy.
+        stall_s: seconds that the training waited for the last save: for its start, and for its copy.
     """
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
@@ -64,33 +67,32 @@ class AsyncSaver:
             self.watch(optimizer)
 
     def watch(self, optimizer: Any) -> None:
-        """Leave what `optimizer` owns to the thread: it will not step before that is copied."""
-        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's steps the one inside
+        """Let the thread copy what `optimizer` owns: its next step waits until that is copied."""
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the real one
         self._optimizers.append(inner)
         self._hooks.append(inner.register_step_pre_hook(lambda *_: self.wait_until_copied()))
 
     @property
     def busy(self) -> bool:
-        """Whether a save is not yet at its end."""
+        """Whether a save is in flight."""
         job = self._job
         return job is not None and not job.done()
 
-    def begin(self, prepare: Prepare, tell: Callable[[SaveResult], object]) -> None:
-        """Take a state as it is now, and leave the rest to the thread. Waits for, and raises for, the save before.
+    def begin(self, task: SaveTask, done: Callable[[SaveResult], object], *, waited_s: float = 0.0) -> None:
+        """Take the state as it is now, and leave the rest to the thread. Waits for the save before, and raises for it.
 
         Args:
-            prepare: what there is to do, if anything.
-            tell: called there with what became of it.
+            done: called in the thread with the result.
+            waited_s: seconds that the training has waited for this save already.
 
         Raises:
-            CheckpointError: the state holds a value that cannot be saved.
+            CheckpointError: there is no memory for the copy.
         """
         began = time.perf_counter()
-        if (task := prepare(self.wait)) is None:
-            return
         try:
+            self.wait()  # its copy lies in the arena until it is written
             copy, copied = Copy(self._arena, task.entries, owned_memory(self._optimizers)), threading.Event()
-            self._job = self._pool.submit(_save, copy, copied, task, tell)
+            self._job = self._pool.submit(_run, copy, copied, task, done)
         except BaseException:
             # A pool whose thread did not start keeps the job, and would run it before the next one.
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -98,7 +100,7 @@ class AsyncSaver:
             task.give_up()
             raise
         self._copied = copied
-        self.stall_s = time.perf_counter() - began
+        self.stall_s = waited_s + time.perf_counter() - began
 
     def wait_until_copied(self) -> None:
         """Return when the state of the save in flight may be changed."""
@@ -108,36 +110,37 @@ class AsyncSaver:
             self.stall_s += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Return when nothing is in flight. Raises what the save has raised, once."""
+        """Return when nothing is in flight. Raises the error of that save, once."""
         if (job := self._job) is not None:
             try:
                 job.result()
             finally:
+                # Another thread may have begun the next one meanwhile: only the job that was waited for is done with.
                 if self._job is job:
                     self._job = None
 
     def close(self) -> None:
-        """Wait for the end of the thread, whatever came of the save; the optimizers are free again."""
+        """Wait for the end of the thread, whatever the result; the optimizers are free again."""
         self._pool.shutdown()
         for hook in self._hooks:
             hook.remove()
 
 
-def finish_at_exit(behind: AsyncSaver, say: Callable[[str], None], pid: int) -> None:
-    """Python waits for the thread by itself, but nobody would ask what became of the save."""
+def finish_at_exit(saver: AsyncSaver, pid: int) -> None:
+    """Report a save that failed at the end of the process: Python waits for its thread, but not for its result."""
     if os.getpid() != pid:
-        return  # a forked child, in which there is no such thread
+        return  # a forked child, which does not have the thread
     try:
-        behind.wait()
+        saver.wait()
     except CiLlmError as error:
-        say(f"the last checkpoint was not saved: {error}")
+        logger.warning("the last checkpoint was not saved: %s", error)
 
 
 def _one_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "ci_llm checkpoint")  # which starts with the first save
+    return ThreadPoolExecutor(1, "ci_llm checkpoint")  # its thread starts with the first save
 
 
-def _save(copy: Copy, copied: threading.Event, task: SaveTask, tell: Callable[[SaveResult], object]) -> None:
+def _run(copy: Copy, copied: threading.Event, task: SaveTask, done: Callable[[SaveResult], object]) -> None:
     def take() -> Snapshot:
         try:
             return copy.finish()
@@ -145,6 +148,6 @@ def _save(copy: Copy, copied: threading.Event, task: SaveTask, tell: Callable[[S
             copied.set()
 
     try:
-        tell(task.save(take))
+        done(task.save(take))
     finally:
-        copied.set()
+        copied.set()  # also if `save` failed before it took the copy: the optimizers must not wait for ever

@@ -5,119 +5,110 @@ Both make the same checkpoint: same store, same manifest, same verification; wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ci_llm.checkpoints.async_saver import SaveTask
-from ci_llm.checkpoints.commit import Others
+from ci_llm.checkpoints.commit import OtherWriters
 from ci_llm.checkpoints.distributed import PartWriter
-from ci_llm.checkpoints.state_files import Snapshot, State, hand_off
+from ci_llm.checkpoints.state_files import Snapshot, StateEntry
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
 from ci_llm.distributed.side_channel import ProcessGroup, SaveResultChannel, has_other_processes
 from ci_llm.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SaveRequest:
     """A checkpoint that is to be made.
 
     Attributes:
-        store: where it goes; of the same folder on every process, and only process 0 claims it.
-        describe: makes the info of the manifest.
+        store: of the same folder on every process; only process 0 acquires its lease.
+        entries: the state, on each process that writes; empty on the others.
+        info: of the manifest.
         keep: steps that pruning spares.
-        behind: whether it will be run behind the training.
+        asynchronous: whether the save runs in a thread.
     """
 
     store: CheckpointStore
     step: int
-    state: State
-    describe: Callable[[], Mapping[str, object]]
+    entries: Sequence[StateEntry]
+    info: Mapping[str, object]
     keep: Collection[int]
-    behind: bool
+    asynchronous: bool
 
 
 class Backend(Protocol):
-    """Prepares saves, each of which is then run here or behind the training."""
+    """Prepares saves, each of which then runs in the training thread or in one of its own."""
 
-    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask | None:
-        """Take the state as it is now. Every process calls it.
+    #: Whether every process writes; otherwise process 0 does.
+    all_write: bool
 
-        Args:
-            be_ready: called first; raises what has to end this save.
-
-        Returns:
-            None if nothing is to be done on this process.
+    def prepare(self, request: SaveRequest) -> SaveTask | None:
+        """What this process has to do; None: nothing. A collective at the first call.
 
         Raises:
-            CheckpointError: a value that cannot be saved.
+            CheckpointError: the processes cannot save this state together; on every process.
         """
-        ...
-
-    def follow(self, step: int) -> SaveTask | None:
-        """For a process that had nothing to do for a save which others have begun: wait until that is over."""
         ...
 
 
 class Vanilla:
-    """Process 0 writes its own state, and tells the others what became of it."""
+    """Process 0 writes its own state. The others wait for its result, if they do not stand still meanwhile."""
+
+    all_write = False
 
     def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
         self._results: SaveResultChannel | None = None
 
-    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask | None:
-        if wanted.behind and has_other_processes():
+    def prepare(self, request: SaveRequest) -> SaveTask | None:
+        if request.asynchronous and has_other_processes():
             self._results = self._results or SaveResultChannel()
-        if self._processes.index:
-            return None
-        be_ready()
-        entries, info = hand_off(wanted.state), wanted.describe()
+        step, results = request.step, self._results
+        if self._processes.index == 0:
+            return SaveTask(request.entries, lambda take: self._save(request, take), lambda: self._send(step, False))
+        return None if results is None else SaveTask((), lambda take: SaveResult(step, results.receive(step)))
 
-        def save(take: Callable[[], Snapshot]) -> SaveResult:
-            saved = False
-            try:
-                whole = take()
-                result = wanted.store.save(wanted.step, whole.files, forms=whole.forms, info=info, keep=wanted.keep)
-                saved = result.saved
-                return result
-            finally:
-                if self._results is not None:
-                    self._results.send(wanted.step, saved)
+    def _save(self, request: SaveRequest, take: Callable[[], Snapshot]) -> SaveResult:
+        saved = False
+        try:
+            copy = take()
+            result = request.store.save(
+                request.step, copy.files, forms=copy.forms, info=request.info, keep=request.keep
+            )
+            saved = result.saved
+            return result
+        finally:
+            self._send(request.step, saved)
 
-        return SaveTask(entries, save)
-
-    def follow(self, step: int) -> SaveTask | None:
-        if (results := self._results) is None or self._processes.index == 0:
-            return None
-        return SaveTask((), lambda take: SaveResult(step, results.receive(step)))
+    def _send(self, step: int, saved: bool) -> None:
+        if self._results is not None:
+            self._results.send(step, saved)
 
 
 class Distributed:
     """The tensors of a state that all processes hold are dealt out, and each process writes its part."""
 
+    all_write = True
+
     def __init__(self, processes: ProcessGroup) -> None:
-        self._processes = processes
-        self._crew: PartWriter | None = None
+        del processes  # the writers communicate on a channel of their own
+        self._writer: PartWriter | None = None
 
-    def prepare(self, wanted: Wanted, be_ready: Callable[[], object]) -> SaveTask:
-        """A collective."""
-        self._crew = crew = self._crew or PartWriter(self._processes)
-        own: dict[str, Any] = {}
+    def prepare(self, request: SaveRequest) -> SaveTask:
+        self._writer = writer = self._writer or PartWriter()
+        own_entries = writer.share(request.entries)
+        forms = {entry.key: entry.form for entry in request.entries}
 
-        def take_info() -> None:
-            be_ready()
-            own.update(wanted.describe())
+        def commit(part: Snapshot, others: OtherWriters) -> SaveResult:
+            return request.store.save(
+                request.step, part.files, forms=forms, info=request.info, keep=request.keep, others=others
+            )
 
-        forms, mine = crew.share(wanted.state, take_info)
-
-        def commit(part: Snapshot, others: Others) -> SaveResult:
-            return wanted.store.save(wanted.step, part.files, forms=forms, info=own, keep=wanted.keep, others=others)
-
-        return SaveTask(mine, lambda take: crew.save(wanted.store, wanted.step, take, commit), crew.give_up)
-
-    def follow(self, step: int) -> SaveTask | None:
-        return None  # every process has had its part
+        return SaveTask(
+            own_entries, lambda take: writer.save(request.store, request.step, take, commit), writer.give_up
+        )
 
 
 BACKENDS: Mapping[str, Callable[[ProcessGroup], Backend]] = {

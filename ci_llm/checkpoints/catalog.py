@@ -8,11 +8,12 @@ from typing import Literal, TypeAlias
 
 from ci_llm.checkpoints.folders import FINAL, committed, numbered_steps, step_folder
 from ci_llm.checkpoints.manifest import read_manifest, verify_folder
-from ci_llm.checkpoints.store import QUARANTINE, SUPERSEDED, CheckpointStore
+from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
+from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 
-SideChannel: TypeAlias = Literal["current", "superseded", "quarantine"]
+Shelf: TypeAlias = Literal["current", "superseded", "quarantine"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class CatalogEntry:
     wall_time: float | None
     nbytes: int | None
     damage: str | None
-    line: SideChannel
+    line: Shelf
     final: bool
     pinned: bool
 
@@ -52,7 +53,7 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogE
     """
     if not directory.is_dir():
         raise BadInput("there is no such folder", where=str(directory), hint="give the output_dir of a run")
-    lines: dict[SideChannel, list[Path]] = {
+    lines: dict[Shelf, list[Path]] = {
         "current": current_line(directory),
         "superseded": _shelf(directory / SUPERSEDED),
         "quarantine": _shelf(directory / QUARANTINE),
@@ -73,7 +74,7 @@ def _shelf(place: Path) -> list[Path]:
     return sorted(folder for folder in place.iterdir() if folder.is_dir()) if place.is_dir() else []
 
 
-def _entry(directory: Path, folder: Path, line: SideChannel, read_all: bool) -> CatalogEntry:
+def _entry(directory: Path, folder: Path, line: Shelf, read_all: bool) -> CatalogEntry:
     manifest, damage = None, None
     try:
         manifest = read_manifest(folder)
@@ -94,7 +95,7 @@ def _entry(directory: Path, folder: Path, line: SideChannel, read_all: bool) -> 
     )
 
 
-# ---------------------------------------------------------------------------------------------------- pruning
+# Pruning
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
 def _remove(directory: Path, keep: int) -> Pruning:
     store = CheckpointStore(directory)
     try:
-        store.claim()
+        store.acquire_lease()
         plan = _plan(directory, numbered_steps(directory), keep)
         for step in reversed(plan.removed):
             store.delete(step)

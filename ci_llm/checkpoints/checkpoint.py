@@ -1,4 +1,4 @@
-"""One committed folder by itself, at a path of the caller's choice: found, read, written; no claim."""
+"""One committed folder by itself, at a path of the caller's choice: found, read, written; without a lease."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.commit import commit, require_space
-from ci_llm.checkpoints.folders import FINAL, committed, is_named_checkpoint
-from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_folder
+from ci_llm.checkpoints.folders import FINAL, Opened, committed, is_named_checkpoint, open_folder
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest
 from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
 from ci_llm.core.durable import DISK, Filesystem, make_folders, remove_tree
 from ci_llm.errors import CheckpointError
@@ -23,6 +23,12 @@ class Checkpoint:
 
     state: dict[str, Any]
     manifest: Manifest
+    folder: Path
+
+
+def decode(opened: Opened) -> Checkpoint:
+    """The checkpoint in a folder that was read. Raises DamagedCheckpoint: the files do not have their form."""
+    return Checkpoint(read_snapshot(opened.manifest.forms, opened.files), opened.manifest, opened.folder)
 
 
 def find_checkpoint(place: Path, *, final_first: bool = False) -> Path | None:
@@ -45,8 +51,7 @@ def load_checkpoint(folder: Path | str) -> Checkpoint:
     Raises:
         DamagedCheckpoint: it is missing, or not as it was written.
     """
-    manifest, files = read_folder(Path(folder))
-    return Checkpoint(read_snapshot(manifest.forms, files), manifest)
+    return decode(open_folder(Path(folder)))
 
 
 def write_checkpoint(

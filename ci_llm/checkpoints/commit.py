@@ -1,7 +1,7 @@
-"""One checkpoint goes one way: written aside, synced, renamed into its place, read back; or it never was.
+"""The commit of one checkpoint: written in a draft, synced, renamed into its place, and read back.
 
-Every file is synced, the manifest is the last of them, then the folders, then the rename, then the folder it
-was renamed into; then the device is read. Whatever fails on the way, what was there before is there again.
+The order is what makes it safe: each file is synced, the manifest last; then the folders; then the rename; then the
+folder of the new name; then the device is read. If any step fails, the disk holds what it held before.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ BLOCK_BYTES = 4096
 MARGIN_BYTES = 1 << 20
 
 
-class Others:
-    """The processes that write a part of a checkpoint, as the one that commits it sees them: here, nobody.
+class OtherWriters:
+    """The other processes that write a part of a checkpoint, for the one that commits it. This class stands for none.
 
     Attributes:
-        records: what they will write; none of these files is among those of the committing process.
+        records: the files that they will write; none of them is among those of the committing process.
     """
 
     records: Mapping[str, FileRecord] = {}
 
     def writing(self, draft: Path) -> AbstractContextManager[None]:
-        """They write while the body runs; at its end their files are in `draft`, synced and read back.
+        """A context in which they write: at its end their files are in `draft`, synced and read back.
 
         Raises:
             OSError, DamagedCheckpoint: one of them could not.
@@ -38,7 +38,7 @@ class Others:
         return contextlib.nullcontext()
 
 
-NOBODY = Others()
+NO_OTHERS = OtherWriters()
 
 
 def require_space(directory: Path, manifest: Manifest, disk: Filesystem) -> None:
@@ -55,16 +55,16 @@ def commit(
     manifest: Manifest,
     work: Path,
     disk: Filesystem,
-    others: Others = NOBODY,
+    others: OtherWriters = NO_OTHERS,
 ) -> Path:
     """Make `target` a committed folder of `files`, or leave everything as it was and raise.
 
     Args:
         work: folder of the attempt, on the same filesystem.
-        others: who writes what the manifest knows beside `files`.
+        others: the writers of the files that the manifest lists beside `files`.
 
     Returns:
-        where the old `target` lies now, if there was one.
+        where the old `target` is now, if there was one.
 
     Raises:
         OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
@@ -89,9 +89,9 @@ def draft_in(work: Path) -> Path:
 
 
 def _write_folder(
-    draft: Path, files: Mapping[str, FileImage], manifest: Manifest, disk: Filesystem, others: Others
+    draft: Path, files: Mapping[str, FileImage], manifest: Manifest, disk: Filesystem, others: OtherWriters
 ) -> None:
-    # Never with parents: a draft whose attempt was taken over must fail here and not come to be anew.
+    # Never with parents: after a takeover the work folder is gone, and the draft must fail instead of making it anew.
     disk.mkdir(draft)
     for folder in sorted({parent for name in manifest.files for parent in PurePosixPath(name).parents}):
         if folder.name:
@@ -109,7 +109,7 @@ def write_files(draft: Path, files: Mapping[str, FileImage], disk: Filesystem) -
 
 
 def _take_back(target: Path, draft: Path, disk: Filesystem) -> None:
-    if not draft.exists():  # it did move
+    if not draft.exists():  # it was renamed, and something after that failed
         disk.rename(target, draft)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, the newest first: for whoever only reads.
+"""Which checkpoints a run's folder holds, and the bytes of one of them; read only, without a lease.
 
 checkpoint_step_<N>/    committed; never written again
 final_checkpoint/       the last step once more, made for use; counts with its step
@@ -9,11 +9,21 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from ci_llm.checkpoints.manifest import Manifest, read_folder, read_manifest
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 FINAL = "final_checkpoint"
+
+
+class Opened(NamedTuple):
+    """A committed folder of which every byte was read once and verified."""
+
+    folder: Path
+    manifest: Manifest
+    files: dict[str, bytes]
+
 
 _STEP = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
 
@@ -38,7 +48,7 @@ def numbered_steps(directory: Path) -> list[int]:
 def committed(directory: Path) -> list[tuple[int, Path]]:
     """Step and folder, the newest first; a numbered folder before the final one of the same step.
 
-    A final checkpoint without a readable manifest has no step, and no place here.
+    A final checkpoint without a readable manifest has no step, and is left out.
     """
     found = [(step, step_folder(directory, step)) for step in numbered_steps(directory)]
     with contextlib.suppress(DamagedCheckpoint):
@@ -59,8 +69,13 @@ def folders_of(directory: Path, step: int) -> list[Path]:
     raise CheckpointError(f"there is no step {step}; committed: {steps}", where=str(directory))
 
 
-def read_step(directory: Path, step: int) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest and the files of a step, verified; of its final checkpoint if the other is damaged.
+def open_folder(folder: Path) -> Opened:
+    """Read and verify one committed folder. Raises DamagedCheckpoint: it is not as it was written."""
+    return Opened(folder, *read_folder(folder))
+
+
+def open_step(directory: Path, step: int) -> Opened:
+    """Read and verify a step; its final checkpoint if the numbered folder is damaged.
 
     Raises:
         DamagedCheckpoint: no folder of this step is as it was written. CheckpointError: there is none.
@@ -68,5 +83,5 @@ def read_step(directory: Path, step: int) -> tuple[Manifest, dict[str, bytes]]:
     *others, last = folders_of(directory, step)
     for folder in others:
         with contextlib.suppress(DamagedCheckpoint):
-            return read_folder(folder)
-    return read_folder(last)
+            return open_folder(folder)
+    return open_folder(last)

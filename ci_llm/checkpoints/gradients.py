@@ -1,4 +1,4 @@
-"""Gradients of an unfinished accumulation window: kept with a checkpoint that is made inside of one, and put back.
+"""Gradients of an unfinished accumulation window: saved with a checkpoint that is made inside of one, and restored.
 
     for micro_step in range(start, n):
         loss(...).backward()
@@ -7,10 +7,10 @@
             optimizer.zero_grad()
         manager.save(micro_step, objects)      # may come due between two steps of the optimizer
 
-Where gradients wait for the next step, weights and moments alone do not continue the training. So the gradients of
-every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of their own, if they
-have changed since that optimizer's last step. Where they are `None`, or left over from that step, nothing is added. On
-several processes each has gradients of its own, and all are kept.
+Inside a window, weights and moments alone do not continue the training: gradients wait for the next step. So the
+gradients of every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of their
+own, if they have changed since that optimizer's last step. If they are `None`, or left over from that step, nothing is
+added. On several processes each has gradients of its own, and all of them are saved.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
-from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, has_other_processes, run_collectively
+from ci_llm.checkpoints.state_files import from_bytes, to_bytes
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, has_other_processes
 from ci_llm.errors import ForeignCheckpoint
 
 KEY = "unfinished_gradients"
@@ -46,45 +46,52 @@ class Gradients:
     """The gradients of one loop.
 
     Args:
-        optimizers: of the loop, beside those that stand in its state.
-        accelerator: its count of micro-steps decides where a window ends; saved and restored as well.
+        optimizers: those of the loop that are not in its state.
+        accelerator: its count of micro-steps decides where a window ends, so it is saved and restored as well.
     """
 
     def __init__(self, processes: ProcessGroup, optimizers: Iterable[Any] = (), accelerator: Any = None) -> None:
         self._processes, self._accelerator = processes, accelerator
         self._own: list[Optimizer] = []
-        self._line: SideChannel | None = None
-        #: For each parameter its gradient after the last step, and the version of that; the hooks that note them.
+        #: For each parameter its gradient after the last step, and the version of that tensor; a gradient of the same
+        #: version has not been added to since. The hooks note them.
         self._after_step: weakref.WeakKeyDictionary[Optimizer, list[_Mark | None]] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         for optimizer in optimizers:
             self.watch(optimizer)
 
     def watch(self, optimizer: Any) -> None:
-        """Add an optimizer that need not be in the state. What gradients it has now are left over from before."""
+        """Add an optimizer that need not be in the state. The gradients that it has now count as left over."""
         self._own.append(inner := _inner(optimizer))
-        self._look_after_steps(inner)
+        self._hook(inner)
         self._note(inner)
 
     def close(self) -> None:
-        """Leave the optimizers alone."""
+        """Remove the hooks."""
         for optimizer in list(self._hooks):
-            self._look_no_more(optimizer)
+            self._unhook(optimizer)
 
-    def beside(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`state`, with the gradients if any process is inside a window. A collective."""
-        found = self._named(state)
-        [inside] = run_collectively(self._processes, lambda: [self._is_inside(found.values())])
-        if not inside:
-            return state
-        own = {"gradients": {name: _gradients(each) for name, each in found.items()}}
-        if self._accelerator is not None:
-            own["accelerator_step"] = self._accelerator.step
-        everyones = {f"process{i}": told for i, told in enumerate(self._of_all(own))}
-        return {KEY: everyones, **state} if isinstance(state, Mapping) else state  # which is refused in a moment
+    def are_waiting(self, state: Any) -> bool:
+        """Whether this process is inside an accumulation window: gradients wait for the next step of an optimizer."""
+        waiting = [self._waits(optimizer) for optimizer in self._named(state).values()]  # looks at each of them
+        return any(waiting)
+
+    def of_everyone(self, state: Any, channel: SideChannel) -> dict[str, Any]:
+        """What a checkpoint holds under KEY: the gradients of every process. A collective."""
+
+        def own() -> bytes:
+            content: dict[str, Any] = {
+                "gradients": {name: _gradients(each) for name, each in self._named(state).items()}
+            }
+            if self._accelerator is not None:
+                content["accelerator_step"] = self._accelerator.step
+            return to_bytes(content)
+
+        received = channel.exchange_result_of(own)
+        return {f"process{index}": from_bytes(message) for index, message in enumerate(received)}
 
     def own_part(self, saved: Any, objects: Any, *, some: bool) -> Restored:
-        """What `requeue` is to do; nothing is touched yet.
+        """The gradients that `put_back` will restore; nothing is touched yet.
 
         Args:
             saved: what a checkpoint holds under KEY; None: it was made where no gradient waited.
@@ -109,11 +116,11 @@ class Gradients:
         by_optimizer = {optimizer: own["gradients"].get(name, {}) for name, optimizer in found.items()}
         return Restored(by_optimizer, own.get("accelerator_step"))
 
-    def requeue(self, part: Restored) -> None:
+    def put_back(self, part: Restored) -> None:
         """Make the gradients those that were saved, and `None` where there were none."""
         for optimizer, gradients in part.gradients.items():
-            self._look_after_steps(optimizer)
-            self._after_step.pop(optimizer, None)  # what comes back is no leftover
+            self._hook(optimizer)
+            self._after_step.pop(optimizer, None)  # what comes back waits for the next step: it is no leftover
             for index, parameter in enumerate(_parameters(optimizer)):
                 parameter.grad = _as_gradient(gradients.get(index), parameter)
         if self._accelerator is not None and part.accelerator_step is not None:
@@ -126,31 +133,27 @@ class Gradients:
         others = [optimizer for optimizer in self._own if id(optimizer) not in known]
         return found | {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(others)}
 
-    def _is_inside(self, optimizers: Iterable[Optimizer]) -> bool:
-        waiting = [self._waits(optimizer) for optimizer in optimizers]  # each is looked at, and watched from then on
-        return any(waiting)
-
     def _waits(self, optimizer: Optimizer) -> bool:
-        """Whether gradients were added since its last step; where nobody looked then, all that are there count."""
+        """Whether gradients were added since its last step; if nothing was noted then, all that are there count."""
         gradients = [parameter.grad for parameter in _parameters(optimizer)]
         before = self._after_step.get(optimizer, [])
         if all(gradient is None for gradient in gradients):
-            if any(before):  # the loop clears them after a step, so that nothing is ever left over
-                self._look_no_more(optimizer)
+            if any(before):  # the loop clears them after each step: nothing is ever left over, and no hook is needed
+                self._unhook(optimizer)
             else:
-                self._look_after_steps(optimizer)
+                self._hook(optimizer)
             return False
-        self._look_after_steps(optimizer)
+        self._hook(optimizer)
         return len(before) != len(gradients) or not all(map(_is_left_over, gradients, before))
 
-    def _look_after_steps(self, optimizer: Optimizer) -> None:
+    def _hook(self, optimizer: Optimizer) -> None:
         if optimizer not in self._hooks:
             self._hooks[optimizer] = optimizer.register_step_post_hook(lambda stepped, *_: self._note(stepped))
 
     def _note(self, optimizer: Optimizer) -> None:
         self._after_step[optimizer] = [_mark(parameter.grad) for parameter in _parameters(optimizer)]
 
-    def _look_no_more(self, optimizer: Optimizer) -> None:
+    def _unhook(self, optimizer: Optimizer) -> None:
         if (hook := self._hooks.pop(optimizer, None)) is not None:
             hook.remove()
             self._after_step.pop(optimizer, None)
@@ -158,15 +161,9 @@ class Gradients:
     def _count(self) -> int:
         return torch.distributed.get_world_size() if has_other_processes() else 1
 
-    def _of_all(self, own: dict[str, Any]) -> list[Any]:
-        if not has_other_processes():
-            return [own]
-        self._line = self._line or SideChannel()
-        return [_unpack(told) for told in self._line.exchange(_pack(own))]
-
 
 def _inner(optimizer: Any) -> Optimizer:
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps the one that steps
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the one that steps
     return inner
 
 
@@ -205,16 +202,3 @@ def _as_gradient(saved: Any, parameter: Tensor) -> Tensor | None:
     if not isinstance(saved, Tensor):
         return torch.zeros_like(parameter)
     return saved.to(device=parameter.device, copy=True)
-
-
-def _pack(own: dict[str, Any]) -> bytes:
-    files = take_snapshot({"own": own})
-    parts = {name: b"".join(image.parts) for name, image in files.files.items()}
-    text = parts["own.json"]
-    return len(text).to_bytes(8, "little") + text + parts.get("own.safetensors", b"")
-
-
-def _unpack(told: bytes) -> Any:
-    end = 8 + int.from_bytes(told[:8], "little")
-    files = {"own.json": told[8:end], "own.safetensors": told[end:]}
-    return read_snapshot({"own": "tree" if told[end:] else "plain"}, files)["own"]

@@ -1,11 +1,12 @@
-"""One writer per folder: an attempt claims the folder, keeps its claim alive, and loses it in one instant.
+"""One writer per folder: an attempt acquires the lease of the folder, renews it, and loses it in one instant.
 
-    .attempt-<n>/holder.json     who writes: host, process, SLURM job
-    .attempt-<n>/<token>/        where that attempt works; its time is the heartbeat, and it is gone at the end
+    .attempt-<n>/holder.json     the owner: host, process, SLURM job
+    .attempt-<n>/<token>/        its work folder; the time of that folder is the heartbeat, and its absence the end
 
-All that an attempt commits leaves its work folder by a rename, and all that it prunes enters it by one.
-Taking over renames `.attempt-<n>` away, and from that moment neither path exists: an attempt that slept
-through it can neither overwrite nor remove anything, whatever it last believed.
+Everything that an attempt commits leaves its work folder by a rename, and everything that it prunes enters it by one.
+A takeover renames `.attempt-<n>` away. From that moment neither path exists, so an attempt that was suspended
+meanwhile can neither overwrite nor remove anything. No clock and no lock of the operating system decides this, because
+neither can be trusted on a network disk: a rename on one disk has one winner.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from ci_llm.checkpoints.shelves import in_transit
 from ci_llm.core.durable import (
     DISK,
     PARTIAL,
@@ -37,9 +39,11 @@ from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import CheckpointError, WriterBusy
 
-HOLDER = "holder.json"
+OWNER_FILE = "holder.json"
+#: So many heartbeats may fail in a row before another attempt takes over.
 HEARTBEATS_PER_TIMEOUT = 6
-RACES_LOST = 20
+#: How often an attempt tries again after another one was faster.
+MAX_RACES = 20
 
 _ATTEMPT = re.compile(r"\.attempt-(\d+)$")
 _NUMBERED = re.compile(r"\.(?:attempt|taken-over)-(\d+)(?:-|$)")
@@ -48,7 +52,12 @@ _LEFTOVER = re.compile(r"\.(?:taken-over|claim)-")
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a folder. `machine` is the set of processes in which `pid` has a meaning; it begins with the host."""
+    """Who writes to a folder.
+
+    Attributes:
+        machine: the set of processes in which `pid` has a meaning; it begins with the name of the host.
+        started: when the process started, in unix seconds: a later process may get the same pid.
+    """
 
     machine: str
     pid: int
@@ -67,7 +76,7 @@ class Owner:
         )
 
     def why_gone(self, me: Owner, silent_s: float, timeout_s: float) -> str | None:
-        """The reason to take over from this holder; None while it must be taken for alive.
+        """The reason to take over from this owner; None while it must be taken for alive.
 
         Args:
             silent_s: seconds since its last heartbeat.
@@ -95,23 +104,24 @@ class Lease:
         work: the folder in which it works and from which it commits.
     """
 
-    def __init__(self, folder: Path, token: str, holder: Owner, timeout_s: float, disk: Filesystem) -> None:
+    def __init__(self, folder: Path, token: str, owner: Owner, timeout_s: float, disk: Filesystem) -> None:
         self.attempt = _number(folder)
         self.folder, self.work = folder, folder / token
         ended = threading.Event()
         interval_s = timeout_s / HEARTBEATS_PER_TIMEOUT
-        heart = (self.work, interval_s, ended, disk)
-        threading.Thread(target=_beat, args=heart, name="ci_llm heartbeat", daemon=True).start()
-        # Also runs when the claim is garbage or the interpreter ends: a folder is not held by the forgotten.
-        self.release = weakref.finalize(self, _let_go, self.work, ended, os.getpid(), disk)
+        # The thread must not refer to the lease itself, or the lease would never become garbage.
+        heartbeat = (self.work, interval_s, ended, disk)
+        threading.Thread(target=_renew, args=heartbeat, name="ci_llm lease", daemon=True).start()
+        # It also runs when the lease is garbage or the interpreter ends: a folder whose manager is forgotten is free.
+        self.release = weakref.finalize(self, _release, self.work, ended, os.getpid(), disk)
 
-    def still_held(self) -> bool:
-        """Whether no other attempt has taken over; looked up by path, for that is what others take."""
+    def is_held(self) -> bool:
+        """Whether no other attempt has taken over; looked up by path, because a takeover renames the path."""
         return self.work.is_dir()
 
     def require(self) -> None:
         """Raises WriterBusy if another attempt has taken over, CheckpointError if the folder was removed."""
-        if self.still_held():
+        if self.is_held():
             return
         place = self.folder.parent
         if not place.is_dir() or not any(_NUMBERED.match(path.name) for path in place.iterdir()):
@@ -127,48 +137,51 @@ class Lease:
         )
 
 
-def _beat(work: Path, interval_s: float, ended: threading.Event, disk: Filesystem) -> None:
+def _renew(work: Path, interval_s: float, ended: threading.Event, disk: Filesystem) -> None:
     while not ended.wait(interval_s):
         try:
             disk.touch(work)
         except FileNotFoundError:
             return  # taken over
         except OSError:
-            continue  # a disk that hiccups may be there for the next beat; the timeout judges
+            continue  # the disk may be back at the next heartbeat; if not, the timeout of the others decides
 
 
-def _let_go(work: Path, ended: threading.Event, pid: int, disk: Filesystem) -> None:
-    """Clear the work away: an attempt without a work folder has ended."""
+def _release(work: Path, ended: threading.Event, pid: int, disk: Filesystem) -> None:
+    """Remove the work folder: an attempt without one has ended."""
     if os.getpid() != pid:
-        return  # a forked child, whose claim it never was
+        return  # a forked child, which never had the lease
     ended.set()
-    with contextlib.suppress(OSError):  # taken over, or the disk is gone: the process will be gone as well
-        remove_tree(work, disk=disk)
+    with contextlib.suppress(OSError):  # taken over, or the disk is gone: then the timeout ends this attempt
+        if in_transit(work):  # the disk refused to move it on and to move it back; the next attempt finishes the move
+            disk.rename(work.parent, work.parent.with_name(f".taken-over-{_number(work.parent)}-{work.name}"))
+        else:
+            remove_tree(work, disk=disk)
 
 
 def acquire_lease(
-    directory: Path, *, holder: Owner, timeout_s: float, disk: Filesystem = DISK
+    directory: Path, *, owner: Owner, timeout_s: float, disk: Filesystem = DISK
 ) -> tuple[Lease, str | None]:
-    """Become the one writer of `directory`; take over from a holder that is gone.
+    """Become the one writer of `directory`; take over from an owner that is gone.
 
     Returns:
-        the claim, and what was taken over from whom and why, if anything was.
+        the lease, and from whom it was taken over and why, if it was.
 
     Raises:
-        WriterBusy: a holder is alive; it is named.
+        WriterBusy: the owner is alive; it is named.
     """
     make_folders(directory, disk=disk)
     token = secrets.token_hex(8)
     try:
-        for _ in range(RACES_LOST):
-            # Each way to lose a race is a path that another attempt has renamed a moment ago: look again.
+        for _ in range(MAX_RACES):
+            # A race is lost where a path is gone that another attempt has just renamed: look again.
             with contextlib.suppress(FileNotFoundError, FileExistsError, _LostRaceError):
-                story = _evict_the_gone(directory, token, holder, timeout_s, disk)
-                folder = _take(directory, token, holder, disk)
-                return Lease(folder, token, holder, timeout_s, disk), story
-        raise WriterBusy("other processes claim this folder again and again", where=str(directory))
+                takeover = _evict_dead(directory, token, owner, timeout_s, disk)
+                folder = _take(directory, token, owner, disk)
+                return Lease(folder, token, owner, timeout_s, disk), takeover
+        raise WriterBusy("other processes take this folder again and again", where=str(directory))
     finally:
-        with contextlib.suppress(OSError):  # there is none after a success; the next start sweeps what stays
+        with contextlib.suppress(OSError):  # it is gone after a success; the next start sweeps what stays
             remove_tree(directory / f".claim-{token}", disk=disk)
 
 
@@ -176,45 +189,45 @@ class _LostRaceError(Exception):
     """Another attempt was faster."""
 
 
-def _evict_the_gone(directory: Path, token: str, me: Owner, timeout_s: float, disk: Filesystem) -> str | None:
-    """Rename the folders of dead attempts away; returns the story of the last one that had not ended."""
-    story = None
+def _evict_dead(directory: Path, token: str, me: Owner, timeout_s: float, disk: Filesystem) -> str | None:
+    """Rename the folders of dead attempts away; returns a line about the last one that had not ended by itself."""
+    takeover = None
     for folder in sorted(_attempts(directory), key=_number):
         beats = [entry.stat().st_mtime for entry in folder.iterdir() if entry.is_dir()]
         if beats:  # it has not ended
             silent_s = _disk_time(directory, token, disk) - max(beats)
-            story = _why_over(_holder_of(folder), me, silent_s, timeout_s, folder)
+            takeover = _why_over(_owner_of(folder), me, silent_s, timeout_s, folder)
         disk.rename(folder, directory / f".taken-over-{_number(folder)}-{token}")
-    return story
+    return takeover
 
 
-def _why_over(holder: Owner, me: Owner, silent_s: float, timeout_s: float, folder: Path) -> str:
-    if holder == me:
+def _why_over(owner: Owner, me: Owner, silent_s: float, timeout_s: float, folder: Path) -> str:
+    if owner == me:
         raise WriterBusy(
-            f"this very process ({holder}) writes to this folder already",
+            f"this very process ({owner}) writes to this folder already",
             where=str(folder.parent),
             hint="close the other manager of this folder first, or save with that one",
         )
-    if (why := holder.why_gone(me, silent_s, timeout_s)) is None:
+    if (why := owner.why_gone(me, silent_s, timeout_s)) is None:
         raise WriterBusy(
-            f"{holder} writes to this folder (heartbeat {max(silent_s, 0.0):.0f} s ago)",
+            f"{owner} writes to this folder (heartbeat {max(silent_s, 0.0):.0f} s ago)",
             where=str(folder.parent),
             hint="wait until it has ended, stop it, or use another output_dir",
         )
-    return f"attempt {_number(folder)} ({holder}) is taken over: {why}"
+    return f"attempt {_number(folder)} ({owner}) is taken over: {why}"
 
 
-def _holder_of(folder: Path) -> Owner:
-    """Who made an attempt's folder; an unknown one, of whom only the heartbeat tells, if that is damaged."""
+def _owner_of(folder: Path) -> Owner:
+    """Who made an attempt's folder; an unknown owner if the file is damaged: then only the heartbeat tells."""
     try:
-        values = read_json(folder / HOLDER)
+        values = read_json(folder / OWNER_FILE)
         return Owner(**values) if isinstance(values, dict) else Owner("unknown", 0, 0.0)
     except (ValueError, TypeError):
         return Owner("unknown", 0, 0.0)
 
 
 def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:
-    """The present by the clock that stamps the heartbeats, which on a network disk is not ours."""
+    """The present by the disk's own clock, which stamps the heartbeats: on a network disk it is another than ours."""
     draft = directory / f".claim-{token}"
     if not draft.exists():
         disk.mkdir(draft)
@@ -222,12 +235,12 @@ def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:
     return draft.stat().st_mtime
 
 
-def _take(directory: Path, token: str, holder: Owner, disk: Filesystem) -> Path:
+def _take(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
     """Give a prepared folder the next number by a rename, which only one attempt can win."""
-    draft = _prepare(directory, token, holder, disk)
+    draft = _prepare(directory, token, owner, disk)
     used = [path for path in directory.iterdir() if _NUMBERED.match(path.name)]
     if any(_ATTEMPT.match(path.name) for path in used):
-        raise _LostRaceError  # it came after we had looked who is there
+        raise _LostRaceError  # it came after `_evict_dead` had looked
     folder = directory / f".attempt-{1 + max(map(_number, used), default=0)}"
     try:
         disk.rename(draft, folder)
@@ -238,21 +251,23 @@ def _take(directory: Path, token: str, holder: Owner, disk: Filesystem) -> Path:
     try:
         disk.sync_folder(directory)
         if any(other != folder for other in _attempts(directory)):
-            raise _LostRaceError  # one of us two slept between look and rename: whoever sees both gives way
+            # Both looked before either renamed. Each looks again after its own rename, so at least one sees the other
+            # and gives way; if both do, both try again.
+            raise _LostRaceError
     except (OSError, _LostRaceError):
-        disk.rename(folder, draft)  # a claim that failed must not lock anybody out
+        disk.rename(folder, draft)  # an attempt that failed here must not lock the others out
         raise
     return folder
 
 
-def _prepare(directory: Path, token: str, holder: Owner, disk: Filesystem) -> Path:
-    draft, told = directory / f".claim-{token}", dump_json(asdict(holder), indent=2)
+def _prepare(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
+    draft, told = directory / f".claim-{token}", dump_json(asdict(owner), indent=2)
     if not (draft / token).exists():
         _disk_time(directory, token, disk)
         disk.mkdir(draft / token)
-        write_new(draft / HOLDER, [told], disk=disk)
+        write_new(draft / OWNER_FILE, [told], disk=disk)
         sync_tree(draft, disk=disk)
-    if (draft / HOLDER).read_bytes() != told:  # nobody could tell whether such a holder lives
+    if (draft / OWNER_FILE).read_bytes() != told:  # nobody could tell whether such an owner lives
         raise OSError(errno.EIO, "the disk does not hold what was written")
     return draft
 
@@ -269,10 +284,10 @@ def _number(folder: Path) -> int:
 
 
 def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
-    """What dead attempts left: folders taken over, claims that lost, files that were never finished.
+    """What dead attempts left: folders taken over, folders that lost a race, files that were never finished.
 
     Args:
-        older_than: time of the disk's clock; an unfinished file that is younger may be at work.
+        older_than: time of the disk's clock; a younger unfinished file may still be written.
     """
     for path in sorted(directory.iterdir()):
         unfinished = path.name.startswith(".") and path.name.endswith(PARTIAL)

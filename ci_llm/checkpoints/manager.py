@@ -1,4 +1,4 @@
-"""The manager of checkpoints for anyone's training loop: when to save, what to copy, how to come back.
+"""The manager of checkpoints for any training loop: when to save, what to copy, and how to restore it.
 
     manager = CheckpointManager("runs/mine", save_interval_steps=4)
     start = 0
@@ -12,8 +12,8 @@
             manager.wait_until_finished()
             sys.exit()
 
-It speaks Orbax's CheckpointManager (https://orbax.readthedocs.io), and docs/coming_from/orbax.md says where it differs.
-It knows names and tensors, nothing of agents, and serves any loop.
+Its methods have the names of Orbax's CheckpointManager (https://orbax.readthedocs.io); docs/coming_from/orbax.md lists
+the differences. It handles names and tensors, and knows nothing of agents.
 """
 
 from __future__ import annotations
@@ -22,69 +22,75 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ci_llm.checkpoints.args import state_of
 from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
-from ci_llm.checkpoints.backends import Wanted, open_backend
-from ci_llm.checkpoints.gradients import Gradients
-from ci_llm.checkpoints.keeping import METRICS, Keeping, Metrics
+from ci_llm.checkpoints.backends import SaveRequest, open_backend
+from ci_llm.checkpoints.folder_access import FolderAccess
+from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.checkpoints.options import Rules
-from ci_llm.checkpoints.policy import BestInterval, SavePolicy
-from ci_llm.checkpoints.reading import Reading
-from ci_llm.checkpoints.state_files import State, snapshot_of, take_snapshot
+from ci_llm.checkpoints.orbax_arguments import Rules, state_of
+from ci_llm.checkpoints.policy import METRICS, BestInterval, Keeping, Metrics, SavePolicy
+from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Ballot, Votes
-from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, has_other_processes, run_collectively
-from ci_llm.errors import CheckpointError
+from ci_llm.checkpoints.votes import Ballot, Contribution, Votes, add_up, by_process, own_parts, replace_entries
+from ci_llm.distributed.side_channel import (
+    ProcessGroup,
+    SideChannel,
+    TorchProcessGroup,
+    has_other_processes,
+    run_collectively,
+)
 from ci_llm.interrupts import Interrupts
 
-_LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-#: The others wait in a collective meanwhile, and through two pauses at `finish`; NCCL gives up after ten minutes.
+#: How long a full disk is waited for while other processes wait in a collective, at `finish` twice in a row; NCCL gives
+#: up after ten minutes.
 LONGEST_PAUSE_S = 240.0
 
 
-class CheckpointManager(Reading):
+class CheckpointManager(FolderAccess):
     """The checkpoints of one training loop.
 
-    Reading needs nothing; the first `save` claims the folder for this process. On several processes `save`,
-    `reached_preemption` and `finish` are collectives: every process calls them with the same step, and
-    process 0 writes its own `state`, or each process its part. Errors of a save in the background surface at the next
-    call.
+    Reading needs no lease; the first `save` acquires that of the folder. On several processes `save`,
+    `reached_preemption` and `finish` are collectives: every process calls them with the same step, and process 0 writes
+    its own `state`, or each process its part. The next call raises the error of a save in the background.
+
+    It logs to the logger `ci_llm.checkpoints.manager` and its siblings: warnings about what was not saved or does not
+    verify, and notes (INFO) about saves that were not needed or had to wait.
 
     Args:
         directory: the folder of the run.
-        save_interval_steps: `save` saves at each multiple of it; None never by steps.
-        save_interval_seconds: and when so much time has passed since the last; None never by time; "auto" as often
-            as loses least by what saves cost here and how often the run has failed (see interval.py).
+        save_interval_steps: `save` saves at each multiple of it; None: never by steps.
+        save_interval_seconds: and when so much time has passed since the last; None: never by time; "auto": the
+            interval that loses the least time, from what saves cost here and how often the run failed (policy.py).
         save_on_steps: and at these steps.
         max_to_keep: numbered checkpoints to keep; None keeps all.
         keep_period: multiples of it are not pruned.
         best_fn: given the `metrics` of a save, how good it is: `max_to_keep` keeps the best, and the newest as well.
         best_mode: whether more is better ("max"), or less ("min").
-        read_only: nothing is written, moved or claimed, and `save` is always False.
-        async_save: copy the state, return, write it behind. One save is in flight: the next one waits for it, and
-            says so. A save in flight at the end of the process is finished. False: `save` returns when it is durable.
-        optimizers: those of the loop. With `async_save` what they own is copied behind the training, too, and each
-            waits for that before its next step; whoever else changes it calls `wait_until_copied` before.
+        read_only: nothing is written or moved, and `save` always returns False.
+        async_save: copy the state, return, and write it in a thread. One save is in flight at a time; the next one
+            waits for it. A save in flight at the end of the process is finished. False: `save` returns when the
+            checkpoint is durable.
+        optimizers: those of the loop. With `async_save` what they own is copied in the thread as well, and each
+            waits for that before its next step; call `wait_until_copied` before you change it in another way.
         checkpoint_backend: "vanilla", process 0 writes its own `state`; "distributed", the tensors of a state that all
             processes hold are dealt out, and each writes its part of the same checkpoint at the same time. What one
             backend wrote, the other restores, on any number of processes.
-        accelerator: an `Accelerator`, for the device of its collectives.
-        processes: what to speak to other processes with; `torch.distributed` by default, if initialised.
-        interrupts: notes of signals that the caller installs. By default the manager installs its own at the
-            first `reached_preemption`, in the main thread, and gives the old handlers back on close.
+        accelerator: an `Accelerator`, for the device of its collectives and its count of micro-steps.
+        processes: for the votes of several processes; those of `torch.distributed` by default, if it is initialised.
+        interrupts: signal handlers that the caller installs. By default the manager installs its own at the first
+            `reached_preemption`, in the main thread, and restores the old ones on close.
         on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space; with more than one process
             for 4 minutes at most, then drop.
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
-        say: called with one line for people; with `async_save` also from the thread that writes.
         clock: seconds, monotonic.
         options: Orbax's way to say it: `CheckpointManagerOptions`, ours or Orbax's own, replaces the arguments of the
             same meaning; the first save of an empty folder is then due at any step, as it is there.
@@ -111,42 +117,43 @@ class CheckpointManager(Reading):
         interrupts: Interrupts | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
-        say: Callable[[str], None] = _LOGGER.warning,
         clock: Callable[[], float] = time.monotonic,
         options: Any = None,
     ) -> None:
         best = (best_fn, best_mode)
         own = Rules(save_interval_steps, save_on_steps, max_to_keep, keep_period, *best, read_only, async_save)
         rules = own.under(positional, options)
-        self._interval = BestInterval(say, clock) if save_interval_seconds == "auto" else None
+        self._interval = BestInterval(clock) if save_interval_seconds == "auto" else None
         seconds = None if save_interval_seconds == "auto" else save_interval_seconds
         self._policy = SavePolicy(rules.save_interval_steps, seconds, frozenset(rules.save_on_steps), rules.initially)
         self._keeping = Keeping(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
         self._read_only, self._closed = rules.read_only, False
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
-        self.store = CheckpointStore(
+        self._store = CheckpointStore(
             directory,
             save_total_limit=self._keeping.newest,
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
-            say=say,
             stop_waiting=self._stop_waiting,
             sleep=self._interrupts.wait,
         )
         device = accelerator.device if accelerator is not None else None
         self._processes: ProcessGroup = processes or TorchProcessGroup(device)
+        self._channel: SideChannel | None = None
         self._backend = open_backend(checkpoint_backend, self._processes)
-        self._say, self._clock = say, clock
+        self._ballot = Ballot(self._processes)
         optimizers = list(optimizers)
         self._gradients = Gradients(self._processes, optimizers, accelerator)
-        self._behind = AsyncSaver(optimizers) if rules.async_save else None
-        if self._behind is not None:
-            weakref.finalize(self, finish_at_exit, self._behind, say, os.getpid())
+        self._async_saver = AsyncSaver(optimizers) if rules.async_save else None
+        if self._async_saver is not None:
+            weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
+        self._clock = clock
         self._tried_at = clock()
+        #: The newest step as this manager knows it, in a list; an empty list where it has to look.
         self._known_newest: list[int | None] = []
+        self._opened, self._verified_step = None, None
         self._begun: int | None = None
-        self._ballot = Ballot(self._processes)
 
     # Saving
 
@@ -179,56 +186,63 @@ class CheckpointManager(Reading):
         says so, and training goes on.
 
         Args:
-            state: dict; its keys name files (see snapshot.py). Tensors, plain values, nested containers,
-                objects with `state_dict`, and bytes for files to be kept verbatim. Between two steps of an
-                optimizer in it (or of the `optimizers`) the gradients that wait are saved as well (gradients.py).
-            args: Orbax's way to give it (args.py): `StandardSave(state)`, or a `Composite` of items.
+            state: dict; its keys name files (see state_files.py). Tensors, plain values, nested containers,
+                objects with `state_dict`, bytes for files to be kept verbatim, and `EachProcess` for what every
+                process has of its own. Between two steps of an optimizer in it (or of the `optimizers`) the gradients
+                that wait are saved as well (gradients.py).
+            args: Orbax's way to give it: `StandardSave(state)`, or a `Composite` of items.
             metrics: plain values by name, for `best_fn`; they are in the manifest.
-            force: due whatever the policy says; the same on every process.
+            force: save whatever the policy says; the same on every process. It costs no vote.
             info: plain values for the manifest: epoch, position, fingerprints.
             keep: steps that are not pruned, beside the `max_to_keep` newest: the best one, for instance.
 
         Raises:
-            CheckpointError: the state holds a value that cannot be saved; the save before failed behind; the manager
-                is closed, or the folder of the run is gone.
+            CheckpointError: the state holds a value that cannot be saved; the save before failed in its thread; the
+                manager is closed, or the folder of the run is gone. An error of one process is an error of all, except
+                that a lack of memory for the copy is told to the others by `wait_until_finished` only.
             WriterBusy: another process writes to this folder, or has taken it over.
         """
         self._require_open()
         state = state_of(state, args)
         if self._read_only:
             return False
-        self._ballot.anew(step, force=force)  # what was begun at this step may have been dropped, or set aside
-        votes = self._agree(step)
+        self._opened = None
+        if not force:
+            self._ballot.forget_refusal(step)
+            votes = self._agree(step)
+            if not (votes.newer and votes.wanted):
+                self._log_if_saved(step, votes)
+                return False
+        began = time.perf_counter()
+        manifest_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
+        entries: list[StateEntry] = []
+        contributions = self._exchange(step, state, manifest_info, entries)
+        votes = add_up(contributions)
+        if force:
+            self._ballot.record(step, votes)
         if not votes.newer:
-            self._say_if_saved(step)
+            self._log_if_saved(step, votes)
             return False
-        if not (force or votes.wanted):
-            return False
+        self._complete(entries, state, contributions)
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
-        whole = self._gradients.beside(state)
-        told = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
-        write = partial(self._write, step, whole, told, frozenset(keep), left=votes.stop > 0)
-        [saved] = run_collectively(self._processes, lambda: [write()])
-        if saved:
-            self._ballot.saved(step)
-            self._follow(step)
-        return saved > 0
+        manifest_info |= self._endurance(left=votes.stop > 0)
+        return self._write(step, entries, manifest_info, keep, waited_s=time.perf_counter() - began)
 
     def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
-        """Commit `step` plainly and now, as the last of this attempt: for a thread of process 0 that ends them all.
+        """Commit `step` at once and without a collective, as the last of this attempt.
 
-        Raises: as `save` does.
+        For a thread of process 0 that ends all processes. Raises as `save` does.
         """
         self._require_open()
         self.wait_until_finished()
-        whole, own = take_snapshot(state), self._own(info, left=True)
-        return self._judge(self.store.save(step, whole.files, forms=whole.forms, info=own, keep=keep))
+        snapshot, whole_info = take_snapshot(state), {**copy_info(info), **self._endurance(left=True)}
+        return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=whole_info, keep=keep))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run shall stop at `step`: a signal has reached any of its processes. A collective.
 
-        Says at one step what `save` acted on at the same step, so that a loop never stops unsaved.
+        The answer for a step is the one that `save` acted on at that step, so that a loop never stops unsaved.
         """
         if self._own_interrupts and not self._interrupts.installed and not self._closed:
             self._interrupts.install()
@@ -243,59 +257,38 @@ class CheckpointManager(Reading):
     def watch(self, optimizer: Any) -> None:
         """Add to the `optimizers` one that was made later than the manager."""
         self._gradients.watch(optimizer)
-        if self._behind is not None:
-            self._behind.watch(optimizer)
+        if self._async_saver is not None:
+            self._async_saver.watch(optimizer)
 
     def wait_until_copied(self) -> None:
         """Return when the state given to `save` may be changed by others than its optimizers."""
-        if self._behind is not None:
-            self._behind.wait_until_copied()
+        if self._async_saver is not None:
+            self._async_saver.wait_until_copied()
 
     def wait_until_finished(self) -> None:
-        """Return when nothing is in flight, on any process. Raises what a save behind has raised."""
-        if self._behind is not None:
-            self._behind.wait()
+        """Return when nothing is in flight, on any process. Raises the error of a save in its thread."""
+        if self._async_saver is not None:
+            self._async_saver.wait()
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is in flight."""
-        return self._behind is not None and self._behind.busy
+        return self._async_saver is not None and self._async_saver.busy
 
     def check_for_errors(self) -> None:
-        """Raise what a save behind has raised, if it is at its end; waits for nothing."""
+        """Raise the error of a save that has ended in its thread; waits for nothing."""
         if not self.is_saving_in_progress():
             self.wait_until_finished()
 
-    # Going back
-
-    def supersede(self, after_step: int) -> list[Path]:
-        """Going back: move every newer checkpoint to `superseded/`. On every process; process 0 does it."""
-        self._require_open(writing=True)
-        self._forget_newest()
-        return self.store.supersede(after_step) if self._is_main else []
-
-    def delete(self, step: int) -> None:
-        """Remove a committed step. On every process; process 0 does it.
-
-        Raises:
-            CheckpointError: there is no such step.
-        """
-        self._require_open(writing=True)
-        self._forget_newest()
-        if self._is_main:
-            self.store.delete(step)
-
-    # AttemptResult
-
     def close(self) -> None:
-        """Finish what is in flight, give the folder free and the signal handlers back. Then it only reads."""
-        self._closed = True
+        """Finish what is in flight; release the lease and restore the signal handlers. Then it only reads."""
+        self._closed, self._opened = True, None
         try:
             self.wait_until_finished()
         finally:
-            if self._behind is not None:
-                self._behind.close()
+            if self._async_saver is not None:
+                self._async_saver.close()
             self._gradients.close()
-            self.store.close()
+            self._store.close()
             if self._own_interrupts:
                 self._interrupts.restore()
 
@@ -310,7 +303,7 @@ class CheckpointManager(Reading):
     # Between processes
 
     def _agree(self, step: int) -> Votes:
-        return self._ballot.on(step, lambda: self._own_votes(step))
+        return self._ballot.count(step, lambda: self._own_votes(step))
 
     def _own_votes(self, step: int) -> Votes:
         own = self._own_opinion(step)
@@ -326,24 +319,63 @@ class CheckpointManager(Reading):
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
         return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
 
-    def _follow(self, step: int) -> None:
-        """Wait behind for a save that process 0 has begun, so that `wait_until_finished` means it, too."""
-        if self._behind is not None and (task := self._backend.follow(step)) is not None:
+    def _exchange(
+        self, step: int, state: Any, info: Mapping[str, object], entries: list[StateEntry]
+    ) -> list[Contribution]:
+        """What every process tells the others before `step` is saved; `entries` are then this process's part.
 
-            def prepare(be_ready: Callable[[], None]) -> SaveTask:
-                be_ready()
-                return task
+        Everything that may fail on one process alone is tried before the exchange, which makes it an error of all.
+        """
 
-            self._behind.begin(prepare, self._judge)
+        def contribute() -> bytes:
+            votes, own = self._own_votes(step), own_parts(state)
+            if self._backend.all_write or votes.newer:
+                self._log_if_busy(step)
+                self.wait_until_finished()
+                entries.extend(hand_off({**state, **own} if own else state))
+                copy_info(info)
+                self._endurance(left=False)  # reads the manifest before this one
+            return Contribution(votes, self._gradients.are_waiting(state), own).pack()
 
-    def _require_open(self, *, writing: bool = False) -> None:
-        if self._closed:
-            raise CheckpointError("this manager is closed", where=str(self.directory), hint="make another one")
-        if writing and self._read_only:
-            raise CheckpointError("this manager is read_only", where=str(self.directory))
+        self._channel = self._channel or SideChannel()
+        return [Contribution.unpack(message) for message in self._channel.exchange_result_of(contribute)]
 
-    def _has_restored(self) -> None:
+    def _complete(self, entries: list[StateEntry], state: Any, contributions: Sequence[Contribution]) -> None:
+        """Add to the entries what the other processes have of their own."""
+        collected = {key: by_process(contributions, key) for key in own_parts(state)}
+        if any(each.inside_window for each in contributions):
+            assert self._channel is not None
+            collected[KEY] = self._gradients.of_everyone(state, self._channel)
+        if self._backend.all_write or self._is_main:
+            replace_entries(entries, hand_off(collected))
+
+    def _note_restored(self) -> None:
         self._tried_at = self._clock()
+
+    def _write(
+        self, step: int, entries: list[StateEntry], info: Mapping[str, object], keep: Collection[int], waited_s: float
+    ) -> bool:
+        if self._is_main:
+            keep = {*keep, *self._keeping.spared(self.directory, step, info.get(METRICS), self._begun)}
+        asynchronous = self._async_saver is not None
+        task = self._backend.prepare(SaveRequest(self._store, step, entries, copy_info(info), keep, asynchronous))
+        saved = True
+        if self._async_saver is None:
+            saved = self._save_now(task)
+        elif task is not None:
+            self._async_saver.begin(task, self._note, waited_s=waited_s)
+        if saved:
+            self._known_newest, self._begun = [step], step
+            self._ballot.note_saved(step)
+        return saved
+
+    def _save_now(self, task: SaveTask | None) -> bool:
+        def work() -> list[int]:
+            return [task is not None and self._note(task.save(partial(snapshot_of, task.entries)))]
+
+        # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
+        [count] = run_collectively(self._processes, work)
+        return count > 0
 
     # On process 0
 
@@ -356,53 +388,39 @@ class CheckpointManager(Reading):
             if last is None or (last.step, last.saved) != (begun, True):
                 self._known_newest = []
         if not self._known_newest and self._is_main:
-            self.store.claim()
-            self._known_newest = [self.store.latest()]
-        # Process 0 decides, and has looked into them; the others name it for `should_save` only.
-        return self._known_newest[0] if self._known_newest else max(self.store.all_steps(), default=None)
+            self._store.acquire_lease()
+            self._known_newest = [self._store.latest()]
+        # Process 0 decides, and has verified them; on the others this is for `should_save` only.
+        return self._known_newest[0] if self._known_newest else max(self._store.all_steps(), default=None)
 
-    def _say_if_saved(self, step: int) -> None:
-        if self._is_main and step == self._newest():
-            self._say(f"step {step} is saved already")
+    def _log_if_saved(self, step: int, votes: Votes) -> None:
+        if not votes.newer and self._is_main and step == self._newest():
+            logger.info("step %d is saved already", step)
 
-    def _write(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], *, left: bool) -> bool:
-        self._say_if_busy(step)
-        if self._is_main:
-            keep = {*keep, *self._keeping.spared(self.directory, step, info.get(METRICS), self._begun)}
-        describe, behind = partial(self._own, info, left), self._behind is not None
-        prepare = partial(self._backend.prepare, Wanted(self.store, step, state, describe, keep, behind))
-        saved = True
-        if self._behind is not None:
-            self._behind.begin(prepare, self._judge)
-        elif (task := prepare(self.wait_until_finished)) is None:
-            saved = False
-        else:
-            saved = self._judge(task.save(partial(snapshot_of, task.entries)))
-        if saved:
-            self._known_newest, self._begun = [step], step
-        return saved
-
-    def _own(self, info: Mapping[str, object], left: bool) -> dict[str, Any]:
-        own = copy_info(info)
-        if self._interval is not None and self._is_main:
-            own |= self._interval.record(self.store.directory, self._newest(), self.store.claim(), left=left)
-        return own
-
-    def _say_if_busy(self, step: int) -> None:
+    def _log_if_busy(self, step: int) -> None:
         if self._is_main and self.is_saving_in_progress():
-            self._say(f"saving step {step} waits for the save before it: saves are due faster than they are written")
+            logger.warning(
+                "saving step %d waits for the save before it: saves are due faster than they are written", step
+            )
+
+    def _endurance(self, *, left: bool) -> dict[str, Any]:
+        """What the manifest says about the failures of the run, where the interval follows from them."""
+        if self._interval is None or not self._is_main:
+            return {}
+        return self._interval.record(self.directory, self._newest(), self._store.acquire_lease(), left=left)
 
     def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:
         self.wait_until_finished()
-        return self._is_main and self._tell(self.store.finish(extra, step=step))
+        return self._is_main and self._log(self._store.finish(extra, step=step))
 
-    def _judge(self, result: SaveResult) -> bool:
+    def _note(self, result: SaveResult) -> bool:
         if result.saved and self._interval is not None and self._is_main:
-            self._interval.measured(result.seconds if self._behind is None else self._behind.stall_s, result.seconds)
-        return self._tell(result)
+            stall_s = result.seconds if self._async_saver is None else self._async_saver.stall_s
+            self._interval.measured(stall_s, result.seconds)
+        return self._log(result)
 
-    def _tell(self, result: SaveResult) -> bool:
+    def _log(self, result: SaveResult) -> bool:
         self.last_result = result
         if result.note and self._is_main:
-            self._say(result.note)
+            logger.log(logging.WARNING if result.saved or result.cause else logging.INFO, result.note)
         return result.saved

@@ -15,10 +15,12 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from ci_llm.checkpoints import args as args
+from ci_llm.checkpoints import orbax_arguments
 from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
-from ci_llm.checkpoints.options import CheckpointManagerOptions as CheckpointManagerOptions
+from ci_llm.checkpoints.orbax_arguments import CheckpointManagerOptions as CheckpointManagerOptions
+from ci_llm.checkpoints.orbax_arguments import state_of
+from ci_llm.checkpoints.restore import put
 from ci_llm.errors import CheckpointError
 
 
@@ -41,13 +43,13 @@ class Checkpointer:
         folder = Path(directory)
         if folder.exists() and not force:
             raise CheckpointError("something is there already", where=str(folder), hint="force=True replaces it")
-        write_checkpoint(folder, args_state(state, args))
+        write_checkpoint(folder, state_of(state, args))
 
     def restore(
         self, directory: Path | str, item: MutableMapping[str, Any] | None = None, *, args: Any = None
     ) -> MutableMapping[str, Any]:
         """Read and verify; fills `item` in place if there is one. Raises DamagedCheckpoint, ForeignCheckpoint."""
-        return requeue(load_checkpoint(Path(directory)).state, item, args)
+        return put(load_checkpoint(Path(directory)).state, item, args)
 
     def wait_until_finished(self) -> None:
         """Nothing is ever in flight."""
@@ -66,7 +68,7 @@ class PyTreeCheckpointHandler:
     """Says to Orbax how a tree is written; there is one way here."""
 
 
-args_state, requeue = args.state_of, args.put
+args = orbax_arguments
 AsyncCheckpointer = PyTreeCheckpointer = StandardCheckpointer = Checkpointer
 StandardCheckpointHandler = JsonCheckpointHandler = PyTreeCheckpointHandler
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: a pure function of step and time; the clock is passed in.
+"""When a checkpoint is due, and which old ones stay: pure functions of step, time and metrics; the clock is passed in.
 
 `save_interval_seconds: auto` uses the interval of Young and Daly. Saving too often costs stalls; saving too seldom
 costs the work since the last save. With a stall d and a mean time between failures M, the optimum is about
@@ -9,18 +9,26 @@ tenth of the time is spent writing.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from ci_llm.checkpoints.folders import FINAL, folders_of
+from ci_llm.checkpoints.folders import FINAL, folders_of, numbered_steps
 from ci_llm.checkpoints.manifest import read_manifest
-from ci_llm.errors import CheckpointError
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+#: The key of a manifest under which the `metrics` of a save stand.
+METRICS: Final = "metrics"
+
+Metrics: TypeAlias = "Mapping[str, Any]"
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,6 @@ class SavePolicy:
         return must or by_steps or by_time or named
 
 
-# ---------------------------------------------------------------------------------------------------- interval
-
-
 #: What is assumed before anything is known: one failure a day.
 PRIOR_S: Final = 24 * 3600.0
 #: Until the first save is measured.
@@ -69,7 +74,7 @@ FIRST_S: Final = 60.0
 SHORTEST_S: Final = 1.0
 WRITING_SHARE: Final = 0.1
 MEASUREMENTS: Final = 20
-#: A change is said when it is larger than this factor.
+#: A change by more than this factor is logged.
 _NEWS: Final = 2.0
 
 
@@ -120,17 +125,16 @@ class BestInterval:
     """The interval of a run, measured as it goes. Written by the thread that saves, read by any.
 
     Args:
-        say: told about the interval and why, whenever it has changed much.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._began = clock()
         self._past: Endurance | None = None
         self._stalls: list[float] = []
         self._saves: list[float] = []
-        self._said, self._lock = 0.0, threading.Lock()
+        self._logged, self._lock = 0.0, threading.Lock()
 
     def record(self, directory: Path, newest: int | None, attempt: int, *, left: bool) -> dict[str, Any]:
         """For the manifest: what the next attempt shall know.
@@ -150,9 +154,9 @@ class BestInterval:
             self._stalls = [*self._stalls[1 - MEASUREMENTS :], stall_s]
             self._saves = [*self._saves[1 - MEASUREMENTS :], save_s]
         now = self.seconds
-        if not self._said / _NEWS <= now <= self._said * _NEWS:
-            self._said = now
-            self._say(self._words(now))
+        if not self._logged / _NEWS <= now <= self._logged * _NEWS:
+            self._logged = now
+            logger.info(self._describe(now))
 
     @property
     def seconds(self) -> float:
@@ -168,7 +172,7 @@ class BestInterval:
         past = self._past or Endurance()
         return replace(past, seconds=past.seconds + self._clock() - self._began)
 
-    def _words(self, interval_s: float) -> str:
+    def _describe(self, interval_s: float) -> str:
         stall_s, save_s = statistics.median(self._stalls), statistics.median(self._saves)
         seen = self._so_far
         return (
@@ -176,3 +180,74 @@ class BestInterval:
             f" {stall_s:.2g} s and is durable after {save_s:.2g} s; {seen.failures} failures in"
             f" {seen.seconds / 3600:.1f} h"
         )
+
+
+class Keeping:
+    """What is pruned, and what never.
+
+    Args:
+        most: how many numbered checkpoints to keep: the newest, or with `best_fn` the best; None keeps all.
+        period: multiples of it are never pruned.
+        best_fn: the measure of a checkpoint, from the `metrics` that it was saved with. The newest stays as well, for
+            it is where the run goes on, and so does one that was saved without metrics.
+        best_mode: "max" or "min".
+    """
+
+    def __init__(
+        self, most: int | None, period: int | None, best_fn: Callable[[Any], float] | None, best_mode: str
+    ) -> None:
+        if period is not None and period < 1:
+            raise CheckpointError("keep multiples of 1 or more", where="keep_period")
+        if best_mode not in ("max", "min"):
+            raise CheckpointError(f"{best_mode!r} is neither max nor min", where="best_mode")
+        self._most, self._period, self._best_fn, self._best_mode = most, period, best_fn, best_mode
+        self._known: dict[int, Metrics | None] = {}
+
+    @property
+    def newest(self) -> int | None:
+        """How many of the newest stay whatever they measure; None: all."""
+        return 1 if self._best_fn is not None and self._most is not None and self._most >= 1 else self._most
+
+    def spared(self, directory: Path, step: int, metrics: Any, underway: int | None) -> frozenset[int]:
+        """The steps that stay when `step` is saved.
+
+        Args:
+            metrics: of `step`.
+            underway: a step that is not in the folder yet, but will be.
+        """
+        if self._most is None or (self._period is None and self._best_fn is None):
+            return frozenset()
+        self._known[step] = metrics
+        steps = {*numbered_steps(directory), step} | ({underway} if underway is not None else set())
+        by_period = {each for each in steps if self._period and each % self._period == 0}
+        if self._best_fn is None:
+            return frozenset(by_period)
+        measured = {each: self._measure(directory, each) for each in steps}
+        best = sorted((each for each in steps if measured[each] is not None), key=lambda each: (measured[each], each))
+        return frozenset(by_period | {each for each in steps if measured[each] is None} | {*best[-self._most :]})
+
+    def best_of(self, directory: Path, steps: Collection[int]) -> int | None:
+        """The best of `steps`, the newer of two alike; the newest where nothing is measured."""
+        measured = {step: self._measure(directory, step) for step in steps if self._best_fn is not None}
+        found = [(value, step) for step, value in measured.items() if value is not None]
+        return max(found)[1] if found else max(steps, default=None)
+
+    def _measure(self, directory: Path, step: int) -> float | None:
+        """How good a step is, the more the better; None without metrics."""
+        if step not in self._known:
+            self._known[step] = metrics_of(directory, step)
+        if self._best_fn is None or (metrics := self._known[step]) is None:
+            return None
+        value = float(self._best_fn(metrics))
+        if math.isnan(value):
+            return -math.inf
+        return value if self._best_mode == "max" else -value
+
+
+def metrics_of(directory: Path, step: int) -> Metrics | None:
+    """What a step was saved with; None if nothing, or if that cannot be read. Raises CheckpointError: no such step."""
+    try:
+        found = read_manifest(folders_of(directory, step)[0]).info.get(METRICS)
+    except DamagedCheckpoint:
+        return None
+    return found if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""A state put back where it came from, strictly: what can be compared is compared before anything is touched."""
+"""A state put back into the objects it came from, strictly: what can be compared is compared before any is touched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci_llm.errors import ForeignCheckpoint
+from ci_llm.checkpoints.orbax_arguments import Composite, items_of
+from ci_llm.errors import CheckpointError, ForeignCheckpoint
 
 
 def load_into(objects: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -99,3 +100,26 @@ def _put(target: Any, saved: Any, where: str) -> Any:
         return tuple(filled)
     target[:] = filled
     return target
+
+
+def put(state: dict[str, Any], into: MutableMapping[str, Any] | None, args: Any) -> MutableMapping[str, Any]:
+    """What a call of `restore` returns, with `state` in it.
+
+    Raises:
+        ForeignCheckpoint: an item that the checkpoint does not hold; or as `load_into`.
+        CheckpointError: both `into` and `args`.
+    """
+    if into is not None and args is not None:
+        raise CheckpointError("restore takes into= or args=, and one of them only", where="restore")
+    wanted: Any = into if args is None else items_of(args)
+    if not isinstance(args, Mapping):
+        if wanted is None:
+            return state
+        load_into(wanted, state)
+        filled: MutableMapping[str, Any] = wanted
+        return filled
+    if missing := sorted(set(wanted) - set(state)):
+        raise ForeignCheckpoint(f"the checkpoint does not hold {missing}; it holds {sorted(state)}", where="args=")
+    templates = {name: item for name, item in wanted.items() if item is not None}
+    load_into(templates, {name: state[name] for name in templates})
+    return Composite(**{name: templates.get(name, state[name]) for name in wanted})

@@ -1,15 +1,15 @@
-"""Who writes what when every process writes its part, and how tensors of one key are found in several files.
+"""Which process writes what when every process writes its part, and how one key is split over several files.
 
-All processes hold the same state, so a part is a choice of its files. Text goes to process 0, files of tensors to
-whoever has least, the largest first (Graham, "Bounds on multiprocessing timing anomalies", 1969: the largest part is
-at most 4/3 of the best). A tree with more bytes than a fair share is spread over several files, tensor by tensor, with
-the index that Hugging Face's libraries know:
+All processes hold the same state, so a part is a choice of its files. Process 0 writes text. Files of tensors are dealt
+out, the largest first, each to the process with the fewest bytes so far (Graham, "Bounds on multiprocessing timing
+anomalies", 1969: the largest part is at most 4/3 of the best). A tree with more bytes than a fair share is split over
+several files, tensor by tensor, with the index format of Hugging Face's libraries:
 
-    <key>.json                              the tree, as ever
+    <key>.json                              the tree, as without shards
     <key>-00001-of-00003.safetensors        the tensors of one process
     <key>.safetensors.index.json            {"metadata": {"total_size": n}, "weight_map": {tensor: file}}
 
-A flat dict of tensors stays one file, for it is there to be opened by others. No tensor is cut in two.
+A flat dict of tensors stays one file, because other programs open it. No tensor is cut in two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tensors that stay together: those of an entry, or a single one of a tree that is spread."""
+    """Tensors that stay together: those of an entry, or a single one of a tree that is split."""
 
     key: str
     nbytes: int
@@ -65,31 +65,31 @@ def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
     pieces = [_Piece(key, entry.nbytes) for key, entry in whole.items()]
     pieces += [_Piece(key, t.nbytes, name, t) for key, tensors in spread.items() for name, t in tensors.items()]
 
-    hands = _deal_out(pieces, count)
+    shares = _deal_out(pieces, count)
     parts = [
-        Part([whole[piece.key] for piece in hand if piece.tensor is None], sum(piece.nbytes for piece in hand))
-        for hand in hands
+        Part([whole[piece.key] for piece in share if piece.tensor is None], sum(piece.nbytes for piece in share))
+        for share in shares
     ]
     parts[0].entries += texts
     for key in spread:
-        _spread(key, hands, parts)
+        _spread(key, shares, parts)
     _require_own_files([entry for part in parts for entry in part.entries])
     return parts
 
 
 def _deal_out(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
-    hands: list[list[_Piece]] = [[] for _ in range(count)]
+    shares: list[list[_Piece]] = [[] for _ in range(count)]
     loads = [0] * count
     for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, piece.key, piece.name)):
         least = loads.index(min(loads))
         loads[least] += piece.nbytes
-        hands[least].append(piece)
-    return hands
+        shares[least].append(piece)
+    return shares
 
 
-def _spread(key: str, hands: Sequence[Sequence[_Piece]], parts: Sequence[Part]) -> None:
-    """Add the files of one tree's tensors to `parts`: a shard to whoever has some, the index to process 0."""
-    shards = [{p.name: p.tensor for p in hand if p.key == key and p.tensor is not None} for hand in hands]
+def _spread(key: str, shares: Sequence[Sequence[_Piece]], parts: Sequence[Part]) -> None:
+    """Add the files of one tree's tensors to `parts`: a shard for each process with some, the index for process 0."""
+    shards = [{p.name: p.tensor for p in share if p.key == key and p.tensor is not None} for share in shares]
     held = [(part, tensors) for part, tensors in zip(parts, shards, strict=True) if tensors]
     where: dict[str, str] = {}
     for number, (part, tensors) in enumerate(held, start=1):
@@ -110,7 +110,7 @@ def _require_own_files(entries: Sequence[StateEntry]) -> None:
 
 
 def outline(parts: Sequence[Part]) -> str:
-    """A digest of who writes which tensors of which shapes under which names."""
+    """A digest of which process writes which tensors, of which shapes, under which names."""
     files = [sorted((entry.key, entry.form, _shapes(entry)) for entry in part.entries) for part in parts]
     return digest([repr(files).encode()])
 

@@ -344,3 +344,26 @@ def read_safetensors(data: bytes) -> dict[str, Tensor]:
     except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
     return {name: tensors[name] for name in names}
+
+
+# Messages
+
+
+def to_bytes(value: Any) -> bytes:
+    """A nested value of tensors and plain values as one message; `from_bytes` gives it back.
+
+    Raises:
+        CheckpointError: it holds a value that cannot be saved.
+    """
+    images = take_snapshot({"value": {"content": value}}).files
+    parts = {name: b"".join(image.parts) for name, image in images.items()}
+    text = parts.get("value.json", b"")
+    return len(text).to_bytes(8, "little") + text + parts.get("value.safetensors", b"")
+
+
+def from_bytes(message: bytes) -> Any:
+    """The value of a message. Raises DamagedCheckpoint: it is none of `to_bytes`."""
+    end = 8 + int.from_bytes(message[:8], "little")
+    files = {"value.json": message[8:end], "value.safetensors": message[end:]}
+    form = "tree" if message[end:] and end > 8 else "tensors" if message[end:] else "plain"
+    return read_snapshot({"value": form}, files)["value"]["content"]

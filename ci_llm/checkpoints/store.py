@@ -1,44 +1,49 @@
 """Committed folders: a checkpoint is there as a whole or not at all, and one attempt at a time changes them.
 
-    checkpoint_step_<N>/, final_checkpoint/    see line.py
-    quarantine/    what did not verify
-    superseded/    what was newer than the step that a run went back to
-    overwritten/   whole runs that were in the way of a new one
+    checkpoint_step_<N>/, final_checkpoint/        committed (folders.py)
+    quarantine/, superseded/, overwritten/         out of the run's line (shelves.py)
 
-One checkpoint goes one way: written in the attempt's own folder, every file synced, the manifest last, the
-folders synced; renamed into its place, the place synced; read back from the device; only then are old ones
-pruned. The room knows names and bytes; it never sees a tensor.
+Every checkpoint is written in the same order: its files in the attempt's work folder, each synced; the manifest last;
+the folders synced; a rename into its place, the place synced; then it is read back from the device. Only after that old
+ones are pruned. This file handles names and bytes, never tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from ci_llm.checkpoints.commit import NOBODY, Others, commit, draft_in, require_space, write_files
-from ci_llm.checkpoints.folders import FINAL, committed, folders_of, numbered_steps, read_step, step_folder
+from ci_llm.checkpoints.commit import NO_OTHERS, OtherWriters, commit, draft_in, require_space, write_files
+from ci_llm.checkpoints.folders import (
+    FINAL,
+    Opened,
+    committed,
+    folders_of,
+    numbered_steps,
+    open_folder,
+    open_step,
+    step_folder,
+)
 from ci_llm.checkpoints.lease import Lease, Owner, acquire_lease, leftovers
 from ci_llm.checkpoints.manifest import FileImage, FileRecord, Manifest, read_manifest, verify_files, verify_folder
-from ci_llm.core.durable import DISK, Filesystem, commit_folder, make_folders, remove_tree
+from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED, finish_moves, move_to_shelf, set_aside
+from ci_llm.core.durable import DISK, Filesystem, remove_tree
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
-QUARANTINE = "quarantine"
-SUPERSEDED = "superseded"
-OVERWRITTEN = "overwritten"
 WRITER_TIMEOUT_S = 60.0
 PAUSE_S = 10.0
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-_LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,14 @@ class SaveResult:
 
 
 class CheckpointStore:
-    """The checkpoints of one folder. Reading needs no right; the first change claims the folder.
+    """The checkpoints of one folder. Reading needs no right; the first change acquires the lease.
 
     Args:
-        directory: the run's folder; made when it is claimed.
+        directory: the run's folder; made with the lease.
         save_total_limit: how many numbered checkpoints to keep; None keeps all.
         on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space.
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
-        holder: who writes; this process by default.
-        say: called with one line for people.
+        owner: who writes; this process by default.
         stop_waiting: asked while paused, with the seconds so far; True gives the new checkpoint up.
         disk, sleep: the real ones by default.
     """
@@ -85,8 +89,7 @@ class CheckpointStore:
         save_total_limit: int | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
-        holder: Owner | None = None,
-        say: Callable[[str], None] = _LOGGER.warning,
+        owner: Owner | None = None,
         stop_waiting: Callable[[float], bool] = lambda paused_s: False,
         disk: Filesystem = DISK,
         sleep: Callable[[float], object] = time.sleep,
@@ -97,40 +100,35 @@ class CheckpointStore:
             raise CheckpointError(f"{on_disk_full!r} is neither drop nor pause", where="on_disk_full")
         self.directory = Path(directory)
         self._limit, self._on_disk_full = save_total_limit, on_disk_full
-        self._timeout, self._holder = writer_timeout, holder
-        self._say, self._stop_waiting, self._disk, self._sleep = say, stop_waiting, disk, sleep
-        self._claim: Lease | None = None
+        self._timeout, self._owner = writer_timeout, owner
+        self._stop_waiting, self._disk, self._sleep = stop_waiting, disk, sleep
+        self._lease: Lease | None = None
 
     # One writer
 
-    @property
-    def attempt(self) -> int | None:
-        """The number of this attempt, once the folder is claimed."""
-        return self._claim.attempt if self._claim else None
-
-    def claim(self) -> int:
+    def acquire_lease(self) -> int:
         """Become the one writer, sweep what dead attempts left, and return this attempt's number.
 
         Raises:
             WriterBusy: another live process writes here, or has taken over from this one.
             CheckpointError: the folder cannot be written.
         """
-        if self._claim is None:
-            holder = self._holder or Owner.this_process()
+        if self._lease is None:
+            owner = self._owner or Owner.this_process()
             try:
-                self._claim, story = acquire_lease(
-                    self.directory, holder=holder, timeout_s=self._timeout, disk=self._disk
+                self._lease, takeover = acquire_lease(
+                    self.directory, owner=owner, timeout_s=self._timeout, disk=self._disk
                 )
-                if story:
-                    self._say(story)
-                self._sweep(self._claim)
+                if takeover:
+                    logger.warning(takeover)
+                self._sweep(self._lease)
             except OSError as error:
                 raise CheckpointError(f"no checkpoint can be written: {error}", where=str(self.directory)) from error
-        return self._claim.attempt
+        return self._lease.attempt
 
-    def still_held(self) -> bool:
-        """Whether this attempt holds the folder: ask before writing anything else in it."""
-        return self._claim is not None and self._claim.still_held()
+    def holds_lease(self) -> bool:
+        """Whether this attempt is the one writer of the folder: ask before you write anything else into it."""
+        return self._lease is not None and self._lease.is_held()
 
     @property
     def staging(self) -> Path:
@@ -138,32 +136,27 @@ class CheckpointStore:
         return self._held().work
 
     def close(self) -> None:
-        """Give the folder free."""
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        """Release the lease."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
     def _held(self) -> Lease:
-        self.claim()
-        assert self._claim is not None
-        self._claim.require()
-        return self._claim
+        self.acquire_lease()
+        assert self._lease is not None
+        self._lease.require()
+        return self._lease
 
-    def _sweep(self, claim: Lease) -> None:
-        self._disk.touch(claim.work)
-        older_than = claim.work.stat().st_mtime - self._timeout
+    def _sweep(self, lease: Lease) -> None:
+        self._disk.touch(lease.work)
+        older_than = lease.work.stat().st_mtime - self._timeout
         for leftover in leftovers(self.directory, older_than):
             try:
-                self._forward(leftover)
+                for work in sorted(leftover.glob("*/")):
+                    finish_moves(work, self.directory, self._disk)
                 remove_tree(leftover, disk=self._disk)
             except OSError as error:
-                self._say(f"a leftover of an earlier attempt stays: {error}")
-
-    def _forward(self, leftover: Path) -> None:
-        """A dead attempt may have died while it moved something to where people find it: finish that."""
-        for shelf in (QUARANTINE, SUPERSEDED, OVERWRITTEN):
-            for folder in sorted(leftover.glob(f"*/{shelf}/*")):
-                self._shelve(folder, shelf)
+                logger.warning("a leftover of an earlier attempt stays: %s", error)
 
     # Looking
 
@@ -187,37 +180,56 @@ class CheckpointStore:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
         return verify_folder(self.path(step))
 
-    def read(self, step: int) -> tuple[Manifest, dict[str, bytes]]:
+    def read(self, step: int) -> Opened:
         """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
-        return read_step(self.directory, step)
+        return open_step(self.directory, step)
 
     def latest(self, *, heal: bool = True, at_most: int | None = None) -> int | None:
-        """The newest step that verifies. What does not is named.
+        """The newest step that verifies. A checkpoint that does not is named.
 
         Args:
             heal: move what does not verify to `quarantine/`, unless another attempt writes here.
             at_most: steps after this one are passed over, unread; None: any will do.
         """
+        newest = self._newest(verify_folder, heal, at_most)
+        return None if newest is None else newest.step
+
+    def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
+        """As `latest`, but with the bytes that were verified, so that nobody reads them again."""
+        return self._newest(open_folder, heal, at_most)
+
+    def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
+        """Whether a folder that was read is still the newest, and still the same checkpoint; reads its manifest."""
+        line = [folder for step, folder in committed(self.directory) if at_most is None or step <= at_most]
+        if line[:1] != [opened.folder]:
+            return False
+        with contextlib.suppress(DamagedCheckpoint):
+            return read_manifest(opened.folder) == opened.manifest
+        return False
+
+    def _newest(self, look: Callable[[Path], T], heal: bool, at_most: int | None) -> T | None:
+        """What `look` returns for the newest folder that it does not find damaged."""
         final = self.directory / FINAL
-        if os.path.lexists(final):  # without a manifest it holds no step, and has no place in the line
-            self._verifies(final, heal, read_manifest)
+        if os.path.lexists(final):  # without a manifest it has no step, and `committed` does not list it
+            self._look_twice(final, heal, read_manifest)
         seen = committed(self.directory)
         for step, folder in seen:
-            if (at_most is None or step <= at_most) and self._verifies(folder, heal):
-                return step
-        # Its writer may have committed one and pruned those that we knew while we were reading.
-        return self.latest(heal=heal, at_most=at_most) if set(committed(self.directory)) - set(seen) else None
+            if at_most is None or step <= at_most:
+                found = self._look_twice(folder, heal, look)
+                if found is not None:
+                    return found
+        # A live writer may have committed a new one, and pruned those seen here, during the reading.
+        return self._newest(look, heal, at_most) if set(committed(self.directory)) - set(seen) else None
 
-    def _verifies(self, folder: Path, heal: bool, look: Callable[[Path], Manifest] = verify_folder) -> bool:
+    def _look_twice(self, folder: Path, heal: bool, look: Callable[[Path], T]) -> T | None:
+        """What `look` returns; None if it finds the folder damaged twice, because a disk may fail once."""
         with contextlib.suppress(DamagedCheckpoint):
-            look(folder)
-            return True
+            return look(folder)
         try:
-            look(folder)  # a disk may fail once: nothing is condemned at the first look
+            return look(folder)
         except DamagedCheckpoint as damage:
-            self._condemn(folder, damage, heal)
-            return False
-        return True
+            self._quarantine(folder, damage, heal)
+            return None
 
     # Changing
 
@@ -229,7 +241,7 @@ class CheckpointStore:
         forms: Mapping[str, str] | None = None,
         info: Mapping[str, object] | None = None,
         keep: Collection[int] = (),
-        others: Others = NOBODY,
+        others: OtherWriters = NO_OTHERS,
     ) -> SaveResult:
         """Commit one checkpoint and prune old ones. A disk that fails drops this one, never an older one.
 
@@ -243,15 +255,15 @@ class CheckpointStore:
         """
         if (step := operator.index(step)) < 0:
             raise ValueError(f"a step counts from 0 on, not {step}")
-        claim = self._held()
+        lease = self._held()
         target = step_folder(self.directory, step)
-        if os.path.lexists(target) and self._verifies(target, heal=True):
+        if os.path.lexists(target) and self._look_twice(target, True, verify_folder) is not None:
             return SaveResult(step, False, f"step {step} is saved already")
         began = time.monotonic()
         records = {**{name: image.record() for name, image in files.items()}, **others.records}
-        manifest = Manifest(step, claim.attempt, time.time(), forms or {}, records, info or {})
+        manifest = Manifest(step, lease.attempt, time.time(), forms or {}, records, info or {})
         if cause := self._commit(target, files, manifest, others):
-            return _dropped(target, step, cause, began)
+            return _not_saved(target, step, cause, began)
         pruned, note = self._prune(step, keep)
         return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began, pruned)
 
@@ -282,33 +294,46 @@ class CheckpointStore:
         self._held()
         began = time.monotonic()
         final = self.directory / FINAL
-        if (newest := self.latest()) is None:
+        if (opened := self.open_newest()) is None:
             raise CheckpointError("no step is committed to make it from", where=str(final))
-        if self.path(newest) == final and (cause := self._copy_out(newest)):
-            return _dropped(final, newest, cause, began)
-        manifest, contents = self.read(newest if step is None else step)
+        if opened.folder == final and (cause := self._copy_out(opened)):
+            return _not_saved(final, opened.manifest.step, cause, began)
+        if step not in (None, opened.manifest.step):
+            opened = self.read(step)
+        _, manifest, contents = opened
         added = {name: FileImage((data,)) for name, data in (extra or {}).items()}
         files = {name: FileImage((data,)) for name, data in contents.items()} | added
         records = {**manifest.files, **{name: image.record() for name, image in added.items()}}
         forms = {**manifest.forms, **dict.fromkeys(added, "bytes")}
         whole = replace(manifest, files=records, forms=forms)
         if cause := self._commit(final, files, whole):
-            return _dropped(final, manifest.step, cause, began)
+            return _not_saved(final, manifest.step, cause, began)
         return SaveResult(manifest.step, True, "", whole.nbytes, time.monotonic() - began)
 
-    def _copy_out(self, step: int) -> Exception | None:
+    def _copy_out(self, final: Opened) -> Exception | None:
         """Give the final checkpoint's step a folder of its own: nobody else has it while the final one is replaced."""
-        manifest, contents = self.read(step)
-        files = {name: FileImage((data,)) for name, data in contents.items()}
-        return self._commit(step_folder(self.directory, step), files, manifest)
+        files = {name: FileImage((data,)) for name, data in final.files.items()}
+        return self._commit(step_folder(self.directory, final.manifest.step), files, final.manifest)
 
     def supersede(self, after_step: int) -> list[Path]:
-        """Move every checkpoint newer than `after_step` to `superseded/`; returns where they are now."""
+        """Move every checkpoint newer than `after_step` to `superseded/`; returns where they are now.
+
+        Raises:
+            WriterBusy: another attempt holds the folder. OSError: the disk refuses one, which is where it was.
+        """
         self._held()
         newer = [folder for step, folder in committed(self.directory) if step > after_step]
         # The newest goes last: until then `latest` is what it was, and afterwards it is `after_step`.
         newer.reverse()
-        return [self._withdraw_to(SUPERSEDED, folder) for folder in newer]
+        return [self._move_to_shelf(folder, SUPERSEDED) for folder in newer]
+
+    def set_aside(self, entries: Sequence[Path]) -> Path:
+        """Move a whole run, `entries` of this folder, to `overwritten/<n>/`; returns where they are now.
+
+        Raises:
+            WriterBusy: another attempt holds the folder. OSError: the disk refuses it; everything is where it was.
+        """
+        return set_aside(self.directory, entries, self._held().work, self._disk)
 
     def delete(self, step: int) -> None:
         """Remove a committed step. Raises CheckpointError if there is none."""
@@ -317,7 +342,7 @@ class CheckpointStore:
     # Committing
 
     def _commit(
-        self, target: Path, files: Mapping[str, FileImage], manifest: Manifest, others: Others = NOBODY
+        self, target: Path, files: Mapping[str, FileImage], manifest: Manifest, others: OtherWriters = NO_OTHERS
     ) -> Exception | None:
         """Write, commit, read back; the error if that failed, after everything was put back as it was."""
         paused_at: float | None = None
@@ -338,7 +363,7 @@ class CheckpointStore:
         """Wait for space if that is wanted; False if the checkpoint is to be given up."""
         if self._on_disk_full != "pause" or self._stop_waiting(time.monotonic() - since):
             return False
-        self._say(f"the disk is full ({error}); this checkpoint is tried again in {PAUSE_S:.0f} s")
+        logger.warning("the disk is full (%s); this checkpoint is tried again in %.0f s", error, PAUSE_S)
         self._sleep(PAUSE_S)
         return True
 
@@ -348,7 +373,7 @@ class CheckpointStore:
             if draft.exists():
                 remove_tree(draft, disk=self._disk)
         except OSError as error:
-            self._say(f"a leftover stays until the next start: {error}")
+            logger.warning("a leftover stays until the next start: %s", error)
 
     # Removing
 
@@ -376,33 +401,19 @@ class CheckpointStore:
         self._disk.sync_folder(self.directory)
         self._clear(draft)
 
-    def _condemn(self, folder: Path, damage: DamagedCheckpoint, heal: bool) -> None:
+    def _quarantine(self, folder: Path, damage: DamagedCheckpoint, heal: bool) -> None:
         if not heal:
-            self._say(f"{damage.what}; passed over")
+            logger.warning("%s; passed over", damage.what)
             return
         try:
-            self._say(f"{damage.what}; moved to {self._withdraw_to(QUARANTINE, folder)}")
+            logger.warning("%s; moved to %s", damage.what, self._move_to_shelf(folder, QUARANTINE))
         except (CheckpointError, OSError) as hindrance:
-            self._say(f"{damage.what}; passed over where it is: {hindrance}")
+            logger.warning("%s; passed over where it is: %s", damage.what, hindrance)
 
-    def _withdraw_to(self, shelf: str, folder: Path) -> Path:
-        """Move a checkpoint out of the line of the run, by way of our own folder: only a claim can."""
-        aside = self._held().work / shelf
-        if not aside.exists():
-            self._disk.mkdir(aside)
-        self._disk.rename(folder, aside / folder.name)
-        self._disk.sync_folder(self.directory)
-        return self._shelve(aside / folder.name, shelf)
-
-    def _shelve(self, folder: Path, shelf: str) -> Path:
-        place = self.directory / shelf
-        make_folders(place, disk=self._disk)
-        names = itertools.chain([folder.name], (f"{folder.name}.{n}" for n in itertools.count(2)))
-        target = next(place / name for name in names if not (place / name).exists())
-        commit_folder(folder, target, disk=self._disk)
-        return target
+    def _move_to_shelf(self, folder: Path, shelf: str) -> Path:
+        return move_to_shelf(folder, shelf, self._held().work, self._disk)
 
 
-def _dropped(target: Path, step: int, cause: Exception, began: float) -> SaveResult:
+def _not_saved(target: Path, step: int, cause: Exception, began: float) -> SaveResult:
     note = f"{target.name} is dropped: {cause}"
     return SaveResult(step, False, note, seconds=time.monotonic() - began, cause=cause)

@@ -1,15 +1,23 @@
-"""What the processes say about one step: counted once, and the same for whoever asks about that step again."""
+"""What the processes tell each other about one save: votes on whether it is due, and what each adds to the state.
+
+A loop asks about every step, so the votes on a step are one small all-reduce, counted once. A save costs one exchange
+of messages more. It carries everything that the others must know before process 0 may begin: whether a process has
+failed, whether gradients of an unfinished window wait on any of them, and the parts of the state that each process has
+of its own. Nothing is confirmed after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from ci_llm.checkpoints.state_files import StateEntry, from_bytes, to_bytes
 from ci_llm.distributed.side_channel import ProcessGroup, run_collectively
 
 
 class Votes(NamedTuple):
-    """A count of processes each."""
+    """How many processes say so, each."""
 
     stop: int
     save_requested: int
@@ -18,6 +26,7 @@ class Votes(NamedTuple):
 
     @property
     def wanted(self) -> bool:
+        """Whether any process finds a save due, apart from `force`."""
         return bool(self.due or self.stop or self.save_requested)
 
 
@@ -28,22 +37,86 @@ class Ballot:
         self._processes = processes
         self._counted: tuple[int, Votes] | None = None
 
-    def on(self, step: int, own: Callable[[], Votes]) -> Votes:
-        """The votes of all processes. A collective unless this step was voted on already, which all know alike."""
+    def count(self, step: int, own: Callable[[], Votes]) -> Votes:
+        """The votes of all processes. A collective, unless this step is counted already: all processes know that."""
         if self._counted is None or self._counted[0] != step:
             self._counted = step, Votes(*run_collectively(self._processes, lambda: own()))
         return self._counted[1]
 
-    def anew(self, step: int, *, force: bool) -> None:
-        """Forget votes by which `step` is not to be saved: what they rest on may have gone. On every process."""
-        if force or (self._counted is not None and self._counted[0] == step and not self._counted[1].newer):
+    def record(self, step: int, votes: Votes) -> None:
+        """Take votes that were counted in another way. On every process."""
+        self._counted = step, votes
+
+    def forget_refusal(self, step: int) -> None:
+        """Forget votes by which `step` is not newer: that checkpoint may be gone. On every process."""
+        if self._counted is not None and self._counted[0] == step and not self._counted[1].newer:
             self._counted = None
 
-    def saved(self, step: int) -> None:
-        """`step` has been saved: whoever asks again hears that it is not newer."""
+    def note_saved(self, step: int) -> None:
+        """`step` has been saved: from here on it is not newer."""
         if self._counted is not None:
             self._counted = step, self._counted[1]._replace(newer=0)
 
     def forget(self) -> None:
-        """What was voted on rests on checkpoints that are gone. On every process."""
+        """Forget all votes: they rest on checkpoints that are gone. On every process."""
         self._counted = None
+
+
+@dataclass(frozen=True)
+class EachProcess:
+    """Stands in a state for what every process has of its own: generators, for instance.
+
+    `save` collects it: the checkpoint holds {"process0": ..., "process1": ...} under that key.
+
+    Args:
+        value: of this process: tensors, plain values, nested containers.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one process tells the others before a save.
+
+    Attributes:
+        inside_window: whether gradients wait here for the next step of an optimizer.
+        own: the values of `EachProcess` in the state, by key.
+    """
+
+    votes: Votes
+    inside_window: bool
+    own: Mapping[str, Any]
+
+    def pack(self) -> bytes:
+        """Raises CheckpointError: a value cannot be saved."""
+        votes = list(map(int, self.votes))
+        return to_bytes({"votes": votes, "inside_window": self.inside_window, "own": dict(self.own)})
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Contribution:
+        content: Any = from_bytes(message)
+        return cls(Votes(*content["votes"]), content["inside_window"], content["own"])
+
+
+def own_parts(state: Any) -> dict[str, Any]:
+    """The values of `EachProcess` in a state, by key; of what is no state, nothing: it is refused elsewhere."""
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {key: item.value for key, item in items if isinstance(item, EachProcess)}
+
+
+def add_up(contributions: Sequence[Contribution]) -> Votes:
+    """The votes of all processes."""
+    return Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))
+
+
+def by_process(contributions: Sequence[Contribution], key: str) -> dict[str, Any]:
+    """What the state holds under `key`: the values of all processes."""
+    return {f"process{index}": each.own[key] for index, each in enumerate(contributions)}
+
+
+def replace_entries(entries: list[StateEntry], collected: Sequence[StateEntry]) -> None:
+    """Put what was collected from all processes in the place of what one of them has; new keys come first."""
+    by_key = {entry.key: entry for entry in collected}
+    entries[:] = [by_key.pop(entry.key, entry) for entry in entries]
+    entries[:0] = by_key.values()

@@ -1,14 +1,18 @@
-"""Collectives for checkpoints: work whose error on one process is an error on all, and messages beside the training.
+"""Communication beside the training: votes in which an error of one process is an error of all, and messages.
 
-A `CheckpointManager` in a loop of its user reaches the other processes through `TorchProcessGroup`. The trainer of this
-package passes its own `Processes`, which has the same interface.
+A loop that brings nothing of this package but the manager of checkpoints needs no more than this. The trainer brings
+its own `ProcessGroup` (processes.py) for the votes.
+
+Each channel has a gloo group of its own. A thread that saves may then communicate while the training thread is in a
+collective: two threads on one group would take each other's messages. And gloo reports a dead peer within
+milliseconds, on every machine, where NCCL waits for minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,11 +20,16 @@ from torch import Tensor
 
 from ci_llm.errors import CheckpointError, PeerLost
 
-MAX_VOTES = 8
+MAX_VOTES: Final = 8
+#: Bytes that a message may have before it costs a second collective; generators of one process have about 20,000.
+FIRST_CAPACITY: Final = 1 << 16
+_LENGTH_BYTES: Final = 8
+#: First byte of a message that says whether its sender has failed.
+_FAILED, _FINE = b"\0", b"\1"
 
 
 class ProcessGroup(Protocol):
-    """The processes of a run, as a checkpoint manager needs them."""
+    """What the manager must know about the processes of a run."""
 
     @property
     def index(self) -> int: ...
@@ -54,10 +63,9 @@ class TorchProcessGroup:
 
 
 class SideChannel:
-    """A process group of its own, so that another thread can communicate while the training uses the default one.
+    """Messages between all processes, on a connection of their own.
 
-    Two threads must not share a group: their collectives would be matched in the order in which each process happens to
-    start them. The constructor is a collective, and so is every `exchange`. A single process communicates nothing.
+    Building it is a collective, and so is every exchange. On a single process it returns what it is given.
 
     Attributes:
         index: of this process.
@@ -67,10 +75,13 @@ class SideChannel:
     def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo") if _distributed() else None
         self._lost: PeerLost | None = None
+        self._capacity = FIRST_CAPACITY
         self.index, self.count = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all processes, by index. A collective. The bytes are returned and never executed.
+        """The messages of all processes, by index; one collective, and a second one for a message of record length.
+
+        Nothing that is received is executed.
 
         Raises:
             PeerLost: a process has ended.
@@ -80,59 +91,79 @@ class SideChannel:
         if self._group is None:
             return [message]
         try:
-            # Tensors in an all-gather have one shape: the first one tells the lengths, the second is padded.
-            sizes = [int(size) for size in self._gather(torch.tensor([len(message)]))]
-            padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-            padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            messages = self._gather(padded)
-            return [each[:size].numpy().tobytes() for each, size in zip(messages, sizes, strict=True)]
-        except RuntimeError as error:  # gloo raises no narrower class
+            return self._gather(message)
+        except RuntimeError as error:  # gloo has no narrower class
             reason = str(error).splitlines()[0]
-        # Outside of the except block: the traceback refers to the group, and a group keeps its connections as long as
-        # anything refers to it.
-        raise self._close(reason)
+        # Outside of the `except`: the error's traceback holds the group, and a group that is held stays connected.
+        raise self._disconnect(reason)
 
-    def _close(self, reason: str) -> PeerLost:
-        """Close every connection: a process that waits for this one, and not for the lost one, must notice as well."""
-        self._lost = PeerLost("another process is gone: nothing can be saved together", where=reason)
+    def exchange_result_of(self, work: Callable[[], bytes]) -> list[bytes]:
+        """Exchange what `work` returns on each process, with one collective.
+
+        Raises:
+            CheckpointError: `work` raised on another process; where it raised, its own error goes on. No process is
+                left waiting for one that failed.
+            PeerLost: a process has ended.
+        """
+        try:
+            message = _FINE + work()
+        except PeerLost:
+            raise
+        except BaseException:
+            self.exchange(_FAILED)
+            raise
+        received = self.exchange(message)
+        if any(each[:1] == _FAILED for each in received):
+            raise failed_elsewhere()
+        return [each[1:] for each in received]
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        while True:
+            # All processes send equally many bytes, as `all_gather` wants it: so no size has to be agreed on first.
+            sent = torch.zeros(_LENGTH_BYTES + self._capacity, dtype=torch.uint8)
+            head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[: self._capacity]
+            sent[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            received = [torch.empty_like(sent) for _ in range(self.count)]
+            dist.all_gather(received, sent, group=self._group)
+            lengths = [int.from_bytes(each[:_LENGTH_BYTES].numpy().tobytes(), "little") for each in received]
+            if max(lengths) <= self._capacity:
+                ends = [_LENGTH_BYTES + length for length in lengths]
+                return [each[_LENGTH_BYTES:end].numpy().tobytes() for each, end in zip(received, ends, strict=True)]
+            # Every process sees the same lengths, so all of them come to the same capacity and gather once more.
+            self._capacity = 1 << (max(lengths) - 1).bit_length()
+
+    def _disconnect(self, reason: str) -> PeerLost:
+        """Close every connection of the group, so that a process that waits for this one gets an error as well."""
+        self._lost = PeerLost("another process is gone: nothing can be saved by all of them", where=reason)
         dist.destroy_process_group(self._group)
         self._group = None
         return self._lost
 
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(own) for _ in range(self.count)]
-        dist.all_gather(gathered, own, group=self._group)
-        return gathered
-
 
 class SaveResultChannel:
-    """Process 0 tells the others whether a save succeeded, at its own time. The constructor is a collective.
+    """How process 0 tells the others what became of a save, when it knows. Building it is a collective.
 
-    Process 0 never waits until a message is received: another process may be busy, or gone.
+    `send` never waits for the others, which may be busy or gone. `receive` runs in a thread of its own.
     """
 
     def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo")
-        self._in_flight: list[Any] = []  # each send with its tensor, which must live as long as the send
+        self._in_flight: list[Any] = []  # each send with its tensor, which must live until it is sent
 
     def send(self, step: int, saved: bool) -> None:
-        """On process 0: tell whether `step` is saved."""
+        """On process 0: what became of `step`."""
         self._in_flight = [(work, message) for work, message in self._in_flight if not work.is_completed()]
         for index in range(1, dist.get_world_size()):
             message = torch.tensor([step, int(saved)])
-            with contextlib.suppress(RuntimeError):  # a process that is gone needs no message
+            with contextlib.suppress(RuntimeError):  # that process is gone and needs no result
                 self._in_flight.append((dist.isend(message, index, group=self._group), message))
 
     def receive(self, step: int) -> bool:
-        """On every other process: wait for the message about `step`, and return whether that step is saved.
-
-        Returns:
-            False as well if process 0 is gone; the next collective reports that on every process.
-        """
+        """On every other process: whether `step` was saved. False if process 0 is gone: the next collective fails."""
         message = torch.zeros(2, dtype=torch.int64)
         with contextlib.suppress(RuntimeError):
             dist.recv(message, 0, group=self._group)
-            while message[0] < step:  # about an earlier save, for which nobody here has waited
+            while message[0] < step:  # the result of an earlier save that nobody here has waited for
                 dist.recv(message, 0, group=self._group)
         return message.tolist() == [step, 1]
 
@@ -142,24 +173,22 @@ def _distributed() -> bool:
 
 
 def has_other_processes() -> bool:
-    """Whether the run has other processes, which may wait for this one in a collective."""
+    """Whether other processes may wait for this one in a collective."""
     return _distributed() and dist.get_world_size() > 1
 
 
+def failed_elsewhere() -> CheckpointError:
+    """The error of a process that did its part while another one failed."""
+    return CheckpointError("another process of this run has failed at this point", hint="see its own message")
+
+
 def run_collectively(processes: ProcessGroup, work: Callable[[], Sequence[int]]) -> list[int]:
-    """Run `work` on every process and add up the numbers that it returns. A collective.
-
-    Args:
-        processes: of the run.
-        work: returns up to 8 counts.
-
-    Returns:
-        the sum of each count over all processes.
+    """Do `work` on every process and add up what it returns. A collective.
 
     Raises:
-        CheckpointError: `work` raised on another process; a process on which it raised raises that error. Every process
-            leaves the collective in either case, so that none waits for one that failed.
-        PeerLost: at once, without a vote: processes that still wait in another collective could not take part.
+        CheckpointError: `work` raised on another process; where it raised, its own error goes on. No process is left
+            waiting for one that failed.
+        PeerLost: at once and without a vote, because processes that wait elsewhere could not take part in it.
     """
     try:
         votes = work()
@@ -170,7 +199,7 @@ def run_collectively(processes: ProcessGroup, work: Callable[[], Sequence[int]])
         raise
     failed, *totals = _add_up(processes, votes)
     if failed:
-        raise CheckpointError("another process of this run has failed at this point", hint="see its own message")
+        raise failed_elsewhere()
     return totals[: len(votes)]
 
 

@@ -161,7 +161,6 @@ class CheckContext:
             checkpoint_backend=config.checkpoint_backend,
             processes=self.processes,
             interrupts=self.interrupts,
-            say=log.say,
         )
         self.at_end.callback(log.close)
         self.at_end.callback(manager.close)

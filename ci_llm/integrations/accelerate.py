@@ -53,32 +53,32 @@ FOLDER = HOOKS_FOLDER
 LAST_FILE = "random_states_0.pkl"
 OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 
-_LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-def register_hooks(accelerator: Any, *, say: Callable[[str], None] = _LOGGER.warning) -> None:
+def register_hooks(accelerator: Any) -> None:
     """Make `save_state` and `load_state` of an `Accelerator` exact for a `Crowd`. Call it on every process, once.
 
-    From then on both are collectives, as Accelerate says of them: every process calls them, and at the same step.
+    From then on both are collectives, as Accelerate documents them: every process calls them, at the same step. Warns
+    about everything that `load_state` will not restore.
 
     Args:
         accelerator: what the crowd, its optimizers, schedulers and loaders were prepared by.
-        say: called with one line for people: what a resumed loop will not have as it was.
 
     Raises:
         ConfigError: no crowd was prepared, or more than one; or by something that owns the checkpoint.
     """
     hooks = _Hooks(accelerator)
     for note in hooks.notes():
-        say(note)
+        logger.warning(note)
     accelerator.register_save_state_pre_hook(hooks.save)
     accelerator.register_load_state_pre_hook(hooks.load)
 
 
-def latest_state(folder: Path | str, *, say: Callable[[str], None] = _LOGGER.warning) -> Path | None:
+def latest_state(folder: Path | str) -> Path | None:
     """The newest of the folders in `folder` that `save_state` wrote to its end, every byte of `ci_llm/` verified.
 
-    What is unfinished or damaged is passed over, with a line for people. None if there is no other.
+    Folders that are unfinished or damaged are passed over with a warning. None if there is no other.
     """
     found = []
     for place in Path(folder).glob(f"*/{FOLDER}"):
@@ -86,7 +86,7 @@ def latest_state(folder: Path | str, *, say: Callable[[str], None] = _LOGGER.war
             _require_whole(place.parent)
             found.append((verify_folder(place).wall_time, place.parent))
         except CheckpointError as error:
-            say(f"passed over: {error.what} ({place.parent})")
+            logger.warning("passed over: %s (%s)", error.what, place.parent)
     return max(found)[1] if found else None
 
 

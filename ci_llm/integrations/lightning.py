@@ -4,13 +4,13 @@
     trainer = L.Trainer(..., callbacks=[checkpoints], enable_checkpointing=False)
     trainer.fit(model, loader, ckpt_path=checkpoints.resume())
 
-What is saved: what Lightning puts into a checkpoint, but of the weights only those that are trained; and the generators
-of every process, at the beginning of the epoch and at the step. On a resume the epoch is begun with the draws that it
-had, and the batches that were used are passed over: the order is the same for any sampler.
+A checkpoint holds what Lightning puts into one, but of the weights only those that are trained; and the generators of
+every process, at the beginning of the epoch and at the step. On a resume the epoch begins with the same random numbers,
+and the batches that were used are skipped: so the order is the same for any sampler.
 
-When: before a batch is trained on, when the one before has been validated and its gradients are used up. Lightning has
-counted that batch as begun by then, so its counters are put back. It is stopped there, too: `should_stop` alone would
-validate first. Nothing is unpickled on the way back.
+A step is saved before the next batch is trained on: by then it is validated, and its gradients are used up. Lightning
+has counted that batch as begun, so its counters are set back. The training stops at the same point, because
+`should_stop` alone would validate first. Nothing is unpickled on a resume.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
 
     Args:
         directory: the folder of the run, its own, on a disk that all processes share.
-        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others.
+        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others,
+            but not `checkpoint_backend`: process 0 writes.
+
+    Raises:
+        ConfigError: a setting that cannot work here.
 
     Attributes:
         interrupted: why the last `fit()` has ended before its work was done, "signal:SIGTERM" for instance; None if it
@@ -52,6 +56,12 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
     """
 
     def __init__(self, directory: Path | str, **settings: Any) -> None:
+        if settings.get("checkpoint_backend", "vanilla") != "vanilla":
+            raise ConfigError(
+                "only process 0 has the state that Lightning hands out, so no other process can write a part of it",
+                where="checkpoint_backend",
+                hint='leave it at "vanilla"',
+            )
         self._directory, self._settings = Path(directory), settings
         self.interrupted: str | None = None
         self._attempt: _Attempt | None = None
@@ -79,7 +89,7 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._attempt is not None and (reason := self._attempt.begin_batch()) is not None:
             self.interrupted = reason
-            raise StopIteration  # ends the epoch without another word, as a -1 of this hook in the module does
+            raise StopIteration  # ends the epoch at once, as -1 from this hook of a module does
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -131,7 +141,7 @@ class _Attempt:
             own = self._module.state_dict()
             nothing: dict[str, Any] = {"state_dict": own, "optimizer_states": [], "lr_schedulers": []}
             return {**nothing, "pytorch-lightning_version": lightning.__version__}
-        where = str(self._saver.manager.store.path(step))
+        where = str(self._saver.manager.path(step))
         saved = self._saver.manager.restore(step)
         if "lightning" not in saved:
             raise ForeignCheckpoint("this checkpoint is not of Lightning", where=where, hint="give another folder")
@@ -207,7 +217,7 @@ class _Attempt:
         ended = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         self._unused_gradients = trainer.lightning_module.automatic_optimization and not ended
 
-    # AttemptResult
+    # The end
 
     def finish(self, *, interrupted: bool) -> None:
         """Save the step at which the training has ended, unless it was saved before it was broken off."""
@@ -304,7 +314,7 @@ class _Io(CheckpointIO):  # type: ignore[misc]
 
 
 class _Replayed:
-    """A loader, whose first pass of a resumed run has the order it had and begins where the run stands."""
+    """A loader whose first pass in a resumed run has its old order, and begins after the batches that were used."""
 
     def __init__(self, loader: Any, attempt: _Attempt) -> None:
         self.loader, self._attempt = loader, attempt

@@ -1,4 +1,4 @@
-"""A trainer's checkpoints as its callback sees them: opened before it trains, one vote per step, closed at its end."""
+"""The checkpoints of a trainer, for its callback: opened before the training, asked at each step, closed after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ci_llm.interrupts import Interrupts
 
 
 class Saver:
-    """One attempt at training. A collective, and so is whatever says so.
+    """One attempt at training. Building it is a collective, and so are the methods that say so.
 
     Args:
         directory: the folder of the run.
@@ -37,17 +37,17 @@ class Saver:
         self._saved = self.step
 
     def listen(self) -> None:
-        """Hear signals from here on, whoever else heard them before."""
+        """Handle signals from here on, in the place of any other handler."""
         self._interrupts.install()
 
     def told_to_stop(self, step: int) -> str | None:
-        """Why the training shall end after `step`, whichever process was told so. A collective."""
+        """Why the training shall end after `step`, if any process got a signal. A collective."""
         if not self.manager.reached_preemption(step):
             return None
         return self._interrupts.stop_reason or "another process was told to stop"
 
     def save(self, step: int, contents: Callable[[], dict[str, Any]], *, force: bool = False) -> None:
-        """Save what `contents` gives as `step`, if any process finds that due. A collective, and so is `contents`."""
+        """Save what `contents` returns as `step`, if any process finds that due. A collective, and so is `contents`."""
         if step == self._saved:
             return
         if not force:
@@ -59,7 +59,7 @@ class Saver:
         self._saved = step
 
     def close(self) -> None:
-        """Make durable what is in flight; give folder and signals back."""
+        """Finish the save in flight; release the folder and restore the signal handlers."""
         try:
             self.manager.close()
         finally:
@@ -67,7 +67,7 @@ class Saver:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every process gives, by index. A collective."""
+    """The values of all processes, by index. A collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -90,7 +90,7 @@ def restore_generators(saved: dict[str, Any], where: str) -> None:
 
 
 def require_same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) -> None:
-    """Refuse a checkpoint of a loop that would go another way from here.
+    """Refuse a checkpoint of a loop with other settings.
 
     Raises:
         ForeignCheckpoint: with every value that differs.

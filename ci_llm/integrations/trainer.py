@@ -4,12 +4,12 @@
     trainer = Trainer(..., callbacks=[checkpoints])
     trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))
 
-What is saved: trained parameters, optimizer, scheduler, loss scale, TrainerState, the state of callbacks, the running
-loss, and the generators of every process. Where in the data the run stands, Trainer works out of its state.
+A checkpoint holds trained parameters, optimizer, scheduler, loss scale, TrainerState, the state of callbacks, the
+running loss, and the generators of every process. Trainer computes the position in the data from its state.
 
-When: at the beginning of the step after, when a step has been logged and evaluated, its gradients are used up, and the
-next batches are fetched. So the accumulation window is at its end, and nothing of the step will be done again. The step
-at which the run ends is saved after Trainer's loop. Trainer's own checkpoints (`save_strategy`) are left to it.
+A step is saved at the beginning of the next one: by then it is logged and evaluated, its gradients are used up, and the
+next batches are fetched. So the accumulation window is at its end, and nothing of the step is done again. The last step
+is saved after Trainer's loop. Trainer's own checkpoints (`save_strategy`) are not touched.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import Saver, gathered, require_same, restore_generators
 from ci_llm.integrations.weights import frozen_digest, load_trained, trained_tensors
 
-_LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
-#: What says which rows a step has.
+#: The arguments on which the rows of a step depend.
 LOOP = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "dataloader_drop_last")
 
 
@@ -56,7 +56,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
     def resume(self, trainer: Trainer) -> str | None:
         """What to give to `trainer.train(resume_from_checkpoint=...)`: the newest checkpoint that verifies, or None.
 
-        Call it right before, on every process: signals are heard from here on.
+        Call it right before, on every process: signals are handled from here on.
 
         Raises:
             ConfigError: this trainer leaves its checkpoints to something else, or its batch size open.
@@ -90,7 +90,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
             control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._attempt is not None:  # people evaluate without training, too
+        if self._attempt is not None:  # Trainer can evaluate without training
             self._attempt.mark = None
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -133,11 +133,11 @@ class _Attempt:
         self.mark: int | None = None
         self._load_best = trainer.args.load_best_model_at_end
         self._inner_loop = trainer._inner_training_loop
-        trainer._inner_training_loop = self._watched_loop  # no callback hears of an error
+        trainer._inner_training_loop = self._watched_loop  # Trainer calls no callback after an error
         self.source: str | None = None
         if saver.step is not None:
-            self.source = str(saver.manager.store.path(saver.step))
-            # It asks for files in formats of its own; ours are read when the optimizer exists.
+            self.source = str(saver.manager.path(saver.step))
+            # Trainer would look for files in its own formats; `begin` reads ours, once the optimizer exists.
             trainer._load_from_checkpoint = self._leave_to_us
 
     def _leave_to_us(self, folder: str, model: Any = None) -> None:
@@ -189,7 +189,7 @@ class _Attempt:
         self._at_epoch = determinism.capture()
 
     def begin_step(self) -> None:
-        """The batches of the step are fetched; the step before is done with."""
+        """The batches of the step are fetched, and the step before is complete."""
         if self._pending is not None:
             if self._pending["at_step"] is not None:
                 restore_generators(self._pending["at_step"], str(self.source))
@@ -199,17 +199,17 @@ class _Attempt:
             self.saver.save(step, lambda: self._contents(within_epoch=True))
 
     def end_step(self) -> None:
-        """What draws from here to the next step, and is no evaluation, draws for the data."""
+        """From here to the next step only the fetching of batches may draw random numbers, apart from an evaluation."""
         self.mark = _mark()
 
     def _say_if_drawn(self) -> None:
         if self.mark is not None and self.mark != _mark():
-            _LOGGER.warning(
+            logger.warning(
                 "not restored after a kill: what the rows or the collator draw at random while they are fetched;"
                 " make it a function of the row"
             )
 
-    # AttemptResult
+    # The end
 
     def keep_weights(self) -> None:
         self._trainer.args.load_best_model_at_end = self._load_best and not self.stopping

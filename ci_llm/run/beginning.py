@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.aside import set_aside
 from ci_llm.checkpoints.folders import FINAL, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.store import QUARANTINE, SUPERSEDED
+from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
@@ -106,14 +105,14 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
     Raises:
         CheckpointError: the disk refuses it.
     """
-    folder, store = manager.store.directory, manager.store
+    folder = manager.directory
     lines = []
     try:
         if start.sets_aside and (entries := _entries(folder)):
-            lines.append(f"what was here moved to {set_aside(store, entries)}")
+            lines.append(f"what was here moved to {manager.set_aside(entries)}")
         lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
         if read_beginning(folder) != start.beginning:
-            write_json(folder / NAME, asdict(start.beginning), staging=store.staging)
+            write_json(folder / NAME, asdict(start.beginning), staging=manager.staging)
     except OSError as error:
         raise CheckpointError(
             f"the run cannot begin here: {error.strerror}",
@@ -194,7 +193,7 @@ def _from_own(source: Source, record: Beginning, note: str = "") -> Start:
 
 def _from_given(manager: CheckpointManager, source: Source, record: Beginning, given: str, note: str = "") -> Start:
     """From a checkpoint given by path: one of the run's own, or one with which another line of steps begins."""
-    own = is_named_checkpoint(source.folder) and _same_place(source.folder.parent, manager.store.directory)
+    own = is_named_checkpoint(source.folder) and _same_place(source.folder.parent, manager.directory)
     return _from_own(source, record, note) if own else Start(source, replace(record, source=given), note=note)
 
 
@@ -225,11 +224,11 @@ def _go_back(manager: CheckpointManager, back: str, record: Beginning) -> Start:
     if not back.isdecimal():
         source = open_source(Path(back), where)
     elif int(back) in (steps := manager.all_steps()):
-        source = open_source(manager.store.path(int(back)), where)
+        source = open_source(manager.path(int(back)), where)
     else:
         raise ConfigError(
             f"this run has no step {int(back)}: it holds {_listed(steps)}",
-            where=f"{where}, output_dir: {manager.store.directory}",
+            where=f"{where}, output_dir: {manager.directory}",
             hint="give one of these steps, or the path of a checkpoint",
         )
     note = f"going back on purpose (restart_from={back}): later calls with this key go on from the newest"
@@ -247,7 +246,7 @@ def _require_same_beginning(
         return known
     if wanted == LATEST:
         return known or Beginning(said=(LATEST,))
-    folder = manager.store.directory
+    folder = manager.directory
     newest = folders_of(folder, steps[-1])
     if wanted is not None and known is not None and any(_same_place(Path(wanted), each) for each in newest):
         return known.also_meant_by(wanted)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.crowd.model import Crowd
@@ -43,35 +42,34 @@ def kept_steps(config: Config, validation: Validation) -> tuple[int, ...]:
     return (best,) if config.keeps_best and best is not None else ()
 
 
-def result_step(config: Config, state: TrainState, manager: CheckpointManager, processes: Processes) -> int:
-    """The step whose weights are the result of the run. A collective.
+def result_of(config: Config, state: TrainState, manager: CheckpointManager, processes: Processes) -> Checkpoint | None:
+    """The checkpoint whose weights are the result of the run; None for the last step. A collective.
 
-    With `load_best_model_at_end` the best step, as long as its checkpoint is whole; else the last one.
+    With `load_best_model_at_end` that of the best step, as long as it is whole. Every process reads it once.
     """
     best = state.validation.best_step
     if not config.load_best_model_at_end or best is None or best == state.step:
-        return state.step
+        return None
     manager.wait_until_finished()  # an error of the last save says nothing about the best one
-    damage = None
-    if processes.is_main:
-        try:
-            manager.verify(best)
-        except CheckpointError as error:
-            damage = str(error)
-    if (damage := processes.broadcast_object(damage)) is None:
-        return best
-    logger.warning(f"the best step, {best}, cannot be the result, so the last one is: {damage}")
-    return state.step
+    found, damage = None, None
+    try:
+        found = manager.read(best)
+    except CheckpointError as error:
+        damage = str(error)
+    if damages := [each for each in processes.gather_object(damage) if each is not None]:
+        logger.warning(f"the best step, {best}, cannot be the result, so the last one is: {damages[0]}")
+        return None
+    return found
 
 
 @contextmanager
-def weights_of(folder: Path, crowd: Crowd) -> Iterator[None]:
+def weights_of(checkpoint: Checkpoint, crowd: Crowd) -> Iterator[None]:
     """Give the agents the weights of a checkpoint within the block; afterwards they have their own again."""
-    saved, agents = load_checkpoint(folder).state, crowd.agents
+    agents = crowd.agents
     own = agents.weights.clone()
     try:
         for k in range(crowd.num_agents):
-            agents.load_agent(k, saved[f"agent{k}/adapter_model"], str(folder))
+            agents.load_agent(k, checkpoint.state[f"agent{k}/adapter_model"], str(checkpoint.folder))
         yield
     finally:
         agents.weights.copy_(own)

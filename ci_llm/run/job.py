@@ -31,7 +31,7 @@ from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.run.beginning import Start, find_start, prepare
-from ci_llm.run.best_step import kept_steps, result_step, weights_of
+from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.context import Run
 from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import evaluation_metrics
@@ -73,7 +73,6 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
         processes=processes,
         interrupts=interrupts,
         on_disk_full=config.on_disk_full,
-        say=log.say,
     )
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
@@ -240,11 +239,11 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, start, step))
-    run.log.open(number, still_held=manager.store.still_held)
+    run.log.open(number, still_held=manager.holds_lease)
     run.log.truncate_metrics(step if step else -1)
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, resumed_from=step)
     processes.on_main(partial(start_trackers, saved_state=trackers, hyperparameters=config.model_dump()))
-    run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.store.still_held)
+    run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.holds_lease)
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
     earlier = last_status(config.run_folder) if step and processes.is_main else None
@@ -263,11 +262,11 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
 
 def _lease(manager: CheckpointManager, start: Start, step: int) -> int:
     """Make the folder this attempt's; returns the attempt's number."""
-    number = manager.store.claim()
+    number = manager.acquire_lease()
     for line in prepare(manager, start):
         logger.info(line)
     job = read_job()
-    record_attempt(manager.store.directory, number, step, job.record() if job else None)
+    record_attempt(manager.directory, number, step, job.record() if job else None)
     return number
 
 
@@ -293,7 +292,7 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
 
 @contextmanager
 def _hardware_monitored(config: Config, manager: CheckpointManager, processes: Processes) -> Iterator[None]:
-    monitor = HardwareMonitor(config.run_folder, still_held=manager.store.still_held)
+    monitor = HardwareMonitor(config.run_folder, still_held=manager.holds_lease)
     if config.monitor_gpu and processes.is_main:
         monitor.start()
     try:
@@ -335,10 +334,10 @@ def conclude(run: Run) -> str | None:
     if scores is not None:
         note_evaluation(run, evaluation_metrics(scores))
     with run.heartbeat.resting():
-        step = result_step(run.config, run.state, run.manager, run.processes)
-    folder = None if step == run.state.step else run.manager.store.path(step)
-    with nullcontext() if folder is None else weights_of(folder, run.crowd):
-        if scores is not None and folder is not None:
+        best = result_of(run.config, run.state, run.manager, run.processes)
+    step = run.state.step if best is None else best.manifest.step
+    with nullcontext() if best is None else weights_of(best, run.crowd):
+        if scores is not None and best is not None:
             scores = run.evaluator.scores(step, run.micro_batch_size)
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
     if (stop := run.stop_vote.reason()) is not None or scores is None:
@@ -358,7 +357,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
         added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}
         run.manager.finish(added, step=None if step == run.state.step else step)
         require_written(run.manager, run.processes)
-    if run.processes.is_main and run.manager.store.still_held():
+    if run.processes.is_main and run.manager.holds_lease():
         write_json(config.run_folder / "evaluation.json", record)
 
 
@@ -387,7 +386,7 @@ def require_written(manager: CheckpointManager, processes: Processes) -> None:
     if cause is not None:  # the manager has logged what was dropped, and why
         raise CheckpointError(
             "the run is not complete: what it wrote last is not on the disk",
-            where=str(manager.store.directory),
+            where=str(manager.directory),
             hint="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause
 

@@ -19,6 +19,7 @@ from ci_llm._version import __version__
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.checkpoints.votes import EachProcess
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.core import determinism
 from ci_llm.crowd.base import Base, short_name
@@ -53,7 +54,7 @@ def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Sou
         at_most: the newest step that is trusted; None: any.
     """
     step = manager.latest_step(at_most=at_most)
-    return None if step is None else Source(load_checkpoint(manager.store.path(step)), manager.store.path(step))
+    return None if step is None else Source(found := manager.read(step), found.folder)
 
 
 def open_source(given: Path, where: str) -> Source:
@@ -120,10 +121,10 @@ class RunCheckpoint:
         Args:
             learning_rate: of the last step.
             trackers: ids under which trackers know the run.
-            generators: `determinism.capture()` of every process by index, None where it is not known; gathered by
-                default, which makes this a collective.
+            generators: `determinism.capture()` of every process by index, None where it is not known; by default `save`
+                collects them.
         """
-        generators = generators or self.processes.gather_object(determinism.capture())
+        known = {f"process{i}": each for i, each in enumerate(generators) if each is not None}
         return {
             **self.crowd.adapter_files(),
             "ci_llm_meta_config": self._meta(),
@@ -137,7 +138,7 @@ class RunCheckpoint:
             # An agent outside of an episode is its own good snapshot: an older one would double every checkpoint.
             "guard": self.last_good.state_of(_in_episode(state)),
             "trackers": dict(trackers),
-            "rng": {f"process{i}": each for i, each in enumerate(generators) if each is not None},
+            "rng": known if generators else EachProcess(determinism.capture()),
             "config.yaml": self.config.dump().encode(),
             **self.tokenizer_files,
         }

@@ -155,7 +155,7 @@ def _nonfinite_response(
     config: Config, last_good: LastGood, processes: Processes, manager: CheckpointManager
 ) -> NonFiniteResponse:
     def may_write() -> bool:
-        return processes.is_main and manager.store.still_held()
+        return processes.is_main and manager.holds_lease()
 
     bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
     return NonFiniteResponse(bounds, last_good, config.run_folder, may_write)

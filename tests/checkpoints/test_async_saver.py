@@ -23,6 +23,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off
 from ci_llm.errors import CheckpointError
 from tests.support.events import DEADLINE_S
+from tests.support.log_lines import log_lines, on_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,16 +209,14 @@ def test_the_arena_is_kept_and_grows(training: Training, monkeypatch: pytest.Mon
 def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(
     training: Training, tmp_path: Path, gate: Gate
 ) -> None:
-    said: list[str] = []
-
-    def hear(line: str) -> None:
-        said.append(line)
-        gate.opened.set()
-
-    with CheckpointManager(tmp_path, optimizers=[training.optimizer], say=hear) as manager:
+    with (
+        log_lines() as said,
+        on_log(lambda line: gate.opened.set()),
+        CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager,
+    ):
         manager.save(1, training.state)
         manager.save(2, training.state)
-        assert manager.store.numbered_steps() == [1]
+        assert manager._store.numbered_steps() == [1]
         assert said == ["saving step 2 waits for the save before it: saves are due faster than they are written"]
         assert manager.all_steps() == [1, 2]
 
@@ -280,11 +279,11 @@ class Slow(Filesystem):
 folder = Path(sys.argv[1])
 weight = torch.nn.Parameter(torch.full((1000,), 7.0))
 optimizer = torch.optim.SGD([weight], lr=0.1)
-manager = CheckpointManager(folder, optimizers=[optimizer], say=print)
-manager.store._disk = Slow()
-manager.store.claim()
+manager = CheckpointManager(folder, optimizers=[optimizer])
+manager._store._disk = Slow()
+manager._store.acquire_lease()
 manager.save(1, {"weight": weight})
-assert manager.store.numbered_steps() == []
+assert manager._store.numbered_steps() == []
 if "lose" in sys.argv:
     (folder / ".attempt-1").rename(folder / ".attempt-9")
 last_line.set()
@@ -293,7 +292,7 @@ last_line.set()
 
 def leave(*arguments: object) -> str:
     command = [sys.executable, "-c", LEAVES, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_S, capture_output=True, text=True).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_S, capture_output=True, text=True).stderr
 
 
 @pytest.mark.slow

@@ -41,15 +41,15 @@ def content(step: int, serial: int = 0) -> dict[str, FileImage]:
 
 
 def open_store(root: Path, disk: Filesystem, number: int = 1, limit: int | None = None) -> CheckpointStore:
-    return CheckpointStore(root, save_total_limit=limit, holder=holder(number), disk=disk, say=lambda line: None)
+    return CheckpointStore(root, save_total_limit=limit, owner=holder(number), disk=disk)
 
 
 def newest(root: Path) -> int | None:
     """What a fresh reader finds, with its contents checked."""
-    store = CheckpointStore(root, say=lambda line: None)
+    store = CheckpointStore(root)
     step = store.latest(heal=False)
     if step is not None:
-        _, files = store.read(step)
+        files = store.read(step).files
         assert files["agent0/b.json"].startswith(f"step {step} ".encode())
     return step
 
@@ -250,7 +250,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.retired))
     def a_sleeper_wakes_up(self) -> None:
         """Whoever was taken over from can change nothing, whatever it tries."""
-        self.store.claim()
+        self.store.acquire_lease()
         before = listing(self.root)
         sleeper = self.retired[-1]
         if sleeper._claim is None:

@@ -128,9 +128,9 @@ def test_a_pause_for_which_others_wait_has_an_end(world: World, backend: str, be
 
 
 def test_who_gave_up_is_an_error_before_our_own_full_disk() -> None:
-    line = SimpleNamespace(exchange=lambda said: [said, dump_json(GAVE_UP)])
-    told = [{"records": {}}, {"records": {}}]
-    followers = _Followers(line, Path("run"), told)  # type: ignore[arg-type]
+    channel = SimpleNamespace(exchange=lambda message: [message, dump_json(GAVE_UP)])
+    received = [{"records": {}}, {"records": {}}]
+    followers = _Followers(channel, Path("run"), received)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="process 1 could not write"), followers.writing(Path("run/draft")):
         raise OSError(errno.ENOSPC, "full")
 
@@ -205,7 +205,7 @@ def test_a_shard_that_is_missing_or_of_another_checkpoint_is_named(world: World,
     with pytest.raises(DamagedCheckpoint, match=f"missing: {shard}" if fate == "missing" else f"tensor .* of {shard}"):
         load_checkpoint(hurt.parent)
     said: list[str] = []
-    with CheckpointManager(world.directory, say=said.append) as manager:
+    with CheckpointManager(world.directory) as manager:
         assert manager.latest_step() == 1
     assert "quarantine" in said[0]
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from ci_llm.checkpoints.args import Composite, StandardRestore
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.gradients import KEY
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.orbax_arguments import Composite, StandardRestore
 from ci_llm.errors import ForeignCheckpoint
 from tests.support.forkserver import ForkServer
 

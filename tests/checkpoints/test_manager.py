@@ -32,6 +32,7 @@ from tests.support import loops
 from tests.support.disks import CachedDisk, FailingDisk
 from tests.support.events import DEADLINE_S
 from tests.support.forkserver import ForkServer
+from tests.support.log_lines import on_log
 
 
 @pytest.fixture
@@ -42,8 +43,10 @@ def managers(tmp_path: Path) -> Iterator[Any]:
     def make(disk: Any = None, **options: Any) -> CheckpointManager:
         options.setdefault("async_save", False)
         manager = CheckpointManager(tmp_path / "run", **options)
-        store = {"save_total_limit": options.get("max_to_keep"), "say": options.get("say", lambda line: None)}
-        manager.store = CheckpointStore(tmp_path / "run", disk=disk or CachedDisk(), **store)
+        store = {
+            "save_total_limit": options.get("max_to_keep"),
+        }
+        manager._store = CheckpointStore(tmp_path / "run", disk=disk or CachedDisk(), **store)
         made.append(manager)
         return manager
 
@@ -88,10 +91,9 @@ def test_by_steps_by_time_and_by_force(managers: Any) -> None:
     assert manager.should_save(12)
 
 
-def test_a_failed_save_is_tried_again_when_next_due_and_training_goes_on(managers: Any) -> None:
-    said: list[str] = []
+def test_a_failed_save_is_tried_again_when_next_due_and_training_goes_on(managers: Any, said: list[str]) -> None:
     disk = FailingDisk(10**9, 28)
-    manager = managers(disk=disk, save_interval_steps=2, say=said.append)
+    manager = managers(disk=disk, save_interval_steps=2)
     assert manager.save(0, {"step": 0})
     disk.lives = disk.changes + 3
     assert [manager.save(step, {"step": step}) for step in range(1, 6)] == [False, False, False, True, False]
@@ -99,9 +101,8 @@ def test_a_failed_save_is_tried_again_when_next_due_and_training_goes_on(manager
     assert manager.latest_step() == 4
 
 
-def test_a_step_that_is_not_newer_is_not_saved(managers: Any) -> None:
-    said: list[str] = []
-    manager = managers(say=said.append)
+def test_a_step_that_is_not_newer_is_not_saved(managers: Any, said: list[str]) -> None:
+    manager = managers()
     assert manager.save(5, {"step": 5})
     assert not manager.save(5, {"step": 5})
     assert said == ["step 5 is saved already"]
@@ -440,7 +441,7 @@ class GatedDisk(CachedDisk):
 def test_saving_behind_keeps_what_was_there_at_the_call(managers: Any) -> None:
     disk = GatedDisk()
     manager = managers(disk=disk, async_save=True)
-    manager.store.claim()
+    manager._store.acquire_lease()
     weight, info = torch.ones(1000), {"rows": [1]}
     assert manager.save(1, {"w": weight, "plain": {"a": [1]}}, info=info)
     assert disk.reached.wait(DEADLINE_S)
@@ -454,13 +455,14 @@ def test_saving_behind_keeps_what_was_there_at_the_call(managers: Any) -> None:
 
 def test_one_save_is_in_flight_and_the_next_waits(managers: Any) -> None:
     disk = GatedDisk()
-    manager = managers(disk=disk, async_save=True, say=lambda line: disk.gate.set())  # that it waits
-    manager.store.claim()
+    manager = managers(disk=disk, async_save=True)
+    manager._store.acquire_lease()
     manager.save(1, {"a": 1})
     assert disk.reached.wait(DEADLINE_S)
-    assert manager.store.numbered_steps() == []
-    manager.save(2, {"a": 2})
-    assert 1 in manager.store.numbered_steps()
+    assert manager._store.numbered_steps() == []
+    with on_log(lambda line: disk.gate.set()):  # it says that it waits
+        manager.save(2, {"a": 2})
+    assert 1 in manager._store.numbered_steps()
     assert manager.all_steps() == [1, 2]
 
 
@@ -470,15 +472,14 @@ def test_an_error_behind_surfaces_at_the_next_call(managers: Any, tmp_path: Path
     manager.wait_until_finished()
     (tmp_path / "run" / ".attempt-1").rename(tmp_path / "run" / ".attempt-9")
     assert manager.save(10, {"a": 2})
-    manager._behind._job.exception(60)
+    manager._async_saver._job.exception(60)
     with pytest.raises(WriterBusy, match="taken over"):
         manager.save(11, {"a": 3})
 
 
-def test_a_disk_that_fails_behind_is_told_and_no_error(managers: Any) -> None:
-    said: list[str] = []
+def test_a_disk_that_fails_behind_is_told_and_no_error(managers: Any, said: list[str]) -> None:
     disk = FailingDisk(10**9, 5)
-    manager = managers(disk=disk, async_save=True, say=said.append)
+    manager = managers(disk=disk, async_save=True)
     manager.save(0, {"a": 1})
     manager.wait_until_finished()
     disk.lives = disk.changes + 2
@@ -491,11 +492,10 @@ def test_a_disk_that_fails_behind_is_told_and_no_error(managers: Any) -> None:
     assert manager.latest_step() == 2
 
 
-def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_path: Path, said: list[str]) -> None:
     disk = FailingDisk(10**9, 28)
-    manager = managers(disk=disk, async_save=True, say=said.append)
-    manager.store.claim()
+    manager = managers(disk=disk, async_save=True)
+    manager._store.acquire_lease()
     disk.lives = disk.changes + 2
     assert manager.save(1, {"a": 1})
     manager.wait_until_finished()
@@ -609,7 +609,7 @@ def test_every_process_can_wait_for_the_save_of_process_0(server: ForkServer, tm
 def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     with CheckpointManager(directory) as holder:
-        holder.store.claim()
+        holder.store.acquire_lease()
         assert server.run(loops.busy_together, log, ranks=2, directory=directory) == [0, 0]
     assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
 

@@ -34,7 +34,7 @@ class Options:
 
 @pytest.mark.parametrize("options", [ocp.CheckpointManagerOptions(save_interval_steps=4), Options(4)])
 def test_the_options_of_orbax_decide_as_orbax_does(options: Any, tmp_path: Path) -> None:
-    with ocp.CheckpointManager(tmp_path / "a", options=options, say=lambda line: None) as manager:
+    with ocp.CheckpointManager(tmp_path / "a", options=options) as manager:
         assert saved(manager, range(3, 9)) == [3, 4, 8], "the first save of an empty folder is due at any step"
     with ocp.CheckpointManager(tmp_path / "b", save_interval_steps=4) as manager:
         assert saved(manager, range(3, 9)) == [4, 8]
@@ -123,7 +123,7 @@ def test_a_reader_changes_nothing(said: dict[str, Any], tmp_path: Path) -> None:
         saved(manager, range(2))
     (tmp_path / "checkpoint_step_1" / "step.json").write_text("7")
     before = sorted(tmp_path.rglob("*"))
-    reader = ocp.CheckpointManager(tmp_path, say=lambda line: None, **said)
+    reader = ocp.CheckpointManager(tmp_path, **said)
     assert not reader.save(5, {"step": 5}, force=True)
     assert not reader.should_save(5)
     assert not reader.reached_preemption(5)
@@ -180,7 +180,7 @@ def test_nothing_to_restore_is_said(tmp_path: Path) -> None:
 
 
 def test_what_others_have_changed_is_seen_after_reload(tmp_path: Path) -> None:
-    with ocp.CheckpointManager(tmp_path, say=lambda line: None) as manager:
+    with ocp.CheckpointManager(tmp_path) as manager:
         saved(manager, range(3))
         assert not manager.is_saving_in_progress() or manager.check_for_errors() is None
         manager.wait_until_finished()

@@ -34,10 +34,9 @@ def test_where_saving_costs_more_than_failing_it_is_the_time_between_failures() 
     assert best_interval_s(100.0, 50.0) == 50.0
 
 
-def test_the_interval_follows_what_is_measured_and_says_so() -> None:
-    said: list[str] = []
+def test_the_interval_follows_what_is_measured_and_says_so(said: list[str]) -> None:
     now = [0.0]
-    interval = BestInterval(said.append, lambda: now[0])
+    interval = BestInterval(lambda: now[0])
     assert interval.seconds == FIRST_S
     interval.measured(0.02, 0.5)
     assert interval.seconds == pytest.approx(best_interval_s(0.02, PRIOR_S))
@@ -57,7 +56,7 @@ def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, fini
     now = [0.0]
     interrupts = Interrupts()
     options: dict[str, Any] = {"interrupts": interrupts, "clock": lambda: now[0], "save_interval_steps": None}
-    with CheckpointManager(folder, save_interval_seconds="auto", say=lambda line: None, **options) as manager:
+    with CheckpointManager(folder, save_interval_seconds="auto", **options) as manager:
         now[0] += lived_s
         if stopped:
             interrupts.request_stop("signal:SIGTERM")
@@ -73,7 +72,7 @@ def test_attempts_hand_on_how_long_they_lived_and_which_of_them_failed(tmp_path:
     assert live(tmp_path, 3, lived_s=70.0) == Endurance(220.0, 1, False)  # the second left in peace
     for _ in range(2):  # two more that die before they save anything
         with CheckpointManager(tmp_path) as manager:
-            manager.store.claim()
+            manager._store.acquire_lease()
     assert live(tmp_path, 4, lived_s=80.0, finished=True) == Endurance(300.0, 4, False)
     assert live(tmp_path, 5, lived_s=60.0) == Endurance(360.0, 4, False)  # the one before had come to its end
     assert Endurance(360.0, 4).mtbf_s == (PRIOR_S + 360.0) / 5
@@ -82,7 +81,7 @@ def test_attempts_hand_on_how_long_they_lived_and_which_of_them_failed(tmp_path:
 def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(tmp_path: Path) -> None:
     now, saved = [0.0], []
     with CheckpointManager(
-        tmp_path, save_interval_steps=None, save_interval_seconds="auto", clock=lambda: now[0], say=lambda line: None
+        tmp_path, save_interval_steps=None, save_interval_seconds="auto", clock=lambda: now[0]
     ) as manager:
         for step in range(20):
             now[0] += 10.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -48,14 +49,13 @@ def visible(folder: Path) -> list[str]:
 class Run:
     """A folder and the stores opened on it, closed at the end; what was said is kept."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.said: list[str] = []
+    def __init__(self, directory: Path, said: list[str]) -> None:
+        self.directory, self.said = directory, said
         self.stores: list[CheckpointStore] = []
 
     def open(self, **options: Any) -> CheckpointStore:
         options.setdefault("disk", CachedDisk())
-        store = CheckpointStore(self.directory, say=self.said.append, **options)
+        store = CheckpointStore(self.directory, **options)
         self.stores.append(store)
         return store
 
@@ -66,8 +66,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path / "run")
+def run(tmp_path: Path, said: list[str]) -> Iterator[Run]:
+    run = Run(tmp_path / "run", said)
     yield run
     for store in run.stores:
         store.close()
@@ -84,7 +84,7 @@ def elsewhere(number: int = 1, **changes: Any) -> Owner:
 def test_a_checkpoint_is_committed_whole_and_says_what_it_is(run: Run) -> None:
     result = run.open().save(7, files(7), forms={"optimizer": "tensors"}, info={"epoch": 0.5, "rows": (1, 2)})
     assert (result.saved, result.note) == (True, "")
-    manifest, contents = run.open().read(7)
+    _, manifest, contents = run.open().read(7)
     assert (manifest.step, manifest.attempt, manifest.info) == (7, 1, {"epoch": 0.5, "rows": (1, 2)})
     assert contents["optimizer.safetensors"] == b"step 7 " * 40 + b"end"
     assert result.nbytes == sum(map(len, contents.values()))
@@ -155,7 +155,7 @@ def test_the_final_checkpoint_counts_with_its_step_and_is_made_anew(run: Run) ->
     store.finish()
     shutil.rmtree(run.directory / "checkpoint_step_1")
     assert store.latest() == 1
-    assert store.read(1)[0].step == 1
+    assert store.read(1).manifest.step == 1
 
 
 def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:
@@ -175,6 +175,39 @@ def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:
         "final_checkpoint",
     ]
     verify_folder(run.directory / "superseded" / "checkpoint_step_2.2")
+
+
+class BreakingDisk(FailingDisk):
+    """Fails change number `lives`, and every one after it until `lives` is set higher."""
+
+    def spend(self) -> None:
+        self.changes += 1
+        if self.changes > self.lives:
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("kind", [FailingDisk, BreakingDisk], ids=["once", "from then on"])
+def test_a_disk_that_refuses_a_move_loses_no_checkpoint(kind: type[FailingDisk], tmp_path: Path) -> None:
+    steps = ["checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_3"]
+    for lives in itertools.count():
+        run, disk = Run(tmp_path / str(lives), []), kind(10**9, errno.EIO)
+        store = run.open(disk=disk, owner=elsewhere(1))
+        for step in (1, 2, 3):
+            store.save(step, files(step))
+        disk.lives = disk.changes + lives
+        moved = False
+        with contextlib.suppress(OSError):
+            moved = len(store.supersede(1)) == 2
+        store.close()
+        run.silence()
+        run.open(owner=elsewhere(2)).acquire_lease()
+        held = [*run.directory.glob("checkpoint_step_*"), *run.directory.glob("superseded/*")]
+        assert sorted(path.name for path in held) == steps, lives
+        for path in held:
+            verify_folder(path)
+        if moved:
+            break
+    assert lives > 6
 
 
 def test_deleting(run: Run) -> None:
@@ -202,30 +235,30 @@ def test_reading_changes_nothing(run: Run) -> None:
 
 
 def test_a_second_live_writer_is_refused_with_the_name_of_the_first(run: Run) -> None:
-    run.open().claim()
+    run.open().acquire_lease()
     with pytest.raises(WriterBusy, match=f"this very process .process {os.getpid()} on") as refusal:
         run.open().save(1, files(1))
     assert str(run.directory) in str(refusal.value)
     assert names(run.directory) == [".attempt-1"]
 
 
-def test_a_writer_on_another_machine_lives_as_long_as_its_heart_beats(run: Run) -> None:
-    run.open(holder=elsewhere(1)).claim()
+def test_a_writer_on_another_machine_lives_as_long_as_its_heartbeat_is_fresh(run: Run) -> None:
+    run.open(owner=elsewhere(1)).acquire_lease()
     with pytest.raises(WriterBusy, match=r"process 4711 on node1 .*heartbeat \d s ago"):
-        run.open(holder=elsewhere(2)).claim()
+        run.open(owner=elsewhere(2)).acquire_lease()
     run.silence(seconds=50)
     with pytest.raises(WriterBusy):
-        run.open(holder=elsewhere(2)).claim()
+        run.open(owner=elsewhere(2)).acquire_lease()
     run.silence(seconds=70)
-    assert run.open(holder=elsewhere(2)).claim() == 2
+    assert run.open(owner=elsewhere(2)).acquire_lease() == 2
     assert "attempt 1 (process 4711 on node1) is taken over: no heartbeat for 7" in run.said[0]
 
 
 def test_a_released_folder_is_free_at_once(run: Run) -> None:
     first = run.open()
-    assert first.claim() == 1
+    assert first.acquire_lease() == 1
     first.close()
-    assert run.open().claim() == 2
+    assert run.open().acquire_lease() == 2
     assert run.said == []
 
 
@@ -234,8 +267,8 @@ def test_a_process_that_is_gone_is_taken_over_at_once(run: Run) -> None:
     gone.wait()
     here = Owner.this_process()
     holder = Owner(machine=here.machine, pid=gone.pid, started=here.started)
-    run.open(holder=holder).claim()
-    assert run.open().claim() == 2
+    run.open(owner=holder).acquire_lease()
+    assert run.open().acquire_lease() == 2
     assert f"process {gone.pid} is gone" in run.said[0]
 
 
@@ -260,7 +293,7 @@ def test_a_later_process_of_the_same_number_is_another_one() -> None:
     assert recycled.why_gone(here, 0.0, 60.0) == f"process {here.pid} is gone"
 
 
-def test_a_process_that_nobody_buried_is_gone(run: Run) -> None:
+def test_a_zombie_is_gone(run: Run) -> None:
     zombie = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Owner.this_process()
     started = psutil.Process(zombie.pid).create_time()
@@ -275,13 +308,13 @@ def test_a_process_that_nobody_buried_is_gone(run: Run) -> None:
 def test_of_many_that_start_at_once_one_writes(run: Run) -> None:
     for heat in range(10):
         barrier = threading.Barrier(6)
-        stores = [run.open(holder=elsewhere(heat * 10 + i)) for i in range(6)]
+        stores = [run.open(owner=elsewhere(heat * 10 + i)) for i in range(6)]
         won: list[int] = []
 
         def race(store: CheckpointStore, barrier: threading.Barrier = barrier, won: list[int] = won) -> None:
             barrier.wait()
             with contextlib.suppress(WriterBusy):
-                won.append(store.claim())
+                won.append(store.acquire_lease())
 
         threads = [threading.Thread(target=race, args=(store,)) for store in stores]
         for thread in threads:
@@ -294,12 +327,12 @@ def test_of_many_that_start_at_once_one_writes(run: Run) -> None:
             store.close()
 
 
-def test_who_slept_through_a_takeover_can_change_nothing(run: Run) -> None:
-    sleeper = run.open(holder=elsewhere(1), save_total_limit=1)
+def test_an_attempt_that_slept_through_a_takeover_can_change_nothing(run: Run) -> None:
+    sleeper = run.open(owner=elsewhere(1), save_total_limit=1)
     sleeper.save(1, files(1))
     staging = sleeper.staging
     run.silence()
-    owner = run.open(holder=elsewhere(2))
+    owner = run.open(owner=elsewhere(2))
     owner.save(2, files(2))
     owner.finish()
     before = sorted(run.directory.rglob("*"))
@@ -315,7 +348,7 @@ def test_who_slept_through_a_takeover_can_change_nothing(run: Run) -> None:
             attempt()
     with pytest.raises(FileNotFoundError):
         write_bytes(run.directory / "status.json", b"I am the owner", staging=staging)
-    assert (sleeper.still_held(), owner.still_held()) == (False, True)
+    assert (sleeper.holds_lease(), owner.holds_lease()) == (False, True)
     sleeper.close()
     assert sorted(run.directory.rglob("*")) == before
     assert owner.save(3, files(3)).saved
@@ -336,16 +369,16 @@ class FallsAsleep(CachedDisk):
 
 @pytest.mark.parametrize("rename", [2, 3], ids=["before the commit", "before pruning"])
 def test_a_takeover_in_the_middle_of_a_save_stops_it_there(run: Run, rename: int) -> None:
-    first = run.open(holder=elsewhere(1))
+    first = run.open(owner=elsewhere(1))
     first.save(1, files(1))
     first.close()
 
     def meanwhile() -> None:
         run.silence()
-        run.open(holder=elsewhere(3)).claim()
+        run.open(owner=elsewhere(3)).acquire_lease()
 
-    sleeper = run.open(holder=elsewhere(2), save_total_limit=1, disk=FallsAsleep(rename + 1, meanwhile))
-    sleeper.claim()
+    sleeper = run.open(owner=elsewhere(2), save_total_limit=1, disk=FallsAsleep(rename + 1, meanwhile))
+    sleeper.acquire_lease()
     with pytest.raises(WriterBusy):
         sleeper.save(2, files(2))
     assert visible(run.directory) == ["checkpoint_step_1", "checkpoint_step_2"][: rename - 1]
@@ -378,7 +411,7 @@ def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> No
         try:
             assert sleeper.stdout.readline() == "saved\n"
             with pytest.raises(WriterBusy, match=f"process {sleeper.pid} on"):
-                run.open().claim()
+                run.open().acquire_lease()
             os.kill(sleeper.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)  # from here on its heart beats no more
             run.silence()
@@ -394,18 +427,18 @@ def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> No
     assert owner.latest() == 3
 
 
-def test_the_heart_beats_and_stops_with_the_claim(run: Run) -> None:
+def test_the_lease_is_renewed_until_it_is_released(run: Run) -> None:
     beats = threading.Semaphore(0)
 
     class Heartbeat(CachedDisk):
         def touch(self, path: Path) -> None:
             super().touch(path)
-            if threading.current_thread().name == "ci_llm heartbeat":
+            if threading.current_thread().name == "ci_llm lease":
                 beats.release()
 
     before = set(threading.enumerate())
     store = run.open(writer_timeout=0.06, disk=Heartbeat())
-    store.claim()
+    store.acquire_lease()
     assert all(beats.acquire(timeout=DEADLINE_S) for _ in range(3))
     store.close()
     for thread in set(threading.enumerate()) - before:
@@ -413,60 +446,60 @@ def test_the_heart_beats_and_stops_with_the_claim(run: Run) -> None:
         assert not thread.is_alive()
 
 
-def test_a_heart_that_the_disk_refused_once_beats_again(run: Run) -> None:
+def test_a_heartbeat_that_the_disk_refused_is_tried_again(run: Run) -> None:
     beats = threading.Semaphore(0)
     refusals = [errno.EIO, errno.ESTALE]
 
     class Hiccup(CachedDisk):
         def touch(self, path: Path) -> None:
-            if threading.current_thread().name == "ci_llm heartbeat":
+            if threading.current_thread().name == "ci_llm lease":
                 if refusals:
                     raise OSError(refusals.pop(), "a hiccup")
                 beats.release()
             super().touch(path)
 
-    run.open(writer_timeout=0.06, disk=Hiccup()).claim()
+    run.open(writer_timeout=0.06, disk=Hiccup()).acquire_lease()
     assert beats.acquire(timeout=DEADLINE_S)
 
 
-def test_a_claim_that_failed_locks_nobody_out(run: Run) -> None:
+def test_a_lease_that_could_not_be_acquired_locks_nobody_out(run: Run) -> None:
     for lives in range(100):
         disk = FailingDisk(lives, errno.EIO)
-        store = run.open(disk=disk, holder=elsewhere(1))
+        store = run.open(disk=disk, owner=elsewhere(1))
         with contextlib.suppress(CheckpointError):
-            store.claim()
-        if store.attempt is None:
-            store = run.open(holder=elsewhere(2))
-            store.claim()
+            store.acquire_lease()
+        if store._lease is None:
+            store = run.open(owner=elsewhere(2))
+            store.acquire_lease()
         if disk.changes <= lives:
             break
-        disk.lives = 10**9  # the end of a claim is not what fails here
+        disk.lives = 10**9  # releasing the lease is not what fails here
         store.close()
     assert 8 < lives < 99
 
 
-def test_a_claim_that_the_disk_does_not_hold_is_none(run: Run) -> None:
+def test_a_lease_that_the_disk_does_not_hold_is_none(run: Run) -> None:
     class Liar(CachedDisk):
         def write(self, handle: int, data: Any) -> int:
             return len(data)
 
     with pytest.raises(CheckpointError, match="does not hold what was written"):
-        run.open(disk=Liar()).claim()
+        run.open(disk=Liar()).acquire_lease()
     assert names(run.directory) == []
 
 
 def test_a_forked_child_neither_holds_nor_releases(run: Run) -> None:
     store = run.open()
-    store.claim()
+    store.acquire_lease()
     if (pid := os.fork()) == 0:
         store.close()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert store.still_held()
+    assert store.holds_lease()
 
 
 def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(run: Run) -> None:
-    dead = run.open(holder=elsewhere(1))
+    dead = run.open(owner=elsewhere(1))
     for step in (1, 2):
         dead.save(step, files(step))
     (dead.staging / "draft-half").mkdir()
@@ -477,7 +510,7 @@ def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(
     os.utime(run.directory / ".status.json.0a.partial", (0, 0))
     (run.directory / ".claim-lost").mkdir()
     run.silence()
-    run.open(holder=elsewhere(2)).claim()
+    run.open(owner=elsewhere(2)).acquire_lease()
     assert names(run.directory) == [".attempt-2", ".status.json.0b.partial", "checkpoint_step_1", "superseded"]
     verify_folder(run.directory / "superseded" / "checkpoint_step_2")
 
@@ -491,7 +524,7 @@ def test_a_file_that_gets_its_name_during_the_sweep_is_no_leftover(tmp_path: Pat
     assert list(found) == []
 
 
-def test_a_disk_that_fails_while_the_folder_is_claimed_is_one_explanation(run: Run) -> None:
+def test_a_disk_that_fails_while_the_lease_is_acquired_is_one_explanation(run: Run) -> None:
     class Broken(CachedDisk):
         def touch(self, path: Path) -> None:
             if ".attempt-" in str(path):
@@ -499,7 +532,7 @@ def test_a_disk_that_fails_while_the_folder_is_claimed_is_one_explanation(run: R
             super().touch(path)
 
     with pytest.raises(CheckpointError, match=r"no checkpoint can be written: .*Input/output error"):
-        run.open(disk=Broken()).claim()
+        run.open(disk=Broken()).acquire_lease()
 
 
 # Damage
@@ -581,11 +614,11 @@ def test_what_a_writer_commits_and_prunes_under_the_eyes_of_a_reader(run: Run, m
 
 
 def test_while_another_writes_a_damaged_checkpoint_is_passed_over(run: Run) -> None:
-    writer = run.open(holder=elsewhere(1))
+    writer = run.open(owner=elsewhere(1))
     for step in (1, 2):
         writer.save(step, files(step))
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
-    assert run.open(holder=elsewhere(2)).latest() == 1
+    assert run.open(owner=elsewhere(2)).latest() == 1
     assert "passed over where it is: process 4711 on node1" in run.said[-1]
     assert writer.numbered_steps() == [1, 2]
 
@@ -599,7 +632,7 @@ def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
     store.finish()
     flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 100)
-    assert run.open().read(1)[1].keys() == {"agent0/adapter_config.json", "optimizer.safetensors"}
+    assert run.open().read(1).files.keys() == {"agent0/adapter_config.json", "optimizer.safetensors"}
     assert store.latest() == 1
     assert visible(run.directory) == ["final_checkpoint", "quarantine"]
 
@@ -751,15 +784,18 @@ def test_a_file_that_grew_is_not_read(target: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_whatever_change_fails_the_older_ones_stay_and_the_next_save_works(tmp_path: Path, code: int) -> None:
+def test_whatever_change_fails_the_older_ones_stay_and_the_next_save_works(
+    tmp_path: Path, code: int, said: list[str]
+) -> None:
     before = {}
     for lives in range(200):
-        run = Run(tmp_path / f"{lives}")
+        said.clear()
+        run = Run(tmp_path / f"{lives}", said)
         run.open().save(1, files(1))
         run.stores[0].close()
         disk = FailingDisk(10**9, code)
         store = run.open(disk=disk, save_total_limit=1)
-        store.claim()
+        store.acquire_lease()
         disk.lives = disk.changes + lives
         result = store.save(2, files(2))
         before[lives] = result
@@ -859,9 +895,10 @@ class Optimist(Filesystem):
 
 
 @pytest.mark.parametrize("disk", [DISK, Optimist()], ids=["asked before", "met while writing"])
-def test_a_full_disk_drops_the_new_checkpoint_and_no_old_one(small_disk: Path, disk: Filesystem) -> None:
-    said: list[str] = []
-    store = CheckpointStore(small_disk / "run", say=said.append, disk=disk)
+def test_a_full_disk_drops_the_new_checkpoint_and_no_old_one(
+    small_disk: Path, disk: Filesystem, said: list[str]
+) -> None:
+    store = CheckpointStore(small_disk / "run", disk=disk)
     results = [store.save(step, files(step, size=60_000)) for step in range(1, 7)]
     kept = [result.step for result in results if result.saved]
     assert 1 <= len(kept) < 6

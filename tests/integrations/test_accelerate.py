@@ -28,6 +28,7 @@ from tests.checkpoints.test_store import flip
 from tests.support import tiny
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
 from tests.support.forkserver import ForkServer
+from tests.support.log_lines import log_lines
 
 pytestmark = pytest.mark.xdist_group("accelerate hooks")  # references that tests share
 
@@ -105,7 +106,6 @@ class Loop:
     """A prepared loop that has taken two steps, in this process."""
 
     def __init__(self, settings: LoraSettings = SETTINGS, rows: int = 19, seed: int = 0, sampler: Any = None) -> None:
-        self.said: list[str] = []
         self.accelerator = Accelerator(cpu=True)
         self.accelerator.free_memory()
         data: Any = Rows(rows)
@@ -113,7 +113,8 @@ class Loop:
         loader: Any = DataLoader(data, 2, sampler=sampler or StatefulSampler(data), collate_fn=collate)
         optimizer = torch.optim.AdamW([p for p in crowd.parameters() if p.requires_grad], lr=1e-2)
         self.crowd, self.optimizer, self.loader = self.accelerator.prepare(crowd, optimizer, loader)
-        register_hooks(self.accelerator, say=self.said.append)
+        with log_lines() as self.said:
+            register_hooks(self.accelerator)
         for _, batch in zip(range(2), self.loader, strict=False):
             self.accelerator.backward(self.crowd(batch).loss)
             self.optimizer.step()
@@ -159,7 +160,6 @@ def test_a_damaged_or_unfinished_folder_is_an_error(saved: Path) -> None:
 
 
 def test_the_latest_state_is_the_newest_whole_one(saved: Path) -> None:
-    said: list[str] = []
     loop, folder = Loop(), saved.parent
     assert latest_state(folder / "nowhere") is None
     for name in ("b", "a", "unfinished", "damaged"):
@@ -167,7 +167,8 @@ def test_the_latest_state_is_the_newest_whole_one(saved: Path) -> None:
     assert latest_state(folder) == folder / "damaged"
     (folder / "unfinished" / "random_states_0.pkl").unlink()
     flip(folder / "damaged" / "ci_llm" / "agent0" / "adapter_model.safetensors", 8000)
-    assert latest_state(folder, say=said.append) == folder / "a", "by time and not by name"
+    with log_lines() as said:
+        assert latest_state(folder) == folder / "a", "by time and not by name"
     assert len(said) == 2
     assert any("interrupted" in line for line in said)
     assert any("agent0/adapter_model.safetensors" in line for line in said)

@@ -128,6 +128,11 @@ def test_two_loaders_are_refused(tmp_path: Path) -> None:
         fit(tmp_path, loader={"one": rows, "other": rows})
 
 
+def test_a_backend_for_which_every_process_needs_the_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only process 0 has the state"):
+        LightningCheckpoints(tmp_path, checkpoint_backend="distributed")
+
+
 def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     trainer = fit(tmp_path)

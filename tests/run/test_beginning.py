@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.checkpoints.aside import set_aside
 from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import CheckpointStore
@@ -18,6 +17,7 @@ from ci_llm.config import load_config
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
 from ci_llm.run.beginning import NAME, Start, find_start, prepare, read_beginning
 from tests.support.disks import FailingDisk
+from tests.support.log_lines import log_lines
 
 
 def state(origin: str, step: int) -> dict[str, object]:
@@ -36,10 +36,10 @@ class Folder:
     def begin(self, *words: str, saves: tuple[int, ...] = (), at_most: int | None = None) -> Start:
         """One attempt: where it begins, and what it saves."""
         config = load_config(None, [f"output_dir={self.path}", *words])
-        with CheckpointManager(self.path, save_interval_steps=1, async_save=False, say=self.lines.append) as manager:
+        with log_lines() as self.lines, CheckpointManager(self.path, async_save=False) as manager:
             start = find_start(manager, config, read_beginning(self.path), at_most)
-            manager.store.claim()
-            self.lines = [start.note, *prepare(manager, start)]
+            manager._store.acquire_lease()
+            self.lines += [start.note, *prepare(manager, start)]
             for step in saves:
                 assert manager.save(step, state(self.path.name, step))
         return start
@@ -277,16 +277,18 @@ def test_a_run_cannot_begin_from_what_it_moves_aside(run: Folder) -> None:
 def test_a_disk_that_refuses_a_move_leaves_everything_where_it_was(run: Folder) -> None:
     run.begin(saves=(2, 6))
     entries = sorted(run.path.glob("checkpoint_step_*"))
-    store = CheckpointStore(run.path)
-    store.claim()
     for lives in itertools.count():
+        store = CheckpointStore(run.path)
+        store.acquire_lease()
+        store._disk = FailingDisk(lives, errno.EIO)
         try:
-            aside = set_aside(store, entries, FailingDisk(lives, errno.EIO))
+            aside = store.set_aside(entries)
         except OSError:
             assert sorted(run.path.glob("checkpoint_step_*")) == entries
         else:
             break
-    store.close()
+        finally:
+            store.close()
     assert lives > len(entries)
     assert sorted(path.name for path in aside.iterdir()) == [path.name for path in entries]
 

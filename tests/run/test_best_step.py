@@ -17,7 +17,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError, ConfigError
-from ci_llm.run.best_step import result_step
+from ci_llm.run.best_step import result_of
 from ci_llm.run.state import Best, TrainState, Validation
 from tests.support.forkserver import ForkServer
 from tests.support.trials import STEPS, Cell, Fate, Trials, account, differences
@@ -85,7 +85,7 @@ def test_the_failure_of_the_last_save_is_not_taken_for_one_of_the_best_step() ->
     config: Any = SimpleNamespace(load_best_model_at_end=True)
     manager: Any = Failed()
     with pytest.raises(CheckpointError, match="the last step was not written"):
-        result_step(config, state, manager, processes=config)
+        result_of(config, state, manager, processes=config)
 
 
 def test_pruning_spares_the_kept_steps_beside_the_newest(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them
 
 def test_what_process_0_alone_sees_is_refused_by_all(server: ForkServer, tmp_path: Path) -> None:
     store, log = CheckpointStore(tmp_path / "run"), tmp_path / "log"
-    store.claim()
+    store.acquire_lease()
     assert train(server, tmp_path, ranks=2) == [2, 2], log.read_text()
     assert "process 1: error: process" in (busy := log.read_text())
     assert busy.count("writes to this folder") == 2

@@ -196,7 +196,7 @@ def test_the_trainer_knows_how_long_it_may_save(tmp_path: Path, monkeypatch: pyt
 
 def checkpoint(folder: Path, *steps: int) -> None:
     store = CheckpointStore(folder / "run")
-    store.claim()
+    store.acquire_lease()
     for step in steps:
         store.save(step, {"weights": FileImage((bytes(8),))})
 

@@ -61,7 +61,7 @@ def hooked_loop(
     optimizer: Any = torch.optim.AdamW([p for p in crowd.parameters() if p.requires_grad], lr=1e-2)
     scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     crowd, optimizer, loader, scheduler = accelerator.prepare(crowd, optimizer, loader, scheduler)
-    register_hooks(accelerator, say=print)
+    register_hooks(accelerator)
     done = 0
     if (state := latest_state(place)) is not None:
         accelerator.load_state(str(state))

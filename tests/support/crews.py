@@ -90,8 +90,7 @@ def same(one: Any, other: Any) -> bool:
 def failing(directory: str, victim: int, fault: str, behind: bool) -> int:
     """One process fails at its first byte of step 2: nobody commits it, everybody hears, step 3 works again."""
     rank = enter()
-    said: list[str] = []
-    manager = CheckpointManager(directory, async_save=behind, checkpoint_backend="distributed", say=said.append)
+    manager = CheckpointManager(directory, async_save=behind, checkpoint_backend="distributed")
     assert manager.save(1, state(1))
     manager.wait_until_finished()
     if rank == victim:
@@ -197,7 +196,7 @@ def without_thread(directory: str) -> int:
         raise RuntimeError("can't start new thread")
 
     if rank == 1:
-        manager._behind._pool.submit = refuse  # type: ignore[union-attr, method-assign, assignment]
+        manager._async_saver._pool.submit = refuse  # type: ignore[union-attr, method-assign, assignment]
     error = whatever_goes_wrong(lambda: manager.save(2, state(2)))
     assert str(error).startswith("can't start new thread" if rank == 1 else "another process"), error
     behind = whatever_goes_wrong(manager.wait_until_finished)

@@ -133,7 +133,7 @@ def forking(directory: str) -> int:
         return write(disk, handle, data)
 
     with CheckpointManager(directory) as manager:
-        manager.store.claim()
+        manager._store.acquire_lease()
         Filesystem.write = held_back  # type: ignore[method-assign]
         assert manager.save(1, {"a": 1})
         assert reached.wait(DEADLINE_S)

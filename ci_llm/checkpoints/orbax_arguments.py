@@ -1,4 +1,7 @@
-"""Orbax's options of a manager, read as the keywords of ours; what has no counterpart is refused by name."""
+"""Orbax's arguments and options, translated to ours: what `save` and `restore` are given, and when a manager saves.
+
+What has no counterpart here is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,80 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ci_llm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class StandardSave:
+    """A state that is to be saved."""
+
+    item: Any
+
+
+@dataclass(frozen=True)
+class StandardRestore:
+    """A state that is to be restored.
+
+    Args:
+        item: filled in place, as by `restore(step, into=item)`; None: new dicts and tensors.
+    """
+
+    item: Any = None
+
+
+class PyTreeSave(StandardSave):
+    """The same."""
+
+
+class PyTreeRestore(StandardRestore):
+    """The same."""
+
+
+class JsonSave(StandardSave):
+    """Plain values."""
+
+
+class JsonRestore(StandardRestore):
+    """Plain values."""
+
+
+class Composite(dict[str, Any]):
+    """Items by name; each is an attribute as well."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no item {name!r}; items: {', '.join(self) or 'none'}") from None
+
+
+def state_of(state: Any, args: Any) -> Any:
+    """The state that a call of `save` means.
+
+    Raises:
+        CheckpointError: it gives a state and `args`, or neither; or `args` that hold no item.
+    """
+    if (state is None) == (args is None):
+        raise CheckpointError("save takes a state or args=, and one of them only", where="save")
+    return state if args is None else items_of(args)
+
+
+def items_of(args: Any) -> Any:
+    """The item that arguments hold, or a dict of items by name for a `Composite`. Raises CheckpointError."""
+    if isinstance(args, Mapping):
+        return {name: items_of(part) for name, part in args.items()}
+    if hasattr(args, "item"):
+        return args.item
+    raise CheckpointError(
+        f"a {type(args).__name__} holds no item",
+        where="args=",
+        hint="StandardSave(state), JsonSave(values), or Composite(name=..., ...) of these",
+    )
+
+
+# Options of a manager
 
 #: Orbax's field, and our keyword.
 KEYWORDS: Final = {
@@ -26,7 +103,7 @@ WITHOUT_EFFECT: Final = frozenset(
     {
         "create",  # the folder is made by the first save
         "cleanup_tmp_directories",  # what dead attempts left is swept at the first save
-        "enable_background_delete",  # pruning happens behind the training, with the save
+        "enable_background_delete",  # pruning happens in the thread of the save
         "num_deletion_threads",
         "async_options",
         "multiprocessing_options",
