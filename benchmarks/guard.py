@@ -1,4 +1,4 @@
-"""What the guard costs a healthy step: the look at the gradients, the account, a good copy every few steps.
+"""What the guard costs a healthy step: the look at the gradients, the recovery state, snapshots every few steps.
 
     python -m benchmarks.guard [--agents 4] [--parameters 1000000] [--rounds 50]
 
@@ -38,14 +38,14 @@ def main() -> None:
         {
             "the optimizer's step": lambda _: optimizer.step(),
             "the look at gradients and losses": lambda _: nonfinite_here(gradients, losses),
-            "the account": lambda step: recovery.after(step, (), Bounds()),
-            "the good copy": lambda _: last_good.keep_if_due(0, range(options.agents)),
+            "the recovery state": lambda step: recovery.after(step, (), Bounds()),
+            "the snapshots": lambda _: last_good.keep_if_due(0, range(options.agents)),
         },
         range(options.rounds),
     )
     print(f"{options.agents} agents of {options.parameters:,} parameters, one thread, ms of CPU time")
     for name, each in costs.items():
-        share = f", every {EVERY_STEPS} steps" if name == "the good copy" else ""
+        share = f", every {EVERY_STEPS} steps" if name == "the snapshots" else ""
         print(f"{name:<34}{1000 * median_cost(each).cpu_s:>9.3f}{share}")
 
 

@@ -80,6 +80,7 @@ class EmergencySave:
         # The training thread holds it while weights and state move; the saving thread takes it and keeps it.
         self._boundary_lock = threading.Lock()
         self._moving = False
+        # One tuple that is replaced: another thread reads the old boundary or the new one, never a mixture.
         self._boundary: tuple[int, dict[str, Any]] = (step(), determinism.capture())
         self._over, self._saving = threading.Event(), threading.Event()
         watch = self._watch if self._processes.is_main else self._follow
@@ -102,6 +103,7 @@ class EmergencySave:
     # In the training thread
 
     def _begin_to_move(self, *_: object) -> None:
+        # Blocks for ever once the saving thread holds the lock: the weights must stay those of the boundary.
         self._boundary_lock.acquire()
         self._moving = True
 
@@ -151,7 +153,7 @@ class EmergencySave:
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
             logger.error(f"the last boundary could not be saved: {_described(error)}")
         finally:
-            os._exit(exit_code)
+            os._exit(exit_code)  # no exit handlers: the main thread may sit in a call that never returns
 
     def _save_boundary(self) -> None:
         step, _ = self._boundary
@@ -182,6 +184,7 @@ class EmergencySave:
         if self._wait_for_stop():
             step, states = self._boundary
             _write(self._folder(self._processes.index), {"step": step, "states": states})
+            # The main process may still reach the next ballot: only its status says that it has given the step up.
             while not self._over.wait(_POLL_S):
                 if self._main_has_exited():
                     os._exit(self._config.interrupted_exit_code)

@@ -67,6 +67,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
+            # The nominal second, not a clock: time in which a whole machine was suspended is no silence.
             self._silence.advance(TICK_S)
             limit_s = self._silence.limit_s(step_measured=bool(self._pace.steps_s))
             if self._silence.seconds >= limit_s:
@@ -100,7 +101,7 @@ class Watchdog:
             hint="see where the main thread stands; a hang_timeout that is longer if it was only slow",
         )
         yield partial(os.write, 2, f"error: {error}\n".encode())
-        yield partial(make_folders, self._meeting)
+        yield partial(make_folders, self._meeting)  # from now on the other processes see that this one hangs
         failure = Failure.of(error, error.reason, index, step)
         yield partial(write_failure, self._run_folder, self._attempt.number, index, failure)
         stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
@@ -115,6 +116,7 @@ class Watchdog:
             log.write(text)
 
     def _wait_for_others(self) -> None:
+        # A launcher kills the others as soon as one process exits, and their stacks would be lost.
         until = time.monotonic() + OTHERS_S
         while len(list(self._meeting.glob("*.txt"))) < self._processes.count and time.monotonic() < until:
             time.sleep(TICK_S / 10)

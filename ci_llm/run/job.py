@@ -244,7 +244,8 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     number = processes.on_main(partial(_lease, manager, run.log, start, step))
     run.log.open(number, still_held=manager.holds_lease)
     run.log.truncate_metrics(step if step else -1)
-    processes.on_main(partial(_start_trackers, run, trackers))
+    start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, resumed_from=step)
+    processes.on_main(partial(start_trackers, saved_state=trackers, hyperparameters=config.model_dump()))
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.holds_lease)
     run.status.best_step = run.state.validation.best_step
     run.status.micro_batch_size = run.micro_batch_size
@@ -271,16 +272,6 @@ def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> 
     job = read_job()
     record_attempt(manager.directory, number, step, job.record() if job else None)
     return number
-
-
-def _start_trackers(run: Run, trackers: Mapping[str, str]) -> None:
-    run.log.start_trackers(
-        run.processes.accelerator,
-        run.config.report_to,
-        resumed_from=run.state.step,
-        saved_state=trackers,
-        hyperparameters=run.config.model_dump(),
-    )
 
 
 @contextmanager

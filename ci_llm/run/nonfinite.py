@@ -117,6 +117,7 @@ class NonFiniteResponse:
                 logger.warning(f"agent{k}    set back to its weights and moments of step {kept}")
         if exhausted := [k for k in findings.nonfinite if after.agents[k].is_exhausted(self._bounds)]:
             raise _exhausted(after, exhausted, self._bounds)
+        # An agent that was left out has no new state that proved to be finite.
         moved = [k for k in range(len(after.agents)) if k not in findings.left_out]
         self._last_good.keep_if_due(state.step, moved)
         return replace(state, recovery=after)

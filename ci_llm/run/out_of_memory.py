@@ -101,7 +101,7 @@ class MemoryRelief:
         return size // 2
 
     def _release_cache(self) -> None:
-        gc.collect()
+        gc.collect()  # first the objects, whose memory the cache of the GPU can then return
         if self.crowd.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -64,7 +64,7 @@ class Rounds:
             self.stop, self.out_of_memory = verdict.stop, verdict.out_of_memory
             if self.stop is not None or self.out_of_memory:
                 return
-            yield from own[number : number + 1]
+            yield from own[number : number + 1]  # nothing, if this process has no batch left; it still votes
 
     def stop_requested_here(self) -> bool:
         """Whether this process was asked to stop, so that it may leave its batch now and vote."""

@@ -97,6 +97,7 @@ class Attempt:
             is_own = self.status.finish("interrupted", reason, command)
         except OSError as error:
             logger.warning(f"status.json cannot be written: {error}")
+            # The write that failed cannot say whether the folder is still this attempt's; the lease can.
             is_own = self.processes.is_main and self.manager.holds_lease()
         where = f"step {step} is saved" if step else "no step is saved"
         logger.info(f"interrupted ({reason}): {where}; go on with: {command}")

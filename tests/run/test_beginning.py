@@ -340,7 +340,7 @@ def pruned(folder: Path) -> Path:
 
 OTHERS = {
     of_another_loop: ("CheckpointManager of another loop", ".restore(4)"),
-    of_the_hooks: ("an Accelerate loop with our hooks", "accelerator.load_state("),
+    of_the_hooks: ("an Accelerate loop with `register_hooks`", "accelerator.load_state("),
     imported: ("a crowd of imported adapters", "init_from="),
     of_the_original: ("a checkpoint of the first CI-LLM", "ci-llm checkpoints import"),
     an_adapter: ("PEFT adapters", "init_from="),

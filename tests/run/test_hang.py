@@ -77,7 +77,7 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
         watchdog = Watchdog(attempt, Heartbeat(), Pace(), lambda: 4, stacks_on_demand)
         watchdog._report("no progress for 3 s")
     assert "no progress for 3 s" in capfd.readouterr().err
-    assert "in test_a_disk_that_takes_nothing_hides_no_hang" in (tmp_path / "training.log").read_text()
+    assert "in test_a_hang_is_reported_although_the_disk_refuses_every_write" in (tmp_path / "training.log").read_text()
     assert ends == ["failed"]
 
 

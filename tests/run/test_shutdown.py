@@ -23,7 +23,7 @@ def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, traine
     """Of a run with checkpoints of these steps."""
     config: Any = SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9)
     processes: Any = SimpleNamespace(is_main=True, launch=launch("python"))
-    manager: Any = SimpleNamespace(all_steps=lambda: steps, store=SimpleNamespace(still_held=lambda: True))
+    manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True)
     log: Any = None  # an interruption is reported by the loggers alone
     status = RunStatus(folder, 1)
     status.step = trained
