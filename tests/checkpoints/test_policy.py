@@ -68,9 +68,7 @@ def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, fini
 
 def test_attempts_hand_on_how_long_they_lived_and_which_of_them_failed(tmp_path: Path) -> None:
     assert live(tmp_path, 1, lived_s=100.0) == FailureHistory(100.0, 0, False)
-    assert live(tmp_path, 2, lived_s=50.0, stopped=True) == FailureHistory(
-        150.0, 1, True
-    )  # the first just died
+    assert live(tmp_path, 2, lived_s=50.0, stopped=True) == FailureHistory(150.0, 1, True)  # the first just died
     assert live(tmp_path, 3, lived_s=70.0) == FailureHistory(220.0, 1, False)  # the second left in peace
     for _ in range(2):  # two more that die before they save anything
         with CheckpointManager(tmp_path) as manager:
