@@ -190,9 +190,9 @@ def fork_victim(root: Path, scenario: Scenario, work: Callable[[CheckpointManage
 
 def writing_thread(writer: CheckpointManager) -> int:
     """The kernel's number of the thread that will write."""
-    if writer._behind is None:
+    if writer._async_saver is None:
         return threading.get_native_id()
-    return writer._behind._pool.submit(threading.get_native_id).result()
+    return writer._async_saver._pool.submit(threading.get_native_id).result()
 
 
 def allow_any_tracer() -> None:

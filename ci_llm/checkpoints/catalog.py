@@ -24,8 +24,8 @@ class CatalogEntry:
         name: its folder, relative to that of the run.
         step, attempt, wall_time, nbytes: as its manifest says; None if that cannot be read.
         damage: what does not verify; None if all does.
-        line: "current": the run goes on from the newest of these. "superseded": newer than a step that the run
-            went back to. "quarantine": did not verify when the run looked.
+        line: where it is. "current": the run goes on from the newest of these. "superseded": newer than a step that
+            the run went back to. "quarantine": it did not verify when the run started.
         final: whether it is the `final_checkpoint`.
         pinned: whether it is the best by validation, which pruning spares.
     """

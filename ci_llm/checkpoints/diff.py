@@ -1,8 +1,8 @@
-"""Two checkpoints compared bit by bit: the same, or which tensors and values differ, and by how much.
+"""Two checkpoints compared bit by bit: which tensors and values differ, and by how much.
 
-What counts is the state: adapters, moments, generators, position, plain values, the fingerprints of base and data.
-What may differ between two runs with the same bits is told beside it: files kept verbatim (`config.yaml` holds the
-name of the output folder), run ids of trackers, the machine and its library versions, time and attempt.
+The state decides: adapters, moments, generators, position, plain values, the fingerprints of base and data. Some
+things differ between two runs with the same bits and are listed separately: files kept verbatim (`config.yaml` holds
+the name of the output folder), run ids of trackers, the machine and its library versions. Time and attempt are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ci_llm.checkpoints.manifest import MANIFEST
 
 Path: TypeAlias = "tuple[str, ...]"
 
-BESIDE: tuple[Path, ...] = (("trackers",), (MANIFEST, "surroundings"))
+NOT_STATE: tuple[Path, ...] = (("trackers",), (MANIFEST, "surroundings"))
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Difference:
     Attributes:
         where: the key of the state, then the names on the way to the tensor or value.
         what: in words.
-        counts: whether it makes the checkpoints two; False for what is beside the state.
+        counts: whether it makes the checkpoints different; False for what is not part of the state.
         largest: of a tensor of real or complex numbers with the same shape and dtype on both sides, the largest
             difference of two elements.
     """
@@ -93,7 +93,7 @@ def _leaves(value: object, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def _compare(path: Path, one: Any, other: Any) -> Difference | None:
     verbatim = isinstance(one, bytes) or isinstance(other, bytes)
-    counts = not (verbatim or any(path[: len(place)] == place for place in BESIDE))
+    counts = not (verbatim or any(path[: len(place)] == place for place in NOT_STATE))
     where = ".".join(path).replace(".[", "[")
     if one is _MISSING or other is _MISSING:
         return Difference(where, f"only in {'B' if one is _MISSING else 'A'}", counts)

@@ -1,7 +1,7 @@
-"""What a committed folder says about itself, and whether it is true: sizes and digests of files and tensors.
+"""The manifest of a committed folder, and its verification: sizes and digests of files and tensors.
 
-`manifest.json` lists every other file of its folder; a file that it does not list, a link, a name that climbs
-out of the folder and anything that could hold a pickle is refused. It carries a digest of itself.
+`manifest.json` lists every other file of its folder and carries a digest of itself. A file that it does not list, a
+link, a name that leaves the folder, and anything that could hold a pickle are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".joblib"})
 OWN_KEYS = ("format_version", "step", "attempt", "wall_time", "forms", "files", "digest")
-# Errors that tell about this process and not about the checkpoint: they must not condemn it.
+# Errors of this process and not of the checkpoint, which must not be quarantined for them.
 NOT_DAMAGE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 JsonObject: TypeAlias = "dict[str, Json]"
@@ -77,9 +77,9 @@ class Manifest:
         step: optimizer step that the checkpoint holds.
         attempt: number of the launch that wrote it.
         wall_time: when, in seconds since 1970.
-        forms: how each key of the state was written (see snapshot.py).
+        forms: how each key of the state was written (see state_files.py).
         files: every file of the folder but the manifest, by its path in the folder.
-        info: what the caller wants to know before the files are read: epoch, position, fingerprints.
+        info: plain values of the caller, readable without the files: epoch, position, fingerprints.
     """
 
     step: int
@@ -188,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         DamagedCheckpoint: it is missing or not as it was written.
     """
-    with _condemning(folder):
+    with _as_damage(folder):
         if not os.path.isdir(folder) or os.path.islink(folder):
             raise ValueError("there is no such folder")
         size = os.lstat(folder / MANIFEST).st_size
@@ -202,13 +202,13 @@ def verify_folder(folder: Path, *, from_disk: bool = False, but: Collection[str]
 
     Args:
         from_disk: drop cached pages first, so that what the device holds is read.
-        but: files that somebody else has just compared: only their sizes are looked at.
+        but: files that another process has just compared: only their sizes are checked.
 
     Raises:
         DamagedCheckpoint: something is missing, added or different; each such thing is named.
     """
     manifest = read_manifest(folder)
-    with _condemning(folder):
+    with _as_damage(folder):
         _check_listing(folder, manifest)
         _require_digests(folder, {n: r for n, r in manifest.files.items() if n not in but}, from_disk)
     return manifest
@@ -228,7 +228,7 @@ def verify_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
     Raises:
         DamagedCheckpoint: the device does not hold what was written.
     """
-    with _condemning(folder):
+    with _as_damage(folder):
         _require_digests(folder, records, from_disk=True)
 
 
@@ -250,7 +250,7 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
         DamagedCheckpoint: something is missing, added or different.
     """
     manifest = read_manifest(folder)
-    with _condemning(folder):
+    with _as_damage(folder):
         _check_listing(folder, manifest)
         files = {name: read_exactly(folder / name, record.size) for name, record in manifest.files.items()}
         for name, record in manifest.files.items():
@@ -323,7 +323,7 @@ def _describe_damage(path: Path, name: str, record: FileRecord) -> list[str]:
 
 
 @contextmanager
-def _condemning(folder: Path) -> Iterator[None]:
+def _as_damage(folder: Path) -> Iterator[None]:
     """Turn what reading a folder raises into an error with the folder's name."""
     try:
         yield

@@ -67,9 +67,9 @@ class SavePolicy:
         return must or by_steps or by_time or named
 
 
-#: What is assumed before anything is known: one failure a day.
+#: Assumed before anything is known: one failure a day.
 PRIOR_S: Final = 24 * 3600.0
-#: Until the first save is measured.
+#: The interval until the first save is measured.
 FIRST_S: Final = 60.0
 SHORTEST_S: Final = 1.0
 WRITING_SHARE: Final = 0.1
@@ -92,11 +92,11 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class Endurance:
-    """What is known about the failures of a run, kept in its manifests.
+class FailureHistory:
+    """The failures of a run as its manifests record them.
 
     Args:
-        seconds: lived, all attempts together.
+        seconds: that all attempts have run, added up.
         failures: attempts that ended without having saved where they stood.
         left: whether the save with this record was made because the attempt was asked to stop.
     """
@@ -106,8 +106,8 @@ class Endurance:
     left: bool = False
 
     @classmethod
-    def before(cls, directory: Path, step: int, attempt: int) -> Endurance:
-        """What attempt number `attempt` knows when it goes on from `step`, its own or of another before it."""
+    def before(cls, directory: Path, step: int, attempt: int) -> FailureHistory:
+        """The history for attempt number `attempt`, which goes on from `step` of its own or of an earlier one."""
         folders = folders_of(directory, step)
         manifest = read_manifest(folders[0])
         known: Any = manifest.info.get("endurance", {})
@@ -117,12 +117,13 @@ class Endurance:
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures; one failure in PRIOR_S is assumed beside those that were seen."""
+        """Mean seconds between failures; one failure in PRIOR_S is assumed beside those that happened."""
         return (PRIOR_S + self.seconds) / (1 + self.failures)
 
 
 class BestInterval:
-    """The interval of a run, measured as it goes. Written by the thread that saves, read by any.
+    """The interval of a run, measured while it saves. The saving thread writes it, any thread reads it. It logs the
+    interval and the reasons whenever it has changed much.
 
     Args:
         clock: seconds, monotonic.
@@ -131,13 +132,13 @@ class BestInterval:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._past: Endurance | None = None
+        self._past: FailureHistory | None = None
         self._stalls: list[float] = []
         self._saves: list[float] = []
         self._logged, self._lock = 0.0, threading.Lock()
 
     def record(self, directory: Path, newest: int | None, attempt: int, *, left: bool) -> dict[str, Any]:
-        """For the manifest: what the next attempt shall know.
+        """The entry of the manifest that the next attempt reads.
 
         Args:
             newest: the step in `directory` that this save comes after.
@@ -145,7 +146,7 @@ class BestInterval:
             left: whether it was asked to stop.
         """
         if self._past is None:
-            self._past = Endurance() if newest is None else Endurance.before(directory, newest, attempt)
+            self._past = FailureHistory() if newest is None else FailureHistory.before(directory, newest, attempt)
         return {"endurance": asdict(replace(self._so_far, left=left))}
 
     def measured(self, stall_s: float, save_s: float) -> None:
@@ -168,8 +169,8 @@ class BestInterval:
         return max(best_interval_s(stall_s, self._so_far.mtbf_s), save_s / WRITING_SHARE, SHORTEST_S)
 
     @property
-    def _so_far(self) -> Endurance:
-        past = self._past or Endurance()
+    def _so_far(self) -> FailureHistory:
+        past = self._past or FailureHistory()
         return replace(past, seconds=past.seconds + self._clock() - self._began)
 
     def _describe(self, interval_s: float) -> str:
@@ -183,13 +184,13 @@ class BestInterval:
 
 
 class Keeping:
-    """What is pruned, and what never.
+    """Which old checkpoints stay although newer ones exist.
 
     Args:
         most: how many numbered checkpoints to keep: the newest, or with `best_fn` the best; None keeps all.
         period: multiples of it are never pruned.
-        best_fn: the measure of a checkpoint, from the `metrics` that it was saved with. The newest stays as well, for
-            it is where the run goes on, and so does one that was saved without metrics.
+        best_fn: the measure of a checkpoint, from the `metrics` that it was saved with. The newest stays as well,
+            because the run goes on from it, and so does one that was saved without metrics.
         best_mode: "max" or "min".
     """
 
@@ -208,17 +209,17 @@ class Keeping:
         """How many of the newest stay whatever they measure; None: all."""
         return 1 if self._best_fn is not None and self._most is not None and self._most >= 1 else self._most
 
-    def spared(self, directory: Path, step: int, metrics: Any, underway: int | None) -> frozenset[int]:
+    def spared(self, directory: Path, step: int, metrics: Any, in_flight: int | None) -> frozenset[int]:
         """The steps that stay when `step` is saved.
 
         Args:
             metrics: of `step`.
-            underway: a step that is not in the folder yet, but will be.
+            in_flight: a step that is being saved and not in the folder yet.
         """
         if self._most is None or (self._period is None and self._best_fn is None):
             return frozenset()
         self._known[step] = metrics
-        steps = {*numbered_steps(directory), step} | ({underway} if underway is not None else set())
+        steps = {*numbered_steps(directory), step} | ({in_flight} if in_flight is not None else set())
         by_period = {each for each in steps if self._period and each % self._period == 0}
         if self._best_fn is None:
             return frozenset(by_period)

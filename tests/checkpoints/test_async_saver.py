@@ -128,7 +128,7 @@ def test_what_is_not_an_optimizers_may_change_at_once(training: Training, tmp_pa
         manager.save(1, training.state)
         training.forward_and_backward()
         training.optimizer.param_groups[0]["lr"] = 0.5
-        assert not manager._behind._copied.is_set()
+        assert not manager._async_saver._copied.is_set()
         gate.opened.set()
         assert contents(dict(manager.restore(1))) == before
 

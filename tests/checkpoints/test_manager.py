@@ -609,7 +609,7 @@ def test_every_process_can_wait_for_the_save_of_process_0(server: ForkServer, tm
 def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     with CheckpointManager(directory) as holder:
-        holder.store.acquire_lease()
+        holder.acquire_lease()
         assert server.run(loops.busy_together, log, ranks=2, directory=directory) == [0, 0]
     assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
 

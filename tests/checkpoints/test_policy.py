@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.policy import FIRST_S, PRIOR_S, BestInterval, Endurance, best_interval_s
+from ci_llm.checkpoints.policy import FIRST_S, PRIOR_S, BestInterval, FailureHistory, best_interval_s
 from ci_llm.config import parse_config
 from ci_llm.interrupts import Interrupts
 
@@ -51,7 +51,7 @@ def test_the_interval_follows_what_is_measured_and_says_so(said: list[str]) -> N
     assert "saves every 152 s" in said[1]
 
 
-def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, finished: bool = False) -> Endurance:
+def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, finished: bool = False) -> FailureHistory:
     """One attempt that saves one step after `lived_s` seconds; what it wrote about the failures so far."""
     now = [0.0]
     interrupts = Interrupts()
@@ -63,19 +63,19 @@ def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, fini
         assert manager.save(step, {"step": step}, force=finished)
         if finished:
             manager.finish()
-        return Endurance(**manager.verify(step).info["endurance"])  # type: ignore[arg-type]
+        return FailureHistory(**manager.verify(step).info["endurance"])  # type: ignore[arg-type]
 
 
 def test_attempts_hand_on_how_long_they_lived_and_which_of_them_failed(tmp_path: Path) -> None:
-    assert live(tmp_path, 1, lived_s=100.0) == Endurance(100.0, 0, False)
-    assert live(tmp_path, 2, lived_s=50.0, stopped=True) == Endurance(150.0, 1, True)  # the first was not asked to stop
-    assert live(tmp_path, 3, lived_s=70.0) == Endurance(220.0, 1, False)  # the second left in peace
+    assert live(tmp_path, 1, lived_s=100.0) == FailureHistory(100.0, 0, False)
+    assert live(tmp_path, 2, lived_s=50.0, stopped=True) == FailureHistory(150.0, 1, True)  # the first just died
+    assert live(tmp_path, 3, lived_s=70.0) == FailureHistory(220.0, 1, False)  # the second left in peace
     for _ in range(2):  # two more that die before they save anything
         with CheckpointManager(tmp_path) as manager:
             manager._store.acquire_lease()
-    assert live(tmp_path, 4, lived_s=80.0, finished=True) == Endurance(300.0, 4, False)
-    assert live(tmp_path, 5, lived_s=60.0) == Endurance(360.0, 4, False)  # the one before had come to its end
-    assert Endurance(360.0, 4).mtbf_s == (PRIOR_S + 360.0) / 5
+    assert live(tmp_path, 4, lived_s=80.0, finished=True) == FailureHistory(300.0, 4, False)
+    assert live(tmp_path, 5, lived_s=60.0) == FailureHistory(360.0, 4, False)  # the one before had come to its end
+    assert FailureHistory(360.0, 4).mtbf_s == (PRIOR_S + 360.0) / 5
 
 
 def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(tmp_path: Path) -> None:
