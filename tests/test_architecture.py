@@ -40,7 +40,7 @@ OWNERS = {
     "pickle": {"crowd/base.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
     "matplotlib": {"report/curves.py"},
-    "jinja2": {"report/page.py", "data/templates.py", "data/encoder.py"},  # the latter for the name of an error
+    "jinja2": {"report/page.py", "data/encoder.py"},  # the latter for the name of an error
 }
 
 

@@ -39,13 +39,8 @@ from ci_llm.checkpoints.policy import METRICS, BestInterval, Keeping, Metrics, S
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import Ballot, Contribution, Votes, add_up, by_process, own_parts, replace_entries
-from ci_llm.distributed.side_channel import (
-    ProcessGroup,
-    SideChannel,
-    TorchProcessGroup,
-    has_other_processes,
-    run_collectively,
-)
+from ci_llm.distributed import side_channel
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
 from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
@@ -251,7 +246,7 @@ class CheckpointManager(FolderAccess):
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
         self._require_open(writing=True)
-        [made] = run_collectively(self._processes, lambda: [self._finish(extra or {}, step)])
+        [made] = side_channel.run_collectively(self._processes, lambda: [self._finish(extra or {}, step)])
         return made > 0
 
     def watch(self, optimizer: Any) -> None:
@@ -374,13 +369,15 @@ class CheckpointManager(FolderAccess):
             return [task is not None and self._note(task.save(partial(snapshot_of, task.entries)))]
 
         # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
-        [count] = run_collectively(self._processes, work)
+        [count] = side_channel.run_collectively(self._processes, work)
         return count > 0
 
     # On process 0
 
     def _stop_waiting(self, paused_s: float) -> bool:
-        return self._interrupts.stop_reason is not None or (paused_s >= LONGEST_PAUSE_S and has_other_processes())
+        return self._interrupts.stop_reason is not None or (
+            paused_s >= LONGEST_PAUSE_S and side_channel.has_other_processes()
+        )
 
     def _newest(self) -> int | None:
         if self._begun is not None and not self.is_saving_in_progress():
