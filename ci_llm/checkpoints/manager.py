@@ -45,8 +45,7 @@ from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 
-#: How long a full disk is waited for while other processes wait in a collective, at `finish` twice in a row; NCCL gives
-#: up after ten minutes.
+#: Seconds to wait for a full disk while others wait in a collective, at `finish` twice in a row. NCCL gives up after 600.
 LONGEST_PAUSE_S = 240.0
 
 
@@ -71,9 +70,8 @@ class CheckpointManager(FolderAccess):
         best_fn: given the `metrics` of a save, how good it is: `max_to_keep` keeps the best, and the newest as well.
         best_mode: whether more is better ("max"), or less ("min").
         read_only: nothing is written or moved, and `save` always returns False.
-        async_save: copy the state, return, and write it in a thread. One save is in flight at a time; the next one
-            waits for it. A save in flight at the end of the process is finished. False: `save` returns when the
-            checkpoint is durable.
+        async_save: copy the state, return, and write it in a thread. One save is in flight at a time. A save in flight
+            at the end of the process is finished. False: `save` returns when the checkpoint is durable.
         optimizers: those of the loop. With `async_save` what they own is copied in the thread as well, and each
             waits for that before its next step; call `wait_until_copied` before you change it in another way.
         checkpoint_backend: "vanilla", process 0 writes its own `state`; "distributed", the tensors of a state that all
@@ -83,8 +81,7 @@ class CheckpointManager(FolderAccess):
         processes: for the votes of several processes; those of `torch.distributed` by default, if it is initialised.
         interrupts: signal handlers that the caller installs. By default the manager installs its own at the first
             `reached_preemption`, in the main thread, and restores the old ones on close.
-        on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space; with more than one process
-            for 4 minutes at most, then drop.
+        on_disk_full: "drop" the new checkpoint, or "pause" until there is space (several processes: 4 minutes at most).
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         clock: seconds, monotonic.
         options: Orbax's way to say it: `CheckpointManagerOptions`, ours or Orbax's own, replaces the arguments of the
