@@ -45,7 +45,7 @@ from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to wait for a full disk while others wait in a collective, at `finish` twice in a row. NCCL gives up after 600.
+#: Seconds to wait for a full disk while others wait in a collective, twice in `finish`. NCCL gives up after 600.
 LONGEST_PAUSE_S = 240.0
 
 
@@ -104,7 +104,7 @@ class CheckpointManager(FolderAccess):
         async_save: bool = True,
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
-        checkpoint_backend: Literal["vanilla", "distributed"] = "vanilla",
+        checkpoint_backend: str = "vanilla",
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
         on_disk_full: Literal["drop", "pause"] = "drop",

@@ -56,10 +56,12 @@ if TYPE_CHECKING:
     Diversity = str
     Aggregator = str
     Tracker = str
+    Backend = str
 else:
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
     Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
+    Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
 Signals = Annotated[
     tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
     BeforeValidator(_as_tuple),
@@ -303,7 +305,7 @@ class CheckpointKeys(Keys):
     )
     deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: wherever they exist")
     async_save: bool = free(True, "write checkpoints while training goes on")
-    checkpoint_backend: Literal["vanilla", "distributed"] = free(
+    checkpoint_backend: Backend = free(
         "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
     )
     on_disk_full: Literal["drop", "pause"] = free(

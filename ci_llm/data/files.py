@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import fsspec  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
 
 from ci_llm import embedded
 from ci_llm.cluster.hub import may_be_on_hub
+from ci_llm.data.formats import find_format, format_named, known_endings
 from ci_llm.errors import DataError
 
 Splits = dict[str, Dataset]
@@ -28,22 +28,6 @@ Splits = dict[str, Dataset]
 #: Names of splits to evaluate on, the first that exists is taken.
 EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
-#: Readers of `datasets`, by the ending of the file.
-BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-KINDS = "json, jsonl, csv, tsv, parquet, arrow or txt"
-
-#: What separates the columns of a csv file, where it is no comma.
-_SEPARATORS = (";", "\t", "|")
 #: Files of `save_to_disk` that hold no rows.
 _NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 
@@ -73,7 +57,7 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
 
 def is_on_hub(name: str) -> bool:
     """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
-    return may_be_on_hub(name) and _builder(Path(os.path.expanduser(name))) is None
+    return may_be_on_hub(name) and find_format(Path(os.path.expanduser(name))) is None
 
 
 def _unwrapped(data: Dataset, unnamed: str) -> Splits:
@@ -111,7 +95,7 @@ def _from_folder(path: Path, unnamed: str) -> Splits:
     files = _data_files(path.iterdir()) or _data_files(path.rglob("*"))
     if not files:
         raise DataError(
-            f"The folder holds no data: neither one of save_to_disk nor {KINDS} files.",
+            f"The folder holds no data: neither one of save_to_disk nor {known_endings()} files.",
             where=str(path),
             hint="give the folder that holds dataset_dict.json or state.json, or the file itself",
         )
@@ -122,7 +106,7 @@ def _from_folder(path: Path, unnamed: str) -> Splits:
 
 
 def _data_files(found: Iterator[Path]) -> list[Path]:
-    return sorted(file for file in found if file.is_file() and _builder(file) and file.name not in _NO_ROWS)
+    return sorted(file for file in found if file.is_file() and find_format(file) and file.name not in _NO_ROWS)
 
 
 def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
@@ -167,49 +151,28 @@ def _matching(path: Path, key: str) -> list[Path]:
 
 
 def _from_files(files: list[Path], where: str) -> Dataset:
-    builders = {_builder(file) for file in files}
-    builder = builders.pop()
-    if builders or builder is None:
+    kinds = {find_format(file) for file in files}
+    kind = kinds.pop()
+    if kinds or kind is None:
         names = ", ".join(sorted({file.name for file in files})[:5])
         raise DataError(
             f"The files are not of one kind that can be read: {names}.",
             where=where,
-            hint=f"give {KINDS} files, all of one kind",
+            hint=f"give {known_endings()} files, all of one kind",
         )
     if not any(file.stat().st_size for file in files):
         raise empty(where)
-    paths = [glob.escape(str(file)) for file in files]
     try:
-        options: dict[str, Any] = {"sep": _separator(files[0])} if builder == "csv" else {}
         with _progress_bars_on_terminals_only():
-            return datasets.load_dataset(builder, data_files=paths, split="train", **options)
+            return format_named(kind).read(files)
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise empty(where) from error
         raise DataError(
-            f"The data set cannot be read as {builder}: {_reason(error)}.",
+            f"The data set cannot be read as {kind}: {_reason(error)}.",
             where=where,
             hint="repair the file; each row must have the same columns with values of the same type",
         ) from error
-
-
-def _separator(file: Path) -> str:
-    """What separates the columns: a comma, unless the ending or a header without commas says otherwise."""
-    if _ending(file) == ".tsv":
-        return "\t"
-    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline="") as lines:
-        header = next(iter(lines), "")
-    columns = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in (",", *_SEPARATORS)}
-    return "," if columns[","] > 1 else max(columns, key=lambda mark: columns[mark])
-
-
-def _builder(file: Path) -> str | None:
-    return BUILDERS.get(_ending(file))
-
-
-def _ending(file: Path) -> str:
-    """The last ending that says no compression, in lower case."""
-    return next((ending.lower() for ending in reversed(file.suffixes) if ending not in COMPRESSED), "")
 
 
 def _reason(error: BaseException) -> str:

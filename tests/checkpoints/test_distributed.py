@@ -23,7 +23,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.shards import deal, outline
 from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
-from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 from tests.support import crews
 from tests.support.campaign import size
 from tests.support.forkserver import ForkServer
@@ -136,9 +136,9 @@ def test_who_gave_up_is_an_error_before_our_own_full_disk() -> None:
 
 
 def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint backend 'dcp'") as refused:
-        CheckpointManager(tmp_path, checkpoint_backend="dcp")  # type: ignore[arg-type]
-    assert refused.value.hint == "one of vanilla, distributed"
+    with pytest.raises(BadInput, match="there is no 'dcp'") as refused:
+        CheckpointManager(tmp_path, checkpoint_backend="dcp")
+    assert refused.value.hint == "use one of distributed, vanilla"
 
 
 # Who writes what

@@ -232,11 +232,11 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     training = supervise._target(parse_options(["experiment_name=a"]))
-    assert training.command() == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
+    assert training.begin_attempt()[0] == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
     with pytest.raises(ConfigError, match="no such training script"):
         supervise._target(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
     (tmp_path / "train.py").write_text("from ci_llm.cli.entry import run_command")
-    assert supervise._target(parse_options([])).command() == [sys.executable, "train.py"]
+    assert supervise._target(parse_options([])).begin_attempt()[0] == [sys.executable, "train.py"]
 
 
 def test_what_the_launcher_was_told_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

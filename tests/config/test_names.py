@@ -269,7 +269,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ),
     ("max_runtime: 11:55", "max_runtime is '11:55', but takes seconds above 0 and at most", "the default is null"),
     ("save_steps: 0", "save_steps is '0', but takes a whole number of at least 1, or null", "the default is 100"),
-    ("report_to: wand", "report_to is 'wand', but takes a list of tensorboard | wandb |", "did you mean wandb?"),
+    ("report_to: wand", "report_to is 'wand', but takes a list of tensorboard | mlflow |", "did you mean wandb?"),
     ("model_name: null", "model_name is 'null', but takes text", 'the default is "embedded"'),
     ("experiment_name: a/b", "experiment_name 'a/b' is a path; it names a folder inside output_dir", "output_dir"),
     ("model_dtype: fp64\nbf16: true", "mixed_precision bf16 would undo model_dtype fp64", "set mixed_precision to no"),
