@@ -176,8 +176,8 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for store in [*getattr(self, "retired", []), getattr(self, "store", None)]:
-            if store is not None and store._claim is not None:
-                store._claim.release.detach()
+            if store is not None and store._lease is not None:
+                store._lease.release.detach()
         if hasattr(self, "scratch"):
             shutil.rmtree(self.scratch)
 
@@ -243,7 +243,7 @@ class Histories(RuleBasedStateMachine):
     @rule(lives=st.none() | st.integers(0, 60))
     def take_over(self, lives: int | None) -> None:
         self.new_writer()
-        if not self.change(self.store.claim, self.newest, lives):
+        if not self.change(self.store.acquire_lease, self.newest, lives):
             self.new_writer()
 
     @rule()
@@ -253,7 +253,7 @@ class Histories(RuleBasedStateMachine):
         self.store.acquire_lease()
         before = listing(self.root)
         sleeper = self.retired[-1]
-        if sleeper._claim is None:
+        if sleeper._lease is None:
             return
         sleeper._disk = Filesystem()
         for attempt in (

@@ -98,7 +98,7 @@ def test_a_name_of_the_hub_without_network_is_one_error(word: str, no_hub: str, 
     command = [sys.executable, str(ROOT / "train.py"), word, "output_dir=run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2, done.stderr
-    assert "hub       out of reach" in done.stdout
+    assert "hub       unreachable" in done.stdout
     assert "nobody/nothing" in done.stderr
     assert done.stderr.count("error:") == 1
     assert "Retry" not in done.stderr + done.stdout

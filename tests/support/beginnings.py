@@ -221,9 +221,10 @@ class Beginnings:
         loop.Attempt = Forked  # type: ignore[misc, assignment]
         try:
             words = self.words(**keys | {"output_dir": folder / "run"})
-            story, run = SupervisorLog(folder / "safe_train.log", fd=ends[1]), OwnRun(["train.py"], words)
-            supervision = loop.Supervision(run, Policy(), story, Interrupts(), wake_fd=ends[0], tracker_runs=None)
-            assert supervision.run() == 0, (folder / "log").read_text()
+            run = OwnRun(["train.py"], words)
+            supervisor = loop.Supervisor(run, Policy(), Interrupts(), wake_fd=ends[0], wandb_cleanup=None)
+            with SupervisorLog(folder / "safe_train.log", fd=ends[1]):
+                assert supervisor.run() == 0, (folder / "log").read_text()
         finally:
             loop.Attempt = original  # type: ignore[misc]
             for end in ends:

@@ -1,0 +1,101 @@
+"""The recipes of CONTRIBUTING.md work as they stand: each is added to a copy of the package, by one file, and used."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RECIPE = re.compile(r"<!-- recipe: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+
+#: What a user does with each recipe, in a process that imports the copy.
+USES = {
+    "diversity/spread.py": """
+import torch
+from types import SimpleNamespace
+from ci_llm.config import load_config
+from ci_llm.crowd.objective import Objective
+config = load_config(None, ["diversity=spread"])
+log_probs = torch.tensor([[-1.0, -2.0], [-3.0, -2.0]])
+loss = Objective(config.diversity, weight=0.5)(SimpleNamespace(log_probs=log_probs, states=None), None, 0)
+assert (loss.diversity.item(), loss.total.item()) == (0.5, 7.5), loss
+""",
+    "aggregators/most_confident.py": """
+import torch
+from ci_llm.config import load_config
+from ci_llm.crowd.aggregators import aggregate
+name = load_config(None, ["aggregator=most_confident"]).aggregator
+chosen = aggregate(torch.tensor([[0.6, 0.4], [0.1, 0.9]]).log(), name)
+torch.testing.assert_close(chosen.exp(), torch.tensor([0.1, 0.9]))
+""",
+    "trackers/aim.py": """
+from types import SimpleNamespace
+from ci_llm.config import load_config
+from ci_llm.logs.trackers import find_kind
+assert load_config(None, ["report_to=aim"]).report_to == ("aim",)
+sent = []
+kind = find_kind("aim")
+kind.log(SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers))), 3, {"loss": 1.0})
+assert sent == [(3, {"loss": 1.0})]
+""",
+    "backends/noted.py": """
+import logging, tempfile, torch
+from ci_llm import CheckpointManager
+from ci_llm.config import load_config
+logging.basicConfig(level=logging.INFO)
+name = load_config(None, ["checkpoint_backend=noted"]).checkpoint_backend
+with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder, checkpoint_backend=name) as manager:
+    assert manager.save(0, {"w": torch.ones(3)})
+    manager.wait_until_finished()
+    assert torch.equal(manager.restore(0)["w"], torch.ones(3))
+""",
+    "formats/sqlite.py": """
+import sqlite3, tempfile
+from pathlib import Path
+from ci_llm import load_config, load_rows
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "mine.sqlite")
+    with sqlite3.connect(path) as database:
+        database.execute("create table rows (question, answer)")
+        database.executemany("insert into rows values (?, ?)", [("1+1", "2"), ("2+2", "4")] * 4)
+    database.close()
+    rows = load_rows(load_config(None, [f"dataset_name={path}"]), "train")
+    assert {row.answer for row in rows} == {"2", "4"}
+""",
+}
+
+
+def recipes() -> dict[str, str]:
+    """The blocks of CONTRIBUTING.md by the path that each names."""
+    return dict(RECIPE.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package with every recipe added, and no other change."""
+    folder = tmp_path_factory.mktemp("recipes")
+    shutil.copytree(ROOT / "ci_llm", folder / "ci_llm", ignore=shutil.ignore_patterns("__pycache__"))
+    for path, code in recipes().items():
+        assert not (folder / path).exists()
+        (folder / path).write_text(code, encoding="utf-8")
+    return folder
+
+
+def test_every_recipe_is_used() -> None:
+    assert [Path(path).parts[-2] + "/" + Path(path).name for path in recipes()] == [*USES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", USES)
+def test_a_recipe_is_one_file(recipe: str, copy: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", USES[recipe]], cwd=copy, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if recipe.startswith("backends"):
+        assert "step 0: 1 keys are saved" in done.stderr
