@@ -175,6 +175,21 @@ def test_readme_docs_and_examples_import_public_names_only(path: Path) -> None:
         assert names <= set(ci_llm.__all__), f"{line}: not public"
 
 
+MAP = ROOT / "docs" / "architecture.md"
+
+
+def test_the_map_draws_the_floors() -> None:
+    [drawing] = re.findall(r"<!-- floors -->\n```\n(.*?)```", MAP.read_text(encoding="utf-8"), re.DOTALL)
+    drawn = [re.sub(r"^ *\d+ +", "", line).split("  ")[0].strip() for line in drawing.splitlines()]
+    assert [tuple(line.split(", ")) for line in drawn] == [*FLOORS]
+
+
+def test_every_file_that_the_map_names_exists() -> None:
+    named = re.findall(r"`((?:ci_llm|tests|docs)/[\w/]+\.\w+)`", MAP.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
 LIGHT = (
     "ci_llm",
     "ci_llm.config",
