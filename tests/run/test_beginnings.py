@@ -83,7 +83,7 @@ def test_the_programs_themselves(begin: str, beginnings: Beginnings, tmp_path: P
     (tmp_path / "sitecustomize.py").write_text(DIE_ONCE)
     own = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DIE_BEFORE": f"checkpoint_step_{newest + 2}"}
     words = beginnings.words(**BEGINS[begin](beginnings.source) | {"output_dir": tmp_path / "run"})
-    command = [*LAUNCHERS[beginnings.ranks], ROOT / "train.py", *words]
+    command = [*LAUNCHERS[beginnings.ranks], ROOT / "train.py", "--config", os.devnull, *words]
     surroundings = {**ENVIRONMENT, **own, "DIED": str(tmp_path / "died")}
     with Terminal("--", *command, cwd=tmp_path, hasty=True, env=surroundings) as terminal:
         assert terminal.wait() == 0, terminal.text
