@@ -155,7 +155,7 @@ def out_of_memory_in_evaluation(fault: Fault) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(Crowd, "write", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
+    wrap(Crowd, "generate_ids", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
 
 
 def out_of_memory_in_optimizer(fault: Fault) -> None:
