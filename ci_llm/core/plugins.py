@@ -15,6 +15,7 @@ from typing import Any
 from ci_llm.errors import BadInput
 
 
+@cache
 def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
     """Names of the modules of a package in alphabetical order, with `first` before the others.
 

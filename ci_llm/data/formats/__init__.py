@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ def with_builder(builder: str, files: Sequence[Path], **options: Any) -> Dataset
 
 def find_format(file: Path) -> str | None:
     """The name of the format of a file, by its ending; None if there is none."""
-    end = ending_of(file)
-    return next((name for name in plugin_names(__name__) if end in format_named(name).endings), None)
+    return _names().get(ending_of(file))
 
 
 def format_named(name: str) -> FileFormat:
@@ -56,8 +56,14 @@ def format_named(name: str) -> FileFormat:
 
 def known_endings() -> str:
     """All endings without their dots, for error messages."""
-    names = [end[1:] for name in plugin_names(__name__, first="json") for end in format_named(name).endings]
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+    *others, last = (end[1:] for end in _names())
+    return f"{', '.join(others)} or {last}"
+
+
+@cache
+def _names() -> dict[str, str]:
+    """The format of each ending; cached, because a folder may hold many thousand files."""
+    return {end: name for name in plugin_names(__name__, first="json") for end in format_named(name).endings}
 
 
 def ending_of(file: Path) -> str:
