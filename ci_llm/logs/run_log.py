@@ -86,11 +86,6 @@ class RunLog:
                 self._write_line(line)
             self._pending.clear()
 
-    def say(self, text: str) -> None:
-        """Show `text`, of one line or more, as a message of the level INFO."""
-        with self._lock:
-            self._handle("", text)
-
     def note(self, text: str) -> None:
         """Write `text` to training.log only, for what the terminal shows by other means."""
         if self._is_main:

@@ -73,7 +73,8 @@ def log_text(folder: Path) -> str:
 
 
 def test_says_to_terminal_and_file_with_date_and_attempt(tmp_path: Path, screen: io.StringIO) -> None:
-    make_log(tmp_path, screen).say("one\n  two")
+    make_log(tmp_path, screen)
+    logger.info("one\n  two")
     RunLog(tmp_path, terminal=screen).open(2)
     head, one, two, second = log_text(tmp_path).splitlines()
     assert screen.getvalue() == "one\n  two\n"
@@ -86,7 +87,7 @@ def test_says_to_terminal_and_file_with_date_and_attempt(tmp_path: Path, screen:
 
 def test_before_open_no_file_is_created_and_no_message_is_lost(tmp_path: Path, screen: io.StringIO) -> None:
     log = RunLog(tmp_path, terminal=screen)
-    log.say("hello")
+    logger.info("hello")
     log.metrics(1, {"loss": 1.0})
     assert screen.getvalue() == "hello\n"
     assert list(tmp_path.iterdir()) == []
@@ -200,7 +201,7 @@ def test_other_processes_are_silent(
     tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = make_log(tmp_path, screen, is_main=False)
-    log.say("hello")
+    logger.info("hello")
     logger.warning("hello")
     assert (caplog.messages, *capfd.readouterr()) == ([], "", "")
     log.metrics(1, {"loss": 1.0})
@@ -217,7 +218,7 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     (tmp_path / METRICS_NAME).write_text('{"step": 5}\n', encoding="utf-8")
     log = RunLog(tmp_path, terminal=screen)
     log.open(1, still_held=lambda: False)
-    log.say("hello")
+    logger.info("hello")
     logger.warning("hello")
     log.metrics(1, {"loss": 1.0})
     log.truncate_metrics(0)
@@ -271,8 +272,8 @@ def _write(path: Path, data: bytes) -> None:
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     code = (
-        "import sys; from ci_llm.logs.run_log import RunLog; log = RunLog(sys.argv[1]); log.open(1)\n"
-        "for word in ('into the void', 'still here'): log.say(word)\n"
+        "import logging, sys; from ci_llm.logs.run_log import RunLog; log = RunLog(sys.argv[1]); log.open(1)\n"
+        "for word in ('into the void', 'still here'): logging.getLogger('ci_llm.tests').info(word)\n"
         "log.progress(1, 2, [1.0]); print('a stray print'); log.close()"
     )
     reader, writer = os.pipe()
@@ -333,7 +334,7 @@ def test_a_bar_on_a_terminal_and_lines_above_it(tmp_path: Path, terminal: tuple[
     file, written = terminal
     log = make_log(tmp_path, file, clock=Clock())
     log.progress(1, 4, [1.0, 2.0])
-    log.say("saved [bold]step 1[/bold]")
+    logger.info("saved [bold]step 1[/bold]")
     log.progress(2, 4, [0.5, 1.5])
     log.close()
     text = written()
