@@ -16,21 +16,26 @@ RECIPE = re.compile(r"<!-- recipe: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 #: What a user does with each recipe, in a process that imports the copy.
 USES = {
     "diversity/spread.py": """
-import torch
+import sys
 from types import SimpleNamespace
 from ci_llm.config import load_config
-from ci_llm.crowd.objective import Objective
 config = load_config(None, ["diversity=spread"])
+assert "torch" not in sys.modules
+import torch
+from ci_llm.crowd.objective import Objective
 log_probs = torch.tensor([[-1.0, -2.0], [-3.0, -2.0]])
 loss = Objective(config.diversity, weight=0.5)(SimpleNamespace(log_probs=log_probs, states=None), None, 0)
 assert (loss.diversity.item(), loss.total.item()) == (0.5, 7.5), loss
 """,
     "aggregators/most_confident.py": """
-import torch
+import sys
 from ci_llm.config import load_config
-from ci_llm.crowd.aggregators import aggregate
 name = load_config(None, ["aggregator=most_confident"]).aggregator
-chosen = aggregate(torch.tensor([[0.6, 0.4], [0.1, 0.9]]).log(), name)
+assert "torch" not in sys.modules
+import torch
+from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.generation import Decoding
+chosen = aggregate(torch.tensor([[0.6, 0.4], [0.1, 0.9]]).log(), Decoding(aggregator=name).aggregator)
 torch.testing.assert_close(chosen.exp(), torch.tensor([0.1, 0.9]))
 """,
     "trackers/aim.py": """
