@@ -14,6 +14,7 @@ from ci_llm._version import __version__ as __version__
 if TYPE_CHECKING:
     from ci_llm.checkpoints import orbax as orbax
     from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
+    from ci_llm.checkpoints.votes import EachProcess as EachProcess
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
     from ci_llm.core.determinism import seed_everything as seed_everything
@@ -37,6 +38,7 @@ _MODULES = {
     "CiLlmError": "ci_llm.errors",
     "Config": "ci_llm.config",
     "Crowd": "ci_llm.crowd.model",
+    "EachProcess": "ci_llm.checkpoints.votes",
     "Interrupts": "ci_llm.interrupts",
     "LightningCheckpoints": "ci_llm.integrations.lightning",
     "LoraSettings": "ci_llm.crowd.lora",
@@ -54,7 +56,7 @@ _MODULES = {
     "tokenize": "ci_llm.data.tokens",
 }
 
-__all__ = sorted([*_MODULES, "__version__"])
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -65,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__]
+    return [*__all__, "__version__"]

@@ -152,7 +152,7 @@ class Rows:
 
     @property
     def trained_on(self) -> TrainedOn:
-        """How many of these rows are rows of the training, in a word."""
+        """Whether none, some or all of these rows are rows of the training."""
         if not self.num_trained_on:
             return "none"
         return "all" if self.num_trained_on == len(self) else "some"

@@ -86,7 +86,7 @@ class Tally:
             )
 
     def nothing_left(self, rows: Rows) -> DataError:
-        """The error when nothing is kept, with the cure for the commonest reason."""
+        """The error when nothing is kept, with what to do about the commonest reason."""
         columns = ", ".join(rows.form.columns.values())
         if self.answer_too_far:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"

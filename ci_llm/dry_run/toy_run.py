@@ -281,4 +281,4 @@ def conclusion(context: CheckContext) -> str:
     if not context.uses_stand_in:
         context.measured.row_evaluated_s = (middle - start) / rows
         context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
-    return f"{rows} rows judged, {questions} answers written, nll of the crowd {scores.mean_nll[-1]:.3f}"
+    return f"{rows} rows scored, {questions} answers generated, nll of the crowd {scores.mean_nll[-1]:.3f}"

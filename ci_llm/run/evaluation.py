@@ -63,7 +63,7 @@ class Evaluator:
         asked = Questions.of(self._rows, prompter, crowd, config.generation_eval_samples, config.max_seq_length)
         if not len(asked):
             return None
-        logger.info(f"judging   the answers that they generate to {len(asked)} of these")
+        logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
 
         def work(rounds: Rounds) -> AnswerScores | None:
             return score_answers(

@@ -333,7 +333,7 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
 
 def conclude(run: Run) -> str | None:
     """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
-    logger.info(f"judging   agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
+    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
         note_evaluation(run, evaluation_metrics(scores))

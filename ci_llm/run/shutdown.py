@@ -165,7 +165,7 @@ def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a run failed, in a word for scripts and for the supervisor."""
+    """The reason of a failure, as status.json has it: `nonfinite`, `disk_full`, ..., or `error:` and its type."""
     if isinstance(error, PeerLost):
         return PEER_LOST
     for cause in _causes(error):

@@ -1,4 +1,4 @@
-"""An external training script as a target: it knows nothing of the supervisor, and is judged by what it prints."""
+"""An external training script as a target: it does not know the supervisor, which classifies its end by what it prints."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_a_run_that_would_begin_where_it_ends_is_refused_before_any_evaluation(
     told = capsys.readouterr()
     assert message in told.err
     assert "max_train_steps=12 trains on" in told.err
-    assert "judging" not in told.out
+    assert "evaluate  " not in told.out
     assert not (tmp_path / "run").exists()
 
 
