@@ -1,4 +1,4 @@
-"""An external training script as a target: it does not know the supervisor, which classifies its end by what it prints."""
+"""An external training script as a target: it does not know the supervisor, which classifies its end by its output."""
 
 from __future__ import annotations
 
