@@ -15,6 +15,9 @@ class Parser(argparse.ArgumentParser):
         ConfigError: from `parse_args`, for a wrong call.
     """
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args([word for word in args or () if word != "--debug"], namespace)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
 

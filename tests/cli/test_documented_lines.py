@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from ci_llm.cli import main, supervise
+from ci_llm.cli import supervise, train
 from ci_llm.config import Config
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.external_script import ExternalScript
@@ -127,13 +127,13 @@ def understood(line: str, folder: Path) -> Config:
     if launcher == "accelerate":
         launched = launch_command_parser().parse_args(words[1:])
         assert launched.training_script == "train.py"
-        return main._configuration(launched.training_script_args).config
+        return train.read_configuration(launched.training_script_args).config
     if launcher == "sbatch":
-        return main._configuration(words_of_the_job(words, folder)).config
+        return train.read_configuration(words_of_the_job(words, folder)).config
     if words[0] == "safe_train.py":
         supervise._target(supervise.parse_options(words[1:]))
         raise AssertionError("taken")
-    return main._configuration(words[1:]).config
+    return train.read_configuration(words[1:]).config
 
 
 def words_of_the_job(words: list[str], folder: Path) -> list[str]:
@@ -183,7 +183,7 @@ def test_the_page_names_what_takes_the_place_of_a_program(page: str, program: st
 
 
 def test_the_weight_of_the_original_is_not_passed_over_in_silence() -> None:
-    [said] = [line for line in main._configuration(["lambda_sw=0.5"]).config.notices() if "lambda_sw" in line]
+    [said] = [line for line in train.read_configuration(["lambda_sw=0.5"]).config.notices() if "lambda_sw" in line]
     assert "diversity=swd_raw" in said
 
 

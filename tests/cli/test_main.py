@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ci_llm import interrupts
-from ci_llm.cli import entry, main, supervise
+from ci_llm.cli import entry, guard, main, supervise, train
 from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import parse_options
@@ -54,7 +54,7 @@ def nobody_reads() -> Iterator[int]:
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
 def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
     done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stderr) == (main.BROKEN_PIPE_EXIT_CODE, "")
+    assert (done.returncode, done.stderr) == (guard.BROKEN_PIPE_EXIT_CODE, "")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -85,8 +85,8 @@ def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) ->
 
 
 def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
-    code = "import errno; from ci_llm.cli import main\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
-    done = run("-c", f"{code}main.run_guarded(command, debug=False)")
+    code = "import errno; from ci_llm.cli import guard\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
+    done = run("-c", f"{code}guard.run_guarded(command, debug=False)")
     assert done.returncode == 1
     assert "OSError: [Errno 28] full" in done.stderr
 
@@ -97,7 +97,7 @@ def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
     assert done.returncode == 2
 
 
-VERBS = [["train"], ["check"], ["status"]]
+VERBS = [["train"], ["check"], ["status"], ["supervise"], ["report"], ["compare"]]
 VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
 
 
@@ -113,7 +113,7 @@ def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys
 def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
     done = run("-m", "ci_llm", "status", "--debug", tmp_path)
-    assert f"ci_llm.cli.main: reads {tmp_path / 'status.json'}" in done.stderr
+    assert f"ci_llm.cli.status: reads {tmp_path / 'status.json'}" in done.stderr
     assert "debug" not in run("-m", "ci_llm", "status", tmp_path).stderr
     bad = run("-m", "ci_llm", "train", "--debug", "num_agent=3").stderr
     assert "debug" in bad.splitlines()[0]
@@ -121,14 +121,14 @@ def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
 
 
 def test_what_a_run_tells_may_be_lost_but_not_the_run(nobody_reads: int) -> None:
-    command = "lambda: main._print_line('loading') or print('stray') or 0"
-    code = f"from ci_llm.cli import main; main.run_guarded({command}, debug=False)"
+    command = "lambda: guard.print_line('loading') or print('stray') or 0"
+    code = f"from ci_llm.cli import guard; guard.run_guarded({command}, debug=False)"
     assert run("-c", code, stdout=nobody_reads).stderr == ""
 
 
 def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
-    broken = "r, w = os.pipe(); os.close(r); main.run_guarded(lambda: os.write(w, b'x'), debug=False)"
-    code = f"import os; from ci_llm.cli import main; {broken}"
+    broken = "r, w = os.pipe(); os.close(r); guard.run_guarded(lambda: os.write(w, b'x'), debug=False)"
+    code = f"import os; from ci_llm.cli import guard; {broken}"
     done = run("-c", code)
     assert done.returncode == 1
     assert "BrokenPipeError" in done.stderr
@@ -136,11 +136,11 @@ def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
 
 def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(
-        "import os, sys; from ci_llm.cli import main\n"
+        "import os, sys; from ci_llm.cli import guard\n"
         "def command():\n"
         "    print('out'); print('err', file=sys.stderr); assert not sys.stdout.isatty()\n"
         "    return os.open(os.devnull, os.O_RDONLY)\n"
-        "sys.exit(main.run_guarded(command, debug=False))\n"
+        "sys.exit(guard.run_guarded(command, debug=False))\n"
     )
     closed = f"{sys.executable} {tmp_path / 'command.py'} <&- >&- 2>&-"
     done = subprocess.run(closed, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
@@ -148,7 +148,7 @@ def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> N
 
 
 def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
-    code = "from ci_llm.cli import main; main.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
+    code = "from ci_llm.cli import guard; guard.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
     assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
 
 
@@ -241,5 +241,5 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
 
 def test_what_the_launcher_was_told_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert main._configuration([]).config.mixed_precision == "bf16"
-    assert main._configuration(["mixed_precision=no"]).config.mixed_precision == "no"
+    assert train.read_configuration([]).config.mixed_precision == "bf16"
+    assert train.read_configuration(["mixed_precision=no"]).config.mixed_precision == "no"

@@ -1,0 +1,128 @@
+"""`ci-llm train` and `ci-llm check`: read the configuration and the launcher, then hand over to the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ci_llm._version import __version__
+from ci_llm.cli.guard import print_line
+from ci_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ci_llm.cluster.launch import Launch
+    from ci_llm.config import Config, Reading
+
+_LOGGER = logging.getLogger(__name__)
+
+TRAIN_USAGE = """python train.py [--config FILE] [--continue] [key=value | --key value | --key=value ...]
+The command line wins over the file, the file over `accelerate launch`, and that over the defaults below.
+Without --config the file is configs.yaml of the current folder, else the project's own.
+--continue: refuse to start without a checkpoint. --debug: show debug lines, and the traceback of an error.
+Names of Trainer, PEFT and TRL work too (docs/keys.md).
+example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine
+"""
+
+CHECK_USAGE = """python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the arguments of train.py
+Tries at toy size on this machine what the run will need, and leaves nothing behind. Exit code 0 if all checks pass.
+example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml batch_size=16"""
+
+
+def train(words: list[str]) -> int:
+    """`ci-llm train`, and `python train.py`."""
+    if "-h" in words or "--help" in words:
+        return _print_train_help()
+    from ci_llm.cluster.launch import read_launch
+    from ci_llm.interrupts import Interrupts, die_with_parent
+
+    with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
+        read = read_configuration(words)
+        config = read.config
+        interrupts.set_signals(config.stop_signals, config.save_signals)
+        if "--continue" in words:
+            _require_checkpoint(config.run_folder)
+        launch = read_launch(arguments=words)
+        if not launch.forwards_sigterm:
+            die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
+        if launch.is_main:
+            print_line(f"ci_llm {__version__}   run {config.run_folder}   loading...")
+        _go_offline_if_unreachable(config, launch)
+        set_library_defaults()
+        from ci_llm.run.job import run_job
+
+        return run_job(config, interrupts, launch, sources=read.lines)
+
+
+def read_configuration(words: Sequence[str]) -> Reading:
+    """The configuration of a command line over configs.yaml over the settings of the launcher."""
+    from ci_llm.cluster.launch import accelerate_settings
+    from ci_llm.config import default_file, read_config
+
+    keys = [word for word in words if word != "--continue"]
+    read = read_config(default_file(), keys, accelerate_settings(os.environ))
+    changes = type(read.config)().diff(read.config)
+    _LOGGER.debug("not the default: %s", ", ".join(f"{change.key}={change.new}" for change in changes))
+    return read
+
+
+def _require_checkpoint(folder: Path) -> None:
+    if not any(folder.glob("*/manifest.json")):
+        raise ConfigError(
+            "there is no checkpoint to continue from",
+            where=f"--continue, output_dir: {folder}",
+            hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the run",
+        )
+
+
+def _print_train_help() -> int:
+    from ci_llm.config import describe_keys
+
+    print(TRAIN_USAGE)
+    print(describe_keys())
+    return 0
+
+
+def _go_offline_if_unreachable(config: Config, launch: Launch) -> None:
+    """Use only the local cache if the hub is unreachable, instead of waiting for it again and again."""
+    from ci_llm.cluster.hub import go_offline_if_unreachable
+
+    unreachable = go_offline_if_unreachable(config.model_name, *config.dataset_names, *config.eval_dataset_names)
+    if unreachable and launch.is_main:
+        print_line(f"hub       unreachable, only its local cache is used ({unreachable})")
+
+
+def set_library_defaults() -> None:
+    """Switch off telemetry, the warning about tokenizers in forked workers, and threads that spin while they wait."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # On a shared machine a spinning thread takes the core from the thread it waits for: two toy steps then take
+    # minutes (measured).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def check(words: list[str]) -> int:
+    """`ci-llm check`, and `python dry_run_sanity_check.py`."""
+    if {"-h", "--help"} & {*words}:
+        print(CHECK_USAGE)
+        return 0
+    from ci_llm.cluster.launch import read_launch
+    from ci_llm.interrupts import Interrupts, die_with_parent
+
+    with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
+        read, launch = read_configuration(words), read_launch(arguments=words)
+        config = read.config
+        if not launch.forwards_sigterm:
+            die_with_parent()
+        if launch.is_main:
+            print_line(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")
+            for line in read.lines:
+                print_line(f"config    {line}")
+        _go_offline_if_unreachable(config, launch)
+        set_library_defaults()
+        from ci_llm.dry_run.plan import dry_run
+
+        return dry_run(config, interrupts, launch, debug="--debug" in words)
