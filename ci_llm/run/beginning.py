@@ -19,7 +19,8 @@ from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
-from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import CheckpointError, ConfigError, LaunchError
 from ci_llm.run.resume import Source, newest_source, open_source
 
 NAME: Final = "beginning.json"
@@ -266,3 +267,19 @@ def _require_same_beginning(
 
 def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
+
+
+def require_same_step(processes: Processes, folder: Path, step: int | None) -> None:
+    """Refuse folders that differ, before anything is concluded from what is in them. A collective.
+
+    Raises:
+        LaunchError: on every process alike.
+    """
+    found = processes.gather_object(step)
+    if len({*found}) > 1:
+        named = ", ".join("none" if step is None else f"step {step}" for step in found)
+        raise LaunchError(
+            f"the processes find different checkpoints to go on from: {named}",
+            where=str(folder.absolute()),
+            hint="give an output_dir on a disk that all machines share, as an absolute path",
+        )
