@@ -6,7 +6,7 @@ JOBS   ?= 2
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install install-dev train test campaign test-slurm check lint bench clean
+.PHONY: install install-dev train test campaign test-slurm check lint docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -49,6 +49,10 @@ lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, into build/site; a warning is an error.
+docs: install-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: install-dev
 	$(BIN)/python -m benchmarks

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar, cast
 import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor
 from torch import distributed as dist
@@ -74,7 +74,7 @@ class Processes:
         self.notes = disable_unsupported(os.environ)
         _set_environment(self.launch, on_cpu)
         with rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
-            if self.launch.num_processes > 1 and not dist.is_initialized():
+            if self.launch.num_processes > 1 and not (dist.is_initialized() or is_initialized()):
                 join(self.launch, _backend(on_cpu))
             self.accelerator = Accelerator(
                 cpu=on_cpu,
