@@ -80,7 +80,7 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
     found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
-    base = load_base(config.model_name, config.model_dtype, processes.device)
+    base = load_base(config.model_name, config.model_dtype, processes.device, config.quantization)
     use_chat_template(base.tokenizer, config.chat_template)
     logger.info(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
     crowd = build_crowd(config, base)
