@@ -12,7 +12,6 @@ the weights are made dense before each product.
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import Any, Final, Literal
 
 import torch
@@ -60,8 +59,6 @@ def quantized_loading(
             where=f"quantization: {wanted or stored}",
             hint="pip install 'ci-llm[quantization]'",
         )
-    # It announces a kernel of a forward pass that is not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if stored:
         return {"device_map": {"": device}}
     config = BitsAndBytesConfig(

@@ -265,6 +265,6 @@ def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatc
 
 
 def test_without_quantization_bitsandbytes_is_not_imported() -> None:
-    code = "import sys; from ci_llm.crowd.base import load_base; load_base('embedded'); print('bitsandbytes' in sys.modules)"
+    code = "import sys; from ci_llm import load_base; load_base('embedded'); print('bitsandbytes' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["False"], done.stderr
