@@ -7,6 +7,7 @@ name costs half a minute of retries, with a line each, before it is an error.
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import re
 import ssl
@@ -66,3 +67,5 @@ def set_library_defaults() -> None:
     # On a shared machine a spinning thread takes the core from the thread it waits for: two toy steps then take
     # minutes (measured).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Where it is installed, Accelerate imports it; it then misses a kernel for a forward pass that is not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
