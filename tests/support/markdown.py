@@ -18,6 +18,7 @@ _FENCE = re.compile(
     r"(?P<marks>(?:^ *<!--[^\n]*-->\n)*)^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
+_PROGRAM = re.compile(r"(ci-llm|python|make|pip|accelerate|torchrun|sbatch|vllm|hf|tensorboard|source|export) ")
 _MARK = re.compile(r"<!-- *([\w ]+?)(?:: *(.*?))? *-->")
 
 
@@ -55,4 +56,12 @@ def blocks_of(page: Path) -> Iterator[Block]:
         line = text.count("\n", 0, found.start("text")) + 1
         marks = {title: value or "" for title, value in _MARK.findall(found["marks"])}
         name = str(page.relative_to(ROOT))
-        yield Block(name, line, found["language"], textwrap.dedent(found["text"]), marks)
+        code = textwrap.dedent(found["text"])
+        yield Block(name, line, found["language"] or _language_of(code), code, marks)
+
+
+def _language_of(code: str) -> str:
+    """Of a block that does not say it: a transcript, commands, or no code."""
+    if code.startswith("$ "):
+        return "console"
+    return "bash" if _PROGRAM.match(code) else "text"
