@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +48,7 @@ def train(
         read.config.stop_signals,
         read.config.save_signals,
         describe_stop=lambda: "leaving before the first step",
-        abort_grace_s=math.inf,  # a notebook must survive a second Ctrl-C
+        abort_grace_s=math.inf if hasattr(sys, "ps1") else 2.0,  # a notebook must survive a second Ctrl-C
     ) as interrupts:
         if not launch.forwards_sigterm:
             die_with_parent(next(iter(read.config.stop_signals), "SIGTERM"))

@@ -68,7 +68,7 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    folder = config.run_folder
+    told, folder = Callbacks(callbacks, config), config.run_folder
     check_folder(folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
@@ -90,7 +90,7 @@ def run_job(
     result: Result | None = None
     try:
         run = build(config, processes, interrupts, manager, log)
-        run.callbacks = Callbacks(callbacks, config)
+        run.callbacks = told
         result = _run_to_end(run)
         return result
     finally:

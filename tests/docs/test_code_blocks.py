@@ -149,8 +149,12 @@ def run(block: Block, stage: Path, *, in_full: bool) -> None:
     match block.language:
         case "python":
             given = GIVEN[block.marks["given"]]() if "given" in block.marks else {}
+            names = {"__name__": "__main__", **given}
             with contextlib.suppress(SystemExit) if "sys.exit" in block.text else contextlib.nullcontext():
-                exec(compile(block.text, str(block), "exec"), {"__name__": "__main__", **given})
+                exec(compile(block.text, str(block), "exec"), names)
+            for value in names.values():
+                if isinstance(value, ci_llm.CheckpointManager):
+                    value.close()  # as the end of the process does
         case "yaml":
             (stage / "block.yaml").write_text(block.text)
             load_config(stage / "block.yaml")
@@ -205,6 +209,20 @@ def execute(words: list[str]) -> None:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
         code = main(words)
     assert code == 0, f"{shlex.join(words)}: {code}\n{said.getvalue()}{complained.getvalue()}"
+
+
+@pytest.mark.slow
+@pytest.mark.campaign  # a minute of training on two cores
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_the_first_answer_of_the_readme_is_what_its_first_command_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", str(ROOT / "configs.yaml"), "generation_eval_samples=0"]) == 0
+    _, asked, answered, *_ = blocks_of(ROOT / "README.md")
+    capsys.readouterr()
+    exec(compile(asked.text, str(asked), "exec"), {})
+    assert capsys.readouterr().out == answered.text
 
 
 # What the fragments of loops are given
