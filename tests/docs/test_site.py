@@ -6,6 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -31,6 +35,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     return folder
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The site as a server of this machine shows it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Writes no line for each request."""
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def test_it_has_the_first_page_the_tutorial_and_the_signatures(site: Path) -> None:
@@ -60,15 +80,17 @@ def test_no_page_names_another_server_for_what_it_loads(site: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 @pytest.mark.parametrize("page", ["index", "troubleshooting"])
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
-def test_a_browser_shows_it_without_a_complaint(page: str, width: int, scheme: str, site: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_it_without_a_complaint(
+    page: str, width: int, scheme: str, address: str, tmp_path: Path
+) -> None:
     with Browser(tmp_path / "profile") as browser:
         browser.look(width=width, scheme=scheme)
-        browser.open(site / f"{page}.html")
+        browser.open(f"{address}/{page}.html")
         picture = browser.picture(tmp_path / f"{page}-{width}-{scheme}.png")
         assert picture.stat().st_size > 20_000
         background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         brightness = sum(map(int, re.findall(r"\d+", background)[:3]))
         assert (brightness < 200) == (scheme == "dark"), background
         assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
-        assert not [address for address in browser.requests if not address.startswith(("file:", "data:"))]
+        assert not [request for request in browser.requests if not request.startswith((address, "data:"))]
         assert not browser.complaints
