@@ -29,7 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run in full what is a sample otherwise")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "server" in getattr(item, "fixturenames", ()):  # its start costs more than most tests
+            item.add_marker(pytest.mark.slow)
     if not campaign.in_full:
         left_out = [item for item in items if item.get_closest_marker("campaign")]
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]

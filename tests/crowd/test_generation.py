@@ -74,6 +74,7 @@ def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
     assert len(texts) == len(PROMPTS) * (K + 1), "two texts are the same, so the test would not see a mix-up"
 
 
+@pytest.mark.slow
 def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> None:
     """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued in another way."""
     shape = PegasusConfig(
@@ -370,6 +371,7 @@ def test_a_saved_agent_alone_equals_plain_peft(checkpoint: Path) -> None:
             assert crowd.prompter.text(text.tolist()) == crowd.prompter.text(found)
 
 
+@pytest.mark.slow
 def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path) -> None:
     (copied / "README.md").write_text("my own words")
     Crowd.from_pretrained(copied, device="cpu")

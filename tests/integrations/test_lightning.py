@@ -57,11 +57,10 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "validated by epoch": ({"val_check_interval": 1.0}, 1),
     "two processes": ({"strategy": "ddp", "devices": 2, "accumulate_grad_batches": 1}, 2),
 }
-SLOW = {name: [] if name == "accumulation" else [pytest.mark.slow] for name in CASES}
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=SLOW[name]) for name in CASES])
-@pytest.mark.parametrize("at", [12, pytest.param(13, marks=pytest.mark.slow), pytest.param(14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("at", [12, 13, 14])
 def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, tmp_path: Path) -> None:
     changes, processes = CASES[case]
     straight, again = tmp_path / "straight", tmp_path / "again"
@@ -141,6 +140,7 @@ def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
     assert isinstance(trainer.train_dataloader, DataLoader)
 
 
+@pytest.mark.slow
 def test_without_lightning_one_line_says_so() -> None:
     code = "import sys; sys.modules['lightning'] = None; import ci_llm; ci_llm.LightningCheckpoints"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -72,10 +72,9 @@ CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
     "evaluated by epoch": ({"eval_strategy": "epoch", "logging_strategy": "epoch"}, False, 1),
     "two processes": ({"per_device_train_batch_size": 2}, False, 2),
 }
-SLOW = {name: [] if name == "adapter" else [pytest.mark.slow] for name in CASES}
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=SLOW[name]) for name in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_ends_with_the_same_bits(case: str, server: ForkServer, tmp_path: Path) -> None:
     changes, lora, processes = CASES[case]
     straight, again = tmp_path / "straight", tmp_path / "again"
@@ -126,6 +125,7 @@ def trainer(
     return Trainer(model=made, args=arguments, train_dataset=given, eval_dataset=Rows(), callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"trainer\.train\(resume_from_checkpoint=checkpoints\.resume\(trainer\)\)"):
@@ -158,6 +158,7 @@ def test_handlers_are_given_back_whatever_ends_the_training(tmp_path: Path) -> N
         assert not {"_inner_training_loop", "_load_from_checkpoint"} & vars(own).keys()
 
 
+@pytest.mark.slow
 def test_another_loop_model_or_base_is_refused(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     first = trainer(tmp_path, [checkpoints])
@@ -182,6 +183,7 @@ def test_what_cannot_be_exact_is_refused(changes: dict[str, Any], tmp_path: Path
         checkpoints.resume(trainer(tmp_path, [checkpoints], **changes))
 
 
+@pytest.mark.slow
 def test_rows_that_draw_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rows, told in ((Rows(), False), (Drawing(), True)):
         caplog.clear()
@@ -191,6 +193,7 @@ def test_rows_that_draw_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert ("make it a function of the row" in caplog.text) is told
 
 
+@pytest.mark.slow
 def test_the_patience_of_early_stopping_survives(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [TrainerCheckpoints(tmp_path / "run"), EarlyStoppingCallback(3, early_stopping_threshold=1e9)]

@@ -101,6 +101,7 @@ def test_a_checkpoint_holds_adapters_and_no_base(finished: Path) -> None:
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) - tokenizer < 5 * trainable
 
 
+@pytest.mark.slow
 def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     folder = finished / "final_checkpoint" / "agent2"
     name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]

@@ -121,6 +121,7 @@ def test_retries_are_counted(folder: Path) -> None:
     assert "all 1 retries are used up" in log_of(folder)
 
 
+@pytest.mark.slow
 def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nraise SystemExit('no such luck')\n")
     with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
@@ -131,6 +132,7 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     assert "    half way" in told
 
 
+@pytest.mark.slow
 def test_the_same_crash_at_the_start_is_tried_twice(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
     with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
@@ -182,6 +184,7 @@ def test_a_new_window_size_reaches_the_script(folder: Path) -> None:
 # Any command, and configurations that are no Hydra's
 
 
+@pytest.mark.slow
 def test_a_command_gets_its_keys_rewritten_or_appended(folder: Path) -> None:
     (folder / "fit.py").write_text(
         "import sys\nwords = sys.argv[1:]\nprint(words)\n"
