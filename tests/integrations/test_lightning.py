@@ -1,4 +1,7 @@
-"""Lightning's Trainer with our callback: killed or told to stop at a batch, it goes on and ends with the same bits."""
+"""Lightning's Trainer with our callback: killed or told to stop at a batch, it goes on and ends with the same bits.
+
+What imports Lightning does so in the test: pytest imports this file for every choice of tests.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, TensorDataset
 
-from ci_llm import LightningCheckpoints
+import ci_llm
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from examples import lightning_trainer
 from tests.support.forkserver import ForkServer
 from tests.support.moments import interfere
 
@@ -29,6 +29,8 @@ QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerat
 
 def trained(folder: str, changes: Mapping[str, Any], sent: str | None = None, step: int = 0) -> int:
     """In a process of its own: the example, which sends itself a signal when a step is done."""
+    from examples import lightning_trainer  # Lightning is slow to import
+
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
         os.environ |= {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": os.environ["RANK"], "GROUP_RANK": "0"}
@@ -85,7 +87,11 @@ def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, t
 
 
 def fit(folder: Path, *others: Any, resume: bool = True, module: Any = None, loader: Any = None, **changes: Any) -> Any:
-    checkpoints = LightningCheckpoints(folder / "run")
+    import lightning
+
+    from examples import lightning_trainer
+
+    checkpoints = ci_llm.LightningCheckpoints(folder / "run")
     how = {"max_steps": 6, "enable_checkpointing": False, "logger": False, **QUIET, **changes}
     trainer = lightning.Trainer(callbacks=[checkpoints, *others], default_root_dir=folder, **how)
     rows = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 4)
@@ -107,6 +113,8 @@ def test_another_loop_or_model_is_refused(tmp_path: Path) -> None:
     fewer = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 8)
     with pytest.raises(ForeignCheckpoint, match="batches was 4, is 2"):
         fit(tmp_path, loader=fewer, max_steps=9)
+    from examples import lightning_trainer
+
     frozen = lightning_trainer.Net()
     frozen.layers[0].weight.requires_grad = False
     with pytest.raises(ForeignCheckpoint, match="frozen weights was"):
@@ -114,7 +122,9 @@ def test_another_loop_or_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
-    def patience() -> EarlyStopping:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    def patience() -> Any:
         return EarlyStopping("loss", patience=1, min_delta=1e9)
 
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
@@ -129,7 +139,7 @@ def test_two_loaders_are_refused(tmp_path: Path) -> None:
 
 def test_a_backend_for_which_every_process_needs_the_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only process 0 has the state"):
-        LightningCheckpoints(tmp_path, checkpoint_backend="distributed")
+        ci_llm.LightningCheckpoints(tmp_path, checkpoint_backend="distributed")
 
 
 def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
