@@ -76,9 +76,9 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants(tree: ast.Module) -> list[tuple[str, ast.Module]]:
-    """Every changed tree, with the line and the change in words. Annotations and defaults of types are left alone."""
+    """Every changed tree, with the line and the change in words. Annotations and decorators are left alone."""
     found = []
-    silent = {id(inner) for node in ast.walk(tree) for part in _annotations(node) for inner in ast.walk(part)}
+    silent = {id(inner) for node in ast.walk(tree) for part in _silent(node) for inner in ast.walk(part)}
     for number, node in enumerate(ast.walk(tree)):
         if id(node) in silent:
             continue
@@ -90,9 +90,9 @@ def mutants(tree: ast.Module) -> list[tuple[str, ast.Module]]:
     return found
 
 
-def _annotations(node: ast.AST) -> list[ast.AST]:
+def _silent(node: ast.AST) -> list[ast.AST]:
     parts = [getattr(node, name, None) for name in ("annotation", "returns")]
-    return [part for part in parts if part is not None]
+    return [part for part in parts if part is not None] + getattr(node, "decorator_list", [])
 
 
 def _short(node: ast.AST) -> str:
