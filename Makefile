@@ -6,7 +6,7 @@ JOBS   ?= 2
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install install-dev train test campaign test-slurm check lint bench clean
+.PHONY: install install-dev train test campaign test-slurm check fast lint coverage mutation bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -41,14 +41,21 @@ campaign: install-dev
 test-slurm: install-dev
 	$(PYTEST) tests/slurm
 
-# Lint, types and the fast tests.
-check: lint
+# Lint, types and the fast tests, side by side: the tests wait now and then.
+check: install-dev
+	@$(MAKE) --no-print-directory -j 2 lint fast
+
+fast: install-dev
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not slow" -q
 
 lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Of small changes to the files on which most depends, the share that their tests notice; about an hour.
+mutation: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutate
 
 bench: install-dev
 	$(BIN)/python -m benchmarks
