@@ -89,6 +89,28 @@ def test_imports_go_down() -> None:
     assert wrong == []
 
 
+#: What else is in the repository, and what of it each folder may import.
+AROUND = {
+    "ci_llm": set(),
+    "examples": set(),
+    "tools": set(),
+    "testbed": set(),
+    "benchmarks": {"examples", "testbed", "tools"},
+    "tests": {"benchmarks", "examples", "testbed", "tools"},
+}
+
+
+def test_what_users_run_and_what_benchmarks_measure_imports_no_tests() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for folder, allowed in AROUND.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in imported(ast.parse(path.read_text(encoding="utf-8")))
+        if name.split(".")[0] in set(AROUND) - {"ci_llm", folder} - allowed
+    ]
+    assert wrong == []
+
+
 def test_dangerous_imports_have_one_owner() -> None:
     wrong = [
         f"{file} imports {name}"

@@ -28,10 +28,10 @@ from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
+from testbed.disks import CachedDisk, FailingDisk
+from testbed.events import DEADLINE_S
+from testbed.forkserver import ForkServer
 from tests.support import campaign, loops
-from tests.support.disks import CachedDisk, FailingDisk
-from tests.support.events import DEADLINE_S
-from tests.support.forkserver import ForkServer
 from tests.support.log_lines import on_log
 
 

@@ -21,8 +21,8 @@ import ci_llm
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from tests.support.forkserver import ForkServer
-from tests.support.moments import interfere
+from testbed.forkserver import ForkServer
+from testbed.moments import interfere
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 

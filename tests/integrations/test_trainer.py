@@ -21,8 +21,8 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
-from tests.support.forkserver import ForkServer
-from tests.support.moments import interfere
+from testbed.forkserver import ForkServer
+from testbed.moments import interfere
 
 QUIET = {"disable_tqdm": True}
 #: Of a Trainer's log, what no two runs have in common.

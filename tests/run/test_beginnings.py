@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from testbed.forkserver import ENVIRONMENT, ForkServer
+from testbed.trials import account, differences, unwitnessed
 from tests.supervisor.terminal import ROOT, Terminal
 from tests.support.beginnings import BEGINS, ENDS, STEPS, Beginnings, begins_at
 from tests.support.children import SCRIPTS
-from tests.support.forkserver import ENVIRONMENT, ForkServer
-from tests.support.trials import account, differences, unwitnessed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("beginnings")]
 
