@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ci_llm
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from testbed.forkserver import ForkServer
 from testbed.moments import interfere
@@ -49,10 +50,6 @@ def server() -> Iterator[ForkServer]:
         yield started
 
 
-def steps_of(folder: Path) -> list[int]:
-    return sorted(int(path.name.rpartition("_")[2]) for path in (folder / "run").glob("checkpoint_step_*"))
-
-
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "accumulation": ({}, 1),
     "ends within an epoch": ({"max_steps": 33, "max_epochs": None, "accumulate_grad_batches": 1}, 1),
@@ -80,15 +77,15 @@ def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, t
 
     assert run(straight) == [0] * processes, (straight / "log").read_text()
     assert run(again, sent="SIGKILL", step=at)[0] == -signal.SIGKILL
-    assert 5 in steps_of(again), "saved before the save at step 10 began"
+    assert 5 in numbered_steps(again / "run"), "saved before the save at step 10 began"
     assert run(again, sent="SIGTERM", step=8) == [75] * processes, (again / "log").read_text()
-    assert steps_of(again)[-1] in (13, 14, 18, 19), "the step in which the signal came, or the next"
+    assert numbered_steps(again / "run")[-1] in (13, 14, 18, 19), "the step in which the signal came, or the next"
     assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [folder / "run" / f"checkpoint_step_{steps_of(straight)[-1]}" for folder in (straight, again)]
+    last = [folder / "run" / f"checkpoint_step_{numbered_steps(straight / 'run')[-1]}" for folder in (straight, again)]
     one, other = map(load_checkpoint, last)
     assert not [found for found in compare(one, other).differences if found.counts]
     assert run(again) == [0] * processes, "nothing is left to do"
-    assert steps_of(again)[-1] == steps_of(straight)[-1]
+    assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
 
 
 def fit(folder: Path, *others: Any, resume: bool = True, module: Any = None, loader: Any = None, **changes: Any) -> Any:

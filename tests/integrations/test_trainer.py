@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Tra
 from ci_llm import TrainerCheckpoints
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
 from testbed.forkserver import ForkServer
@@ -59,10 +60,6 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.endswith(CLOCK)} for line in lines if "train_runtime" not in line]
 
 
-def steps_of(folder: Path) -> list[int]:
-    return sorted(int(path.name.rpartition("_")[2]) for path in (folder / "run").glob("checkpoint_step_*"))
-
-
 CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
     "accumulation": ({}, False, 1),
     "ends within an epoch": ({"max_steps": 33, "gradient_accumulation_steps": 1}, False, 1),
@@ -87,17 +84,17 @@ def test_a_run_ends_with_the_same_bits(case: str, server: ForkServer, tmp_path: 
 
     assert run(straight) == [0] * processes, (straight / "log").read_text()
     assert run(again, sent="SIGKILL", step=12)[0] == -signal.SIGKILL
-    assert 5 in steps_of(again), "saved before the save at step 10 began"
+    assert 5 in numbered_steps(again / "run"), "saved before the save at step 10 began"
     assert run(again, sent="SIGTERM", step=11) == [75] * processes, (again / "log").read_text()
-    stopped_at = steps_of(again)[-1]
+    stopped_at = numbered_steps(again / "run")[-1]
     assert stopped_at in (16, 17, 21, 22), "the step in which the signal came, or the next"
     assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [folder / "run" / f"checkpoint_step_{steps_of(straight)[-1]}" for folder in (straight, again)]
+    last = [folder / "run" / f"checkpoint_step_{numbered_steps(straight / 'run')[-1]}" for folder in (straight, again)]
     one, other = map(load_checkpoint, last)
     assert not [found for found in compare(one, other).differences if found.counts]
     assert log_of(last[0]) == log_of(last[1])
     assert run(again) == [0] * processes, "nothing is left to do"
-    assert steps_of(again)[-1] == steps_of(straight)[-1]
+    assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
 
 
 class Rows(Dataset):
