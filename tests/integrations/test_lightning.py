@@ -81,7 +81,7 @@ def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, t
     assert run(again, sent="SIGTERM", step=8) == [75] * processes, (again / "log").read_text()
     assert numbered_steps(again / "run")[-1] in (13, 14, 18, 19), "the step in which the signal came, or the next"
     assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [folder / "run" / f"checkpoint_step_{numbered_steps(straight / 'run')[-1]}" for folder in (straight, again)]
+    last = [step_folder(each / "run", numbered_steps(straight / "run")[-1]) for each in (straight, again)]
     one, other = map(load_checkpoint, last)
     assert not [found for found in compare(one, other).differences if found.counts]
     assert run(again) == [0] * processes, "nothing is left to do"

@@ -89,7 +89,7 @@ def test_a_run_ends_with_the_same_bits(case: str, server: ForkServer, tmp_path: 
     stopped_at = numbered_steps(again / "run")[-1]
     assert stopped_at in (16, 17, 21, 22), "the step in which the signal came, or the next"
     assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [folder / "run" / f"checkpoint_step_{numbered_steps(straight / 'run')[-1]}" for folder in (straight, again)]
+    last = [step_folder(each / "run", numbered_steps(straight / "run")[-1]) for each in (straight, again)]
     one, other = map(load_checkpoint, last)
     assert not [found for found in compare(one, other).differences if found.counts]
     assert log_of(last[0]) == log_of(last[1])
