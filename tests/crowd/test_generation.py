@@ -395,6 +395,7 @@ def test_a_folder_without_a_crowd(tmp_path: Path) -> None:
         Crowd.from_pretrained(tmp_path / "checkpoint_step_0")
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_with_both_fingerprints(checkpoint: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
     with torch.no_grad():

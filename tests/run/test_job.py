@@ -113,6 +113,7 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -> None:
     final = finished / "final_checkpoint"
     verify_folder(final)

@@ -104,6 +104,7 @@ def test_talk_of_nano_and_finance_loss_is_no_failure(folder: Path) -> None:
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_gives_up_at_the_smallest_learning_rate_and_sums_up(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "diverges.py", "--min-lr", "1.2e-4", cwd=folder) as terminal:
         assert terminal.wait() == 1, terminal.text
@@ -335,6 +336,7 @@ def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     assert "children of the shim: 1" in terminal.text
 
 
+@pytest.mark.slow
 def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0", "end"]
     with Terminal(*words, cwd=folder) as terminal:
