@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# What `make coverage` runs.
+MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/test_interrupts.py \
+	tests/supervisor/test_policy.py tests/supervisor/test_classify.py
 
 .PHONY: install install-dev train test campaign test-slurm check fast lint coverage mutation bench clean
 
@@ -29,9 +32,17 @@ train: install
 	$(BIN)/python train.py
 
 # Everything; last what starts ten nodes of a real SLURM, which would slow the others down.
-test: install-dev
-	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm
+test: coverage
+	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm $(MEASURED:%=--ignore=%)
 	$(PYTEST) tests/slurm
+
+# The tests of what a run cannot do without, with the coverage of its branches; files and floor are in pyproject.toml.
+coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
+coverage: install-dev
+	$(BIN)/python -m coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadgroup $(MEASURED)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
 
 # Everything again, and in full what `make test` samples: crash points, random histories, combinations of a matrix.
 campaign: install-dev
