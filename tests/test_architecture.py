@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("dry_run", "supervisor"),
     ("run", "integrations"),
-    ("crowd", "logs", "report"),
+    ("crowd", "logs", "report", "watch"),
     ("checkpoints", "data"),
     ("distributed",),
     ("cluster", "config", "embedded"),

@@ -115,6 +115,28 @@ def query_job(job: Job, query: Query = query) -> JobInfo | None:
     )
 
 
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job as squeue lists it, in SLURM's words.
+
+    Attributes:
+        state: RUNNING, PENDING and so on.
+        reason: why it waits.
+        time_left: until its limit, such as 1-02:03:04 or UNLIMITED.
+    """
+
+    state: str
+    reason: str
+    time_left: str
+
+
+def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob]:
+    """Those of the jobs that squeue still lists, by id; none where it does not answer."""
+    answer = query(["squeue", "-h", "-j", ",".join(ids), "-o", "%i|%T|%r|%L"]) if ids else None
+    lines = (line.strip().split("|") for line in (answer or "").splitlines())
+    return {parts[0]: QueuedJob(*parts[1:]) for parts in lines if len(parts) == 4}
+
+
 def kill_time(job: Job, query: Query = query, now: float | None = None) -> float | None:
     """Unix seconds at which SLURM kills a job that it has signalled to end; None if that is not known.
 

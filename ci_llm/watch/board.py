@@ -1,0 +1,145 @@
+"""Runs drawn for a terminal: panels side by side, or a table with a line per run where there is no room for panels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ci_llm.cluster.slurm import QueuedJob
+from ci_llm.watch.curve import draw_curve
+from ci_llm.watch.reading import Reading
+from ci_llm.watch.scene import Absent, Look
+from ci_llm.watch.words import ago, losses, progress, scores, speed, time_left
+
+_PANEL_WIDTH: Final = 39  # two stand side by side on 80 columns
+_PANEL_HEIGHT: Final = 13
+_FRAME: Final = 4  # columns of a panel's border and padding
+_STYLES: Final = {
+    "running": "cyan",
+    "completed": "green",
+    "interrupted": "yellow",
+    "failed": "red",
+    "vanished": "red",
+    "waiting": "dim",
+}
+
+
+@dataclass(frozen=True)
+class Board:
+    """One picture of some runs.
+
+    Attributes:
+        jobs: what squeue says, by the id of the job.
+        footer: a line below.
+    """
+
+    looks: Sequence[Look]
+    jobs: Mapping[str, QueuedJob]
+    footer: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, console.height if console.is_terminal else None
+        across = max(1, min(len(self.looks), width // _PANEL_WIDTH))
+        down = -(-len(self.looks) // across)
+        if height is None or down * _PANEL_HEIGHT < height or len(self.looks) == 1:
+            curve_rows = 3 if down > 1 or height is None else max(3, min(12, height - _PANEL_HEIGHT))
+            yield self._panels(across, width // across - _FRAME, curve_rows, ascii_only=options.ascii_only)
+        else:
+            yield self._table(height - 4)
+        if self.footer:
+            yield Text(self.footer, style="dim")
+
+    def _panels(self, across: int, width: int, curve_rows: int, *, ascii_only: bool) -> Table:
+        grid = Table.grid(expand=True)
+        for _ in range(across):
+            grid.add_column(ratio=1)
+        panels = [self._panel(look, width, curve_rows, ascii_only=ascii_only) for look in self.looks]
+        for first in range(0, len(panels), across):
+            grid.add_row(*panels[first : first + across])
+        return grid
+
+    def _panel(self, look: Look, width: int, curve_rows: int, *, ascii_only: bool) -> Panel:
+        state, reason = _state(look)
+        title = Text.assemble((self._name(look), "bold"), "  ", (state, _STYLES[state]), f" ({reason})" * bool(reason))
+        content = _waiting(look) if isinstance(look, Absent) else self._content(look, width, curve_rows, ascii_only)
+        return Panel(Group(*content), title=title, title_align="left", border_style=_STYLES[state])
+
+    def _content(self, run: Reading, width: int, curve_rows: int, ascii_only: bool) -> Iterable[RenderableType]:
+        status = run.status
+        yield Text(progress(run))
+        if status.total_steps:
+            yield ProgressBar(status.total_steps, min(status.step, status.total_steps), width=width)
+        yield Text(speed(run) if run.is_running else "")
+        yield Text(losses(run, width))
+        points = [(point.step, point.loss) for point in run.points]
+        drawn = draw_curve(points, width, curve_rows, ascii_only=ascii_only)
+        yield Text("\n".join([*drawn, *[""] * (curve_rows - len(drawn))]), style="cyan", no_wrap=True)
+        yield Text(scores(run))
+        yield Text(", ".join([f"attempt {status.attempt} on {status.host}", *_heartbeat(run)]), style="dim")
+        if run.slurm_job:
+            yield Text(self._job(run.slurm_job), style="dim")
+        if status.warning:
+            yield Text(f"warning: {status.warning}", style="yellow")
+        if status.next_command and not run.is_running:
+            yield Text(f"go on with: {status.next_command}", style="bold")
+
+    def _job(self, job: str) -> str:
+        if job not in self.jobs:
+            return f"SLURM job {job}"
+        found = self.jobs[job]
+        waits = f" ({found.reason})" if found.state == "PENDING" else f", {found.time_left} left"
+        return f"SLURM job {job} {found.state}{waits}"
+
+    def _table(self, rows: int) -> RenderableType:
+        table = Table(box=None, expand=True, pad_edge=False)
+        table.add_column("run", no_wrap=True, ratio=1, overflow="ellipsis")
+        for name in ("state", "step", "loss", "crowd nll", "left"):
+            table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
+        shown = self.looks if len(self.looks) <= rows else self.looks[: rows - 1]
+        for look in shown:
+            table.add_row(self._name(look), *_cells(look, self.jobs))
+        if len(shown) == len(self.looks):
+            return table
+        hidden = [_state(look)[0] for look in self.looks[len(shown) :]]
+        counts = ", ".join(f"{hidden.count(state)} {state}" for state in dict.fromkeys(hidden))
+        return Group(table, Text(f"and {len(hidden)} more: {counts}", style="dim"))
+
+    def _name(self, look: Look) -> str:
+        """The name of its folder; the path, where two have the same."""
+        name = look.folder.resolve().name
+        twins = sum(other.folder.resolve().name == name for other in self.looks)
+        return name if twins == 1 else str(look.folder)
+
+
+def _cells(look: Look, jobs: Mapping[str, QueuedJob]) -> list[str | Text]:
+    """Of the table: state, step, loss, crowd nll, time left."""
+    state, _ = _state(look)
+    shown = Text(state, style=_STYLES[state])
+    if isinstance(look, Absent):
+        return [shown, "", "", "", ""]
+    if not look.is_running and look.slurm_job in jobs:
+        shown.append(f" {jobs[look.slurm_job or ''].state}", style="dim")
+    total = f"/{look.status.total_steps}" if look.status.total_steps else ""
+    loss = f"{look.loss:.4g}" if look.losses and not math.isnan(look.loss) else ""
+    nll = f"{look.scores.crowd_nll:.4g}" if look.scores else ""
+    return [shown, f"{look.status.step}{total}", loss, nll, time_left(look)]
+
+
+def _state(look: Look) -> tuple[str, str | None]:
+    return ("waiting", None) if isinstance(look, Absent) else (look.status.status, look.status.reason)
+
+
+def _waiting(look: Absent) -> list[RenderableType]:
+    return [Text(look.why), Text(str(look.folder), style="dim")]
+
+
+def _heartbeat(run: Reading) -> list[str]:
+    return [f"heartbeat {ago(run.heartbeat_age_s)}"] if run.status.status in ("running", "vanished") else []
