@@ -110,7 +110,7 @@ def evaluation_metrics(scores: Scores) -> dict[str, float]:
 
 def result_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """The scores of an `evaluation.json` as metrics for trackers: `final/crowd/exact_match` and the like."""
-    metrics = {}
+    metrics = dict[str, float]()
     for measure in ("exact_match", "nll"):
         found = record[measure]
         of_agents = {f"agent{k}": value for k, value in enumerate(found["agents"])}

@@ -20,7 +20,7 @@ from ci_llm.watch.scene import Absent, Look
 from ci_llm.watch.words import ago, losses, progress, scores, speed, time_left
 
 _PANEL_WIDTH: Final = 39  # two stand side by side on 80 columns
-_PANEL_HEIGHT: Final = 13
+_CURVE_ROWS: Final = 6  # where no terminal limits them
 _FRAME: Final = 4  # columns of a panel's border and padding
 _STYLES: Final = {
     "running": "cyan",
@@ -46,24 +46,30 @@ class Board:
     footer: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, height = options.max_width, console.height if console.is_terminal else None
-        across = max(1, min(len(self.looks), width // _PANEL_WIDTH))
-        down = -(-len(self.looks) // across)
-        if height is None or down * _PANEL_HEIGHT < height or len(self.looks) == 1:
-            curve_rows = 3 if down > 1 or height is None else max(3, min(12, height - _PANEL_HEIGHT))
-            yield self._panels(across, width // across - _FRAME, curve_rows, ascii_only=options.ascii_only)
+        room = console.height - 1 - bool(self.footer) if console.is_terminal else None
+        panels = self._panels(console, options, room)
+        if room is None or len(self.looks) == 1 or len(console.render_lines(panels, options)) <= room:
+            yield panels
         else:
-            yield self._table(height - 4)
+            yield self._table(room)
         if self.footer:
             yield Text(self.footer, style="dim")
 
-    def _panels(self, across: int, width: int, curve_rows: int, *, ascii_only: bool) -> Table:
+    def _panels(self, console: Console, options: ConsoleOptions, room: int | None) -> Table:
+        """As many side by side as fit, those of one row equally high."""
+        across = max(1, min(len(self.looks), options.max_width // _PANEL_WIDTH))
+        width = options.max_width // across
+        curve_rows = 3 if len(self.looks) > across else _CURVE_ROWS if room is None else min(12, max(3, room - 12))
+        panels = [self._panel(look, width - _FRAME, curve_rows, ascii_only=options.ascii_only) for look in self.looks]
         grid = Table.grid(expand=True)
         for _ in range(across):
             grid.add_column(ratio=1)
-        panels = [self._panel(look, width, curve_rows, ascii_only=ascii_only) for look in self.looks]
         for first in range(0, len(panels), across):
-            grid.add_row(*panels[first : first + across])
+            row = panels[first : first + across]
+            height = max(len(console.render_lines(panel, options.update(width=width))) for panel in row)
+            for panel in row:
+                panel.height = height
+            grid.add_row(*row)
         return grid
 
     def _panel(self, look: Look, width: int, curve_rows: int, *, ascii_only: bool) -> Panel:
@@ -103,7 +109,8 @@ class Board:
         table.add_column("run", no_wrap=True, ratio=1, overflow="ellipsis")
         for name in ("state", "step", "loss", "crowd nll", "left"):
             table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
-        shown = self.looks if len(self.looks) <= rows else self.looks[: rows - 1]
+        rows -= 1  # for the head
+        shown = self.looks if len(self.looks) <= rows else self.looks[: max(1, rows - 1)]
         for look in shown:
             table.add_row(self._name(look), *_cells(look, self.jobs))
         if len(shown) == len(self.looks):

@@ -176,8 +176,8 @@ def _scores(line: Record) -> Scores | None:
     if not line:
         return None
     agents = [*_of_agents(line, "eval/agent{}/exact_match")]
-    crowd = (number(line.get(f"eval/crowd/{measure}")) for measure in ("nll", "exact_match"))
-    return Scores(line["step"], *crowd, statistics.fmean(agents) if agents else math.nan)
+    nll, exact = (number(line.get(f"eval/crowd/{measure}")) for measure in ("nll", "exact_match"))
+    return Scores(line["step"], nll, exact, statistics.fmean(agents) if agents else math.nan)
 
 
 def _result(folder: Path) -> Scores | None:
@@ -185,8 +185,8 @@ def _result(folder: Path) -> Scores | None:
     try:
         record: Any = read_json(folder / "evaluation.json")
         exact, agents = record["exact_match"], [number(value) for value in record["exact_match"]["agents"]]
-        scores = (number(record["nll"]["crowd"]), number(exact["crowd"]), statistics.fmean(agents))
-        return Scores(int(record["step"]), *scores, is_final=True)
+        nll = number(record["nll"]["crowd"])
+        return Scores(int(record["step"]), nll, number(exact["crowd"]), statistics.fmean(agents), is_final=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

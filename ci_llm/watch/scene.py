@@ -79,12 +79,11 @@ class Scene:
         now = self._clock()
         try:
             found = self._readers.setdefault(folder, RunReader(folder)).look()
-        except BadInput as error:
-            seen_at = self._seen_at.get(folder)
-            why = (
-                "no run has begun here yet" if seen_at is None and not (folder / "status.json").exists() else error.what
-            )
-            return Absent(folder, why, None if seen_at is None else now - seen_at)
+        except (BadInput, OSError) as error:
+            if (seen_at := self._seen_at.get(folder)) is not None:
+                return Absent(folder, "the run is not here any more", now - seen_at)
+            is_there = (folder / "status.json").exists()
+            return Absent(folder, str(error) if is_there else "no run has begun here yet")
         self._seen_at[folder] = now
         return found
 

@@ -60,7 +60,8 @@ def scores(reading: Reading) -> str:
         return ""
     found = reading.scores
     what = f"result, step {found.step}" if found.is_final else f"evaluation after step {found.step}"
-    return f"{what}: crowd nll {found.crowd_nll:.4g}, exact match {found.crowd_exact_match:.3f} (agents {found.agents_exact_match:.3f})"
+    exact = f"exact match {found.crowd_exact_match:.3f} (agents {found.agents_exact_match:.3f})"
+    return f"{what}: crowd nll {found.crowd_nll:.4g}, {exact}"
 
 
 def ago(seconds: float) -> str:
