@@ -52,21 +52,20 @@ def named_run(words: list[str]) -> Path:
 
 def _lines(found: Reading) -> list[str]:
     """For people; scripts may read the first."""
-    from ci_llm.watch.words import ago, losses, progress, scores, speed
+    from ci_llm.watch.words import losses, progress, scores, speed, time_left, whereabouts
 
     run = found.status
     reason = f" ({run.reason})" if run.reason else ""
-    head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
-    beat = f"heartbeat {ago(found.heartbeat_age_s)}" if run.status in ("running", "vanished") else ""
-    job = f"SLURM job {found.slurm_job}" if found.slurm_job and found.is_running else ""
-    moving = [speed(found)] if found.is_running else []
+    moving = [speed(found), time_left(found)] if found.is_running else []
     lines = [
         ", ".join(filter(None, [progress(found), *moving])),
         losses(found),
         scores(found),
-        ", ".join(filter(None, [beat, job])),
+        whereabouts(found) if run.status in ("running", "vanished") else "",
+        f"SLURM job {found.slurm_job}" if found.slurm_job else "",
         f"warning: {run.warning}" if run.warning else "",
         f"best crowd in an evaluation so far: after step {run.best_step}" if run.best_step is not None else "",
         f"go on with: {run.next_command}" if run.next_command else "",
     ]
+    head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
     return [head, *filter(None, lines)]

@@ -15,8 +15,8 @@ _DESCRIPTION = """Shows runs side by side while they train: state, progress, spe
 curve, the last evaluation, the attempt and its heartbeat, the SLURM job, and the command that resumes an interrupted
 run. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and changes nothing in a run."""
 
-_EXAMPLES = """RUN is the folder of a run, a folder that holds runs, or a pattern; by default the run that train.py would
-train. A run that does not exist yet is waited for. Where the output is no terminal, one picture is printed.
+_EXAMPLES = """RUN is the folder of a run, a folder that holds runs, or a pattern; by default the run that train.py
+would train. A run that does not exist yet is waited for. Where the output is no terminal, one picture is printed.
 
 exit codes: those of ci-llm status: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call; of several
 runs, the first of 1, 75, 3 and 0 that one of them has

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from ci_llm.cluster.slurm import QueuedJob
 from ci_llm.watch.curve import draw_curve
 from ci_llm.watch.reading import Reading
 from ci_llm.watch.scene import Absent, Look
-from ci_llm.watch.words import ago, losses, progress, scores, speed, time_left
+from ci_llm.watch.words import losses, progress, scores, speed, time_left, whereabouts
 
 _PANEL_WIDTH: Final = 39  # two stand side by side on 80 columns
 _CURVE_ROWS: Final = 6  # where no terminal limits them
@@ -59,7 +58,7 @@ class Board:
         """As many side by side as fit, those of one row equally high."""
         across = max(1, min(len(self.looks), options.max_width // _PANEL_WIDTH))
         width = options.max_width // across
-        curve_rows = 3 if len(self.looks) > across else _CURVE_ROWS if room is None else min(12, max(3, room - 12))
+        curve_rows = 3 if len(self.looks) > across else _CURVE_ROWS if room is None else min(10, max(3, room - 12))
         panels = [self._panel(look, width - _FRAME, curve_rows, ascii_only=options.ascii_only) for look in self.looks]
         grid = Table.grid(expand=True)
         for _ in range(across):
@@ -73,29 +72,28 @@ class Board:
         return grid
 
     def _panel(self, look: Look, width: int, curve_rows: int, *, ascii_only: bool) -> Panel:
-        state, reason = _state(look)
-        title = Text.assemble((self._name(look), "bold"), "  ", (state, _STYLES[state]), f" ({reason})" * bool(reason))
+        state = _state(look)
+        title = Text.assemble((self._name(look), "bold"), "  ", (state, _STYLES[state]))
         content = _waiting(look) if isinstance(look, Absent) else self._content(look, width, curve_rows, ascii_only)
         return Panel(Group(*content), title=title, title_align="left", border_style=_STYLES[state])
 
-    def _content(self, run: Reading, width: int, curve_rows: int, ascii_only: bool) -> Iterable[RenderableType]:
-        status = run.status
-        yield Text(progress(run))
+    def _content(self, run: Reading, width: int, curve_rows: int, ascii_only: bool) -> Iterator[Text]:
+        status, left = run.status, time_left(run)
+        yield Text(progress(run) + (f"{left:>{width - len(progress(run))}}" if left else ""))
         if status.total_steps:
-            yield ProgressBar(status.total_steps, min(status.step, status.total_steps), width=width)
-        yield Text(speed(run) if run.is_running else "")
+            yield _bar(status.step / status.total_steps, width, _STYLES[status.status], ascii_only=ascii_only)
+        yield Text(speed(run) if run.is_running else status.reason or "")
         yield Text(losses(run, width))
-        points = [(point.step, point.loss) for point in run.points]
-        drawn = draw_curve(points, width, curve_rows, ascii_only=ascii_only)
+        drawn = draw_curve([(point.step, point.loss) for point in run.points], width, curve_rows, ascii_only=ascii_only)
         yield Text("\n".join([*drawn, *[""] * (curve_rows - len(drawn))]), style="cyan", no_wrap=True)
-        yield Text(scores(run))
-        yield Text(", ".join([f"attempt {status.attempt} on {status.host}", *_heartbeat(run)]), style="dim")
+        yield Text(scores(run, width))
+        yield Text(whereabouts(run, width), style="dim")
         if run.slurm_job:
             yield Text(self._job(run.slurm_job), style="dim")
         if status.warning:
             yield Text(f"warning: {status.warning}", style="yellow")
         if status.next_command and not run.is_running:
-            yield Text(f"go on with: {status.next_command}", style="bold")
+            yield Text(f"go on with: {status.next_command}")
 
     def _job(self, job: str) -> str:
         if job not in self.jobs:
@@ -115,7 +113,7 @@ class Board:
             table.add_row(self._name(look), *_cells(look, self.jobs))
         if len(shown) == len(self.looks):
             return table
-        hidden = [_state(look)[0] for look in self.looks[len(shown) :]]
+        hidden = [_state(look) for look in self.looks[len(shown) :]]
         counts = ", ".join(f"{hidden.count(state)} {state}" for state in dict.fromkeys(hidden))
         return Group(table, Text(f"and {len(hidden)} more: {counts}", style="dim"))
 
@@ -128,7 +126,7 @@ class Board:
 
 def _cells(look: Look, jobs: Mapping[str, QueuedJob]) -> list[str | Text]:
     """Of the table: state, step, loss, crowd nll, time left."""
-    state, _ = _state(look)
+    state = _state(look)
     shown = Text(state, style=_STYLES[state])
     if isinstance(look, Absent):
         return [shown, "", "", "", ""]
@@ -137,16 +135,19 @@ def _cells(look: Look, jobs: Mapping[str, QueuedJob]) -> list[str | Text]:
     total = f"/{look.status.total_steps}" if look.status.total_steps else ""
     loss = f"{look.loss:.4g}" if look.losses and not math.isnan(look.loss) else ""
     nll = f"{look.scores.crowd_nll:.4g}" if look.scores else ""
-    return [shown, f"{look.status.step}{total}", loss, nll, time_left(look)]
+    return [shown, f"{look.status.step}{total}", loss, nll, time_left(look).removesuffix(" left")]
 
 
-def _state(look: Look) -> tuple[str, str | None]:
-    return ("waiting", None) if isinstance(look, Absent) else (look.status.status, look.status.reason)
+def _bar(share: float, width: int, style: str, *, ascii_only: bool) -> Text:
+    done, rest = ("#", "-") if ascii_only else ("━", "─")
+    filled = round(min(share, 1.0) * width)
+    return Text.assemble((done * filled, style), (rest * (width - filled), "dim"))
 
 
-def _waiting(look: Absent) -> list[RenderableType]:
-    return [Text(look.why), Text(str(look.folder), style="dim")]
+def _state(look: Look) -> str:
+    return "waiting" if isinstance(look, Absent) else look.status.status
 
 
-def _heartbeat(run: Reading) -> list[str]:
-    return [f"heartbeat {ago(run.heartbeat_age_s)}"] if run.status.status in ("running", "vanished") else []
+def _waiting(look: Absent) -> Iterator[Text]:
+    yield Text(look.why)
+    yield Text(str(look.folder), style="dim")
