@@ -198,6 +198,8 @@ LIGHT = (
     "ci_llm.core.run_status",
     "ci_llm.report.page",
     "ci_llm.report.compare",
+    "ci_llm.watch.board",
+    "ci_llm.watch.scene",
     "ci_llm.cli.main",
 )
 

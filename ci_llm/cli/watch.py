@@ -26,7 +26,7 @@ examples:
   ci-llm watch ci_llm_output --once
   ci-llm watch 'ci_llm_output/seed*' other/run"""
 
-_INTERVAL_S: Final = 0.5
+INTERVAL_S: Final = 0.5
 
 
 def watch(words: list[str]) -> int:
@@ -78,4 +78,4 @@ def _redraw(scene: Scene) -> int:
             live.update(Board(scene.looks, scene.jobs, footer), refresh=True)
             if ended:
                 return scene.exit_code()
-            time.sleep(_INTERVAL_S)
+            time.sleep(INTERVAL_S)

@@ -19,6 +19,7 @@ from ci_llm.watch.scene import Absent, Look
 from ci_llm.watch.words import losses, progress, scores, speed, time_left, whereabouts
 
 _PANEL_WIDTH: Final = 39  # two stand side by side on 80 columns
+_TABLE_WIDTH: Final = 64  # below it, scores and the time left are left out
 _CURVE_ROWS: Final = 6  # where no terminal limits them
 _FRAME: Final = 4  # columns of a panel's border and padding
 _STYLES: Final = {
@@ -50,7 +51,7 @@ class Board:
         if room is None or len(self.looks) == 1 or len(console.render_lines(panels, options)) <= room:
             yield panels
         else:
-            yield self._table(room)
+            yield self._table(room, options.max_width)
         if self.footer:
             yield Text(self.footer, style="dim")
 
@@ -102,15 +103,16 @@ class Board:
         waits = f" ({found.reason})" if found.state == "PENDING" else f", {found.time_left} left"
         return f"SLURM job {job} {found.state}{waits}"
 
-    def _table(self, rows: int) -> RenderableType:
+    def _table(self, rows: int, width: int) -> RenderableType:
         table = Table(box=None, expand=True, pad_edge=False)
-        table.add_column("run", no_wrap=True, ratio=1, overflow="ellipsis")
-        for name in ("state", "step", "loss", "crowd nll", "left"):
+        table.add_column("run", no_wrap=True, min_width=12)
+        names = ("state", "step", "loss", "crowd nll", "left")[: 5 if width >= _TABLE_WIDTH else 3]
+        for name in names:
             table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
         rows -= 1  # for the head
         shown = self.looks if len(self.looks) <= rows else self.looks[: max(1, rows - 1)]
         for look in shown:
-            table.add_row(self._name(look), *_cells(look, self.jobs))
+            table.add_row(self._name(look), *_cells(look, self.jobs)[: len(names)])
         if len(shown) == len(self.looks):
             return table
         hidden = [_state(look) for look in self.looks[len(shown) :]]

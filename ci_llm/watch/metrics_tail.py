@@ -85,7 +85,7 @@ class MetricsTail:
             return
         if "eval/crowd/nll" in record:
             self.evaluation = record
-        if "train/learning_rate" in record:
+        if "epoch" in record:
             self.training = record
             loss = number(record.get("train/task_loss"))
             self.points.append(Point(record["step"], number(record.get("time")), record.get("attempt", 1), loss))

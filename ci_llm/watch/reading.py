@@ -136,7 +136,8 @@ class RunReader:
         status = read_status(self.folder, now=now)
         self._tail.look()
         training, place = self._tail.training, _place(self.folder, status.attempt)
-        steps_per_s = _steps_per_s([point for point in self._tail.points if point.attempt == status.attempt], training)
+        own = [point for point in self._tail.points if point.attempt == status.attempt]
+        steps_per_s = _steps_per_s(own, training)
         left = None if status.total_steps is None else (status.total_steps - status.step) / steps_per_s
         return Reading(
             folder=self.folder,
@@ -146,7 +147,7 @@ class RunReader:
             losses=tuple(_of_agents(training, "train/agent{}/loss")),
             losses_step=training.get("step"),
             learning_rate=number(training.get("train/learning_rate")),
-            tokens_per_s=number(training.get("tokens_per_s")),
+            tokens_per_s=number(training.get("tokens_per_s")) if own else math.nan,
             steps_per_s=steps_per_s,
             left_s=left if status.status == "running" and left is not None and math.isfinite(left) else None,
             scores=_result(self.folder) if status.status == "completed" else _scores(self._tail.evaluation),

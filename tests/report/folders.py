@@ -52,6 +52,7 @@ def leave_status(folder: Path, status: str, step: int, attempt: int = 1, **field
     started = heartbeat - 60
     space = "another machine" if running else pid_space()
     known = Status(status, None, step, attempt, 1, "here", space, started, heartbeat)  # type: ignore[arg-type]
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "status.json", asdict(known) | fields)
 
 
