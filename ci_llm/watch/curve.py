@@ -51,9 +51,9 @@ def _resampled(points: Sequence[tuple[float, float]], count: int) -> list[float]
 
 
 def _spans(levels: Sequence[int]) -> list[range]:
-    """For each place the rows that its dots cover: from its level to that of the place before, without a gap."""
+    """For each place the rows that its dots cover, so that they join those of the place before."""
     return [
-        range(min(level, before), max(level, before) + 1) if abs(level - before) > 1 else range(level, level + 1)
+        range(before + 1, level + 1) if level > before else range(level, max(before, level + 1))
         for before, level in zip([levels[0], *levels], levels, strict=False)
     ]
 

@@ -53,10 +53,10 @@ def scores(reading: Reading, width: int | None = None) -> str:
     """`evaluation after step 100: crowd nll 0.512, exact match 0.310 (agents 0.250)`."""
     if (found := reading.scores) is None:
         return ""
-    nll, exact = f"nll {found.crowd_nll:.4g}", f"exact match {found.crowd_exact_match:.3f}"
+    nll, exact = f"{found.crowd_nll:.3g}", f"{found.crowd_exact_match:.3f}"
     what = f"result, step {found.step}" if found.is_final else f"evaluation after step {found.step}"
-    agents = f" (agents {found.agents_exact_match:.3f})"
-    return _fitting(width, f"{what}: crowd {nll}, {exact}{agents}", f"at {found.step}: {nll}, {exact}")
+    long = f"{what}: crowd nll {nll}, exact match {exact} (agents {found.agents_exact_match:.3f})"
+    return _fitting(width, long, f"at {found.step}: nll {nll}, exact {exact}")
 
 
 def whereabouts(reading: Reading, width: int | None = None) -> str:

@@ -79,7 +79,7 @@ def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
     assert scores(read(folder)) == "evaluation after step 20: crowd nll 0.25, exact match 0.500 (agents 0.300)"
     done = read(leave_run(tmp_path / "done"))
     assert scores(done) == "result, step 20: crowd nll 0.5, exact match 0.500 (agents 0.400)"
-    assert scores(done, 36) == "at 20: nll 0.5, exact match 0.500"
+    assert scores(done, 36) == "at 20: nll 0.5, exact 0.500"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"nll": {}}', '{"exact_match": {"agents": []}, "nll": {"crowd": 1}}'])
