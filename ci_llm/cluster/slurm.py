@@ -130,10 +130,12 @@ class QueuedJob:
     time_left: str
 
 
-def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob]:
-    """Those of the jobs that squeue still lists, by id; none where it does not answer."""
-    answer = query(["squeue", "-h", "-j", ",".join(ids), "-o", "%i|%T|%r|%L"]) if ids else None
-    lines = (line.strip().split("|") for line in (answer or "").splitlines())
+def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob] | None:
+    """Those of the jobs that squeue still lists, by id; None if it fails, as it does for a job long gone."""
+    answer = query(["squeue", "-h", "-r", "-j", ",".join(ids), "-o", "%i|%T|%r|%L"])
+    if answer is None:
+        return None
+    lines = (line.strip().split("|") for line in answer.splitlines())
     return {parts[0]: QueuedJob(*parts[1:]) for parts in lines if len(parts) == 4}
 
 
