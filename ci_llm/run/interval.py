@@ -38,8 +38,8 @@ class Interval:
         self._targets = [0] * (self._num_agents + 1)  # of the agents, then of the diversity
         self._sums = [0.0] * (self._num_agents + 1)
         self._norms = torch.zeros(2, self._num_agents, dtype=torch.float64, device=self._device)  # sums, steps
-        self._trained = 0
-        self._tokens, self._steps, self._since = 0, 0, time.perf_counter()
+        self._trained = 0  # steps among the sums
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """Measure the speed from here."""

@@ -78,7 +78,7 @@ class Reading:
         return max(0.0, self.now - self.status.heartbeat)
 
     @property
-    def is_evaluated_last(self) -> bool:
+    def is_concluding(self) -> bool:
         """Whether the run has taken its last step and is not over: it makes the final evaluation."""
         return self.is_running and self.status.total_steps is not None and self.status.step >= self.status.total_steps
 
