@@ -16,7 +16,7 @@ from ci_llm.cli.watch import INTERVAL_S
 from ci_llm.interrupts import ABORTED_EXIT_CODE
 from ci_llm.watch.reading import Reading
 from ci_llm.watch.scene import Scene
-from tests.report.folders import leave_run, leave_status, metrics
+from tests.report.folders import FRESH, leave_run, leave_status, metrics
 from tests.supervisor.terminal import Terminal
 from tests.support.events import DEADLINE_S
 
@@ -33,7 +33,7 @@ def watch(*words: str | Path) -> Terminal:
 
 def test_status_of_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_run(tmp_path / "run", status="running")
-    leave_status(tmp_path / "run", "running", 20, total_steps=60)
+    leave_status(tmp_path / "run", "running", 20, total_steps=60, heartbeat=FRESH)
     assert main(["status", str(tmp_path / "run")]) == 3
     assert capsys.readouterr().out.splitlines() == [
         "running: step 20, attempt 1, process 1 on here",

@@ -13,7 +13,7 @@ from ci_llm.core.attempts import record_attempt
 from ci_llm.watch.board import Board
 from ci_llm.watch.queue import JobQueue
 from ci_llm.watch.scene import Scene
-from tests.report.folders import leave_run, leave_status
+from tests.report.folders import FRESH, leave_run, leave_status
 
 JOBS = {"7": QueuedJob("PENDING", "Priority", "4:00:00"), "8": QueuedJob("RUNNING", "None", "3:12:00")}
 
@@ -24,16 +24,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("runs")
     leave_run(tmp_path / "done")
     leave_run(tmp_path / "one_agent", agents=1, status="running")
+    leave_status(tmp_path / "one_agent", "running", 20, heartbeat=FRESH)
     leave_run(tmp_path / "sixteen", agents=16, status="running")
-    leave_status(tmp_path / "sixteen", "running", 20, total_steps=5000)
+    leave_status(tmp_path / "sixteen", "running", 20, total_steps=5000, heartbeat=FRESH)
     record_attempt(tmp_path / "sixteen", 1, 0, {"slurm_job": "8"})
     leave_run(tmp_path / "stopped", status="interrupted")
     command = "python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml experiment_name=stopped"
     leave_status(tmp_path / "stopped", "interrupted", 20, reason="walltime", next_command=command, total_steps=40)
     record_attempt(tmp_path / "stopped", 1, 0, {"slurm_job": "7"})
     leave_run(tmp_path / "wild", status="running")
-    leave_status(tmp_path / "wild", "running", 20, warning="the loss of every agent has risen from 1.5 to 7")
-    leave_status(tmp_path / "begins", "running", 0, total_steps=10)
+    leave_status(tmp_path / "wild", "running", 20, warning="the loss of every agent has risen to 7", heartbeat=FRESH)
+    leave_status(tmp_path / "begins", "running", 0, total_steps=10, heartbeat=FRESH)
     return tmp_path
 
 
@@ -69,7 +70,7 @@ def test_a_panel_says_what_is_known(runs: Path) -> None:
     text = "\n".join(drawn(runs / "sixteen", width=100))
     for words in ("sixteen  running", "20 of 5000 steps, 0 %", "1 steps/s, 100 tokens/s", "1:23:00 left", "16 agents"):
         assert words in text
-    assert "attempt 1 on here, heartbeat " in text
+    assert "attempt 1 on here, heartbeat 0 s ago" in text
     assert "SLURM job 8 RUNNING, 3:12:00 left" in text
     stopped = " ".join("\n".join(drawn(runs / "stopped", width=120)).split())
     for words in ("stopped interrupted", "walltime", "SLURM job 7 PENDING (Priority)", "go on with: python train.py"):

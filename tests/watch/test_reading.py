@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ci_llm.core.attempts import record_attempt
 from ci_llm.errors import BadInput
+from ci_llm.watch import reading
 from ci_llm.watch.reading import Reading, RunReader, find_runs
 from ci_llm.watch.words import losses, progress, scores, speed, time_left, whereabouts
-from tests.report.folders import leave_run, leave_status, metrics
+from tests.report.folders import FRESH, NOW, leave_run, leave_status, metrics
 
 
 def running(folder: Path, *, agents: int = 2, total: int | None = 60, **fields: Any) -> Path:
@@ -122,13 +123,14 @@ def test_the_place_of_an_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("age", "told"), [(3, "3 s"), (119, "119 s"), (130, "2 min"), (7300, "2 h"), (200_000, "2 d")])
-def test_the_age_of_the_heartbeat(age: float, told: str, tmp_path: Path) -> None:
-    leave_status(tmp_path, "running", 1, heartbeat=time.time() - age)
+def test_the_age_of_the_heartbeat(age: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "time", SimpleNamespace(time=lambda: NOW))
+    leave_status(tmp_path, "running", 1, heartbeat=NOW - age)
     assert whereabouts(read(tmp_path)) == f"attempt 1 on here, heartbeat {told} ago"
 
 
 def test_a_clock_ahead_of_ours_makes_no_negative_age(tmp_path: Path) -> None:
-    leave_status(tmp_path, "running", 1, heartbeat=time.time() + 30)
+    leave_status(tmp_path, "running", 1, heartbeat=FRESH)
     assert read(tmp_path).heartbeat_age_s == 0.0
 
 
