@@ -21,6 +21,8 @@ from ci_llm.watch.words import losses, progress, scores, speed, time_left, where
 _PANEL_WIDTH: Final = 39  # two stand side by side on 80 columns
 _TABLE_WIDTH: Final = 64  # below it, scores and the time left are left out
 _CURVE_ROWS: Final = 6  # where no terminal limits them
+_LEAST_CURVE_ROWS: Final = 3
+_MOST_CURVE_ROWS: Final = 10
 _FRAME: Final = 4  # columns of a panel's border and padding
 _STYLES: Final = {
     "running": "cyan",
@@ -37,6 +39,7 @@ class Board:
     """One picture of some runs.
 
     Attributes:
+        looks: at each run, in the order of the picture.
         jobs: what squeue says, by the id of the job.
         footer: a line below.
     """
@@ -59,7 +62,7 @@ class Board:
         """As many side by side as fit, those of one row equally high."""
         across = max(1, min(len(self.looks), options.max_width // _PANEL_WIDTH))
         width = options.max_width // across
-        curve_rows = 3 if len(self.looks) > across else _CURVE_ROWS if room is None else min(10, max(3, room - 12))
+        curve_rows = _curve_rows(room) if len(self.looks) <= across else _LEAST_CURVE_ROWS
         panels = [self._panel(look, width - _FRAME, curve_rows, ascii_only=options.ascii_only) for look in self.looks]
         grid = Table.grid(expand=True)
         for _ in range(across):
@@ -124,6 +127,11 @@ class Board:
         name = look.folder.resolve().name
         twins = sum(other.folder.resolve().name == name for other in self.looks)
         return name if twins == 1 else str(look.folder)
+
+
+def _curve_rows(room: int | None) -> int:
+    """Of a single row of panels: what the other lines of a panel leave."""
+    return _CURVE_ROWS if room is None else min(_MOST_CURVE_ROWS, max(_LEAST_CURVE_ROWS, room - 12))
 
 
 def _cells(look: Look, jobs: Mapping[str, QueuedJob]) -> list[str | Text]:

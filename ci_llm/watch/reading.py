@@ -7,7 +7,8 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
+from os.path import exists, isfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -214,14 +215,14 @@ def find_runs(words: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for word in words:
-        is_pattern = not Path(word).exists() and has_magic(word)
+        is_pattern = not exists(word) and has_magic(word)
         for path in sorted(map(Path, glob(word))) if is_pattern else [Path(word)]:
             found |= dict.fromkeys(_runs_at(path, is_named=not is_pattern))
     return [*found]
 
 
 def _runs_at(path: Path, *, is_named: bool) -> list[Path]:
-    if (path / "status.json").is_file():
+    if isfile(path / "status.json"):
         return [path]
-    inside = sorted(status.parent for status in path.glob("*/status.json"))
-    return inside or ([path] if is_named and not path.is_file() else [])
+    inside = [Path(found).parent for found in sorted(glob(f"{escape(str(path))}/*/status.json"))]
+    return inside or ([path] if is_named and not isfile(path) else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import exists
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -82,7 +83,7 @@ class Scene:
         except (BadInput, OSError) as error:
             if (seen_at := self._seen_at.get(folder)) is not None:
                 return Absent(folder, "the run is not here any more", now - seen_at)
-            is_there = (folder / "status.json").exists()
+            is_there = exists(folder / "status.json")
             return Absent(folder, str(error) if is_there else "no run has begun here yet")
         self._seen_at[folder] = now
         return found
