@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("dry_run", "supervisor"),
     ("run", "integrations"),
-    ("crowd", "logs", "report"),
+    ("crowd", "logs", "report", "watch"),
     ("checkpoints", "data"),
     ("distributed",),
     ("cluster", "config", "embedded"),
@@ -227,6 +227,8 @@ LIGHT = (
     "ci_llm.core.run_status",
     "ci_llm.report.page",
     "ci_llm.report.compare",
+    "ci_llm.watch.board",
+    "ci_llm.watch.scene",
     "ci_llm.cli.main",
 )
 

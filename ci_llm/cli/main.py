@@ -20,6 +20,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   python safe_train.py [...] [-- command ...]         supervise a training and relaunch it (ci-llm supervise)
   ci-llm status [RUN | key=value ...]                 the state of a run: exit code 0 completed,
                                                       75 interrupted, 3 running, 1 failed or vanished
+  ci-llm watch RUN ...                                runs side by side while they train, until they end
   ci-llm checkpoints list RUN                         list checkpoints: step, time, size, whether they verify
   ci-llm checkpoints verify PATH                      compare every byte with its digest
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
@@ -37,6 +38,7 @@ COMMANDS: Final = {
     "train": "ci_llm.cli.train:train",
     "check": "ci_llm.cli.train:check",
     "status": "ci_llm.cli.status:status",
+    "watch": "ci_llm.cli.watch:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
     "report": "ci_llm.cli.report:report_run",

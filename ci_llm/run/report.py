@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.config import Config, default_file
-from ci_llm.report.page import write_report
+from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import rows_evaluated
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
     Args:
         command: returns the command for a run like this one with changed keys; None leaves a key out.
     """
-    folder, drawn = config.run_folder, config.run_folder / "tensorboard"
+    folder = config.run_folder
     longer = command({"epochs": None, "max_train_steps": "..."})
     return [
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
-        *([f"curves     tensorboard --logdir {drawn}"] if drawn.is_dir() else []),
+        *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
         f"longer     {longer}   goes on from here",
         f"own data   {command(_with_own_data(config))}   with columns question, answer",
     ]

@@ -39,6 +39,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.interval import Interval
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -156,6 +157,7 @@ def join(
             config, base, crowd, optimizer, rows, _tokenizer_files(base.tokenizer), last_good, processes
         ),
         heartbeat=heartbeat,
+        interval=Interval(crowd.num_agents, crowd.device),
     )
 
 

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.manifest import verify_folder
@@ -59,7 +60,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_a_run_leaves(finished: Path) -> None:
-    assert read_status(finished).status == "completed"
+    assert (read_status(finished).status, read_status(finished).total_steps) == ("completed", 6)
     assert f"config    {CONFIG}; command line: num_agents=3 " in (finished / "training.log").read_text()
     assert sorted(p.name for p in finished.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_6"]
     for name in ("training.log", "tensorboard", "evaluation.json", "final_checkpoint/README.md"):
@@ -74,6 +75,20 @@ def test_what_a_run_leaves(finished: Path) -> None:
     assert record["n"] == 4
     assert record["teacher_forced"]["n"] == 8
     assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
+
+
+@pytest.mark.slow
+def test_the_evaluation_at_the_end_is_the_last_point_in_tensorboard(finished: Path) -> None:
+    events = EventAccumulator(str(finished / "tensorboard"))
+    events.Reload()
+    record = json.loads((finished / "evaluation.json").read_text())
+    crowd = [(event.step, event.value) for event in events.Scalars("eval/crowd/nll")]
+    assert [step for step, _ in crowd] == [4, 6]
+    assert crowd[-1][1] == pytest.approx(record["nll"]["crowd"])
+    for name in ("crowd", "vote"):
+        [final] = events.Scalars(f"final/{name}/exact_match")
+        assert (final.step, final.value) == (6, pytest.approx(record["exact_match"][name]))
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
 
 
 @pytest.mark.slow
