@@ -75,3 +75,8 @@ def test_far_from_the_project_the_preset_is_named_in_full(tmp_path: Path, monkey
     for folder, path in ((ROOT, Path(PRESET)), (tmp_path, ROOT / PRESET)):
         monkeypatch.chdir(folder)
         assert f"own data   {path}   with" in next_steps(Config(), lambda changes: str(changes.get("config")))[-1]
+
+
+def test_the_first_suggestion_is_to_ask_the_crowd() -> None:
+    ask, *_ = next_steps(Config(output_dir="my runs"), lambda changes: "")
+    assert shlex.split(ask.removeprefix("ask ")) == ["ci-llm", "chat", "my runs"]
