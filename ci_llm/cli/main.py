@@ -26,6 +26,8 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
   ci-llm checkpoints prune RUN --keep N               remove all but the newest N
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
+  ci-llm generate RUN "prompt" | --file F | -         ask the crowd: its answer, how sure it is, each agent's
+  ci-llm chat RUN                                     talk to the crowd
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
@@ -41,6 +43,8 @@ COMMANDS: Final = {
     "watch": "ci_llm.cli.watch:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
+    "generate": "ci_llm.cli.generate:generate",
+    "chat": "ci_llm.cli.chat:chat",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -113,6 +114,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
     folder = config.run_folder
     longer = command({"epochs": None, "max_train_steps": "..."})
     return [
+        f"ask        ci-llm chat {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
         f"longer     {longer}   goes on from here",

@@ -98,6 +98,7 @@ def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
 
 
 VERBS = [["train"], ["check"], ["status"], ["watch"], ["supervise"], ["report"], ["compare"]]
+VERBS += [["generate"], ["chat"]]
 VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
 
 

@@ -93,3 +93,8 @@ def test_tensorboard_is_suggested_under_the_name_of_the_run(
     config = Config(output_dir="out", experiment_name=Path(folder).name)
     [line] = [line for line in next_steps(config, lambda _: "") if line.startswith("curves")]
     assert shlex.split(line)[1:] == ["tensorboard", *words]
+
+
+def test_the_first_suggestion_is_to_ask_the_crowd() -> None:
+    ask, *_ = next_steps(Config(output_dir="my runs"), lambda changes: "")
+    assert shlex.split(ask.removeprefix("ask ")) == ["ci-llm", "chat", "my runs"]
