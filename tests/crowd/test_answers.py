@@ -12,9 +12,7 @@ import torch
 
 from ci_llm.crowd.answer_scores import AnswerScores, Questions, merge_records, score_answers
 from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
-from ci_llm.crowd.base import load_base
 from ci_llm.crowd.generation import Decoding
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.crowd.scoring import paired_gain
@@ -22,8 +20,8 @@ from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
 from ci_llm.run.report import score_table
+from tests.support.crowds import K, disturbed_crowd
 
-K = 3
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
 
 
@@ -159,13 +157,7 @@ def test_evaluation_says_what_was_measured_how() -> None:
 
 @pytest.fixture(scope="module")
 def crowd() -> Crowd:
-    """The embedded base with agents that disturb it a little, each in its own way."""
-    loaded = load_base("embedded")
-    crowd = Crowd(loaded.model, LoraSettings(num_agents=K), loaded.name, loaded.tokenizer.pad_token_id)
-    crowd.prompter = Prompter(loaded.tokenizer)
-    with torch.no_grad():
-        crowd.agents.weights.normal_(0, 0.06, generator=torch.Generator().manual_seed(3))
-    return crowd.eval()
+    return disturbed_crowd()
 
 
 @pytest.fixture(scope="module")
