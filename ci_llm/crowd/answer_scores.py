@@ -19,6 +19,7 @@ from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
 from ci_llm.crowd.scoring import paired_gain
+from ci_llm.crowd.uncertainty import Uncertainty, of_text
 from ci_llm.data.encoder import Example
 
 
@@ -132,12 +133,14 @@ class Answers:
         agents: [K][B] texts.
         crowd: [B] texts.
         right: [K+2, B] bool: K agents, the crowd, the vote.
+        uncertainty: [B] how sure the crowd was; empty if it was not asked for.
     """
 
     numbers: Sequence[int]
     agents: list[list[str]]
     crowd: list[str]
     right: Tensor
+    uncertainty: list[Uncertainty]
 
 
 def answer_questions(
@@ -148,6 +151,7 @@ def answer_questions(
     *,
     max_new_tokens: int,
     aggregator: str,
+    uncertainty: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Answers]:
     """Generate the answers of the agents and of the crowd greedily, batch by batch.
@@ -157,18 +161,19 @@ def answer_questions(
         batches: indices into `questions`.
         max_new_tokens: at most so many tokens per answer.
         aggregator: a module of `ci_llm.crowd.aggregators`.
+        uncertainty: also say how sure the crowd was of each answer.
         stop: called before every token; True ends all texts at that point.
     """
     decoding = Decoding(max_new_tokens, questions.ends, aggregator)
     for batch in batches:
         prompts = [questions.prompts[i] for i in batch]
-        generated = crowd.generate_ids(prompts, decoding, include_agents=True, stop=stop)
+        generated = crowd.generate_ids(prompts, decoding, include_agents=True, uncertainty=uncertainty, stop=stop)
         *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
         answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
         answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
         wanted = [questions.answers[i] for i in batch]
         right = torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers])
-        yield Answers(batch, agents, together, right)
+        yield Answers(batch, agents, together, right, [of_text(tokens) for tokens in generated.tokens])
 
 
 def score_answers(

@@ -256,6 +256,7 @@ def _answer(job: _Job, predictions: Predictions, progress: Progress) -> None:
         batches,
         max_new_tokens=config.max_new_tokens_eval,
         aggregator=config.aggregator,
+        uncertainty=True,
     ):
         rows = [row for number, row in zip(answers.numbers, _rows(job, answers), strict=True) if number >= done]
         predictions.append(rows)
@@ -274,7 +275,8 @@ def _rows(job: _Job, answers: Answers) -> Iterator[Row]:
             "answer": answers.crowd[at],
             "agents": [texts[at] for texts in answers.agents],
             "correct": crowd,
-            "confidence": 0.0,
+            "confidence": round(answers.uncertainty[at].confidence, 6),
+            "disagreement": round(answers.uncertainty[at].disagreement, 6),
             "row": source[canonical] if source else canonical,
             "agents_correct": agents,
             "vote_correct": vote,

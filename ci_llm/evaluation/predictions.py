@@ -35,6 +35,7 @@ class Source:
         questions: fingerprint of the questions and their reference answers.
         checkpoint, data: where both came from, for people; they are not compared.
         metric, aggregator, max_new_tokens: how answers were generated and judged.
+        format: raised when the lines of a later version say something else.
     """
 
     weights: str
@@ -45,6 +46,7 @@ class Source:
     metric: str
     aggregator: str
     max_new_tokens: int
+    format: int = 1
 
     def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
         """What another source has that is not the same, in words."""
@@ -52,7 +54,7 @@ class Source:
         for key, shown in (("weights", "checkpoint"), ("questions", "data")):
             if other.get(key) != own[key]:
                 yield f"{shown} {other.get(shown)} and not {own[shown]}"
-        for key in ("metric", "aggregator", "max_new_tokens"):
+        for key in ("metric", "aggregator", "max_new_tokens", "format"):
             if other.get(key) != own[key]:
                 yield f"{key} {other.get(key)} and not {own[key]}"
 

@@ -21,6 +21,7 @@ import torch
 from ci_llm.crowd.generation import Decoding, num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
+from ci_llm.crowd.streaming import TextSoFar, cut, stop_strings_of
 from ci_llm.data.batches import pack
 from ci_llm.errors import BadInput, CiLlmError, ConfigError
 
@@ -144,9 +145,9 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
             who = self.crowd.num_agents if self.agent is None else self.agent
             nats, greedy = (-scores.nll[who]).tolist(), scores.right[who].tolist()
             found |= {number: (nats[i], greedy[i]) for i, number in enumerate(numbers)}
-        for number, (asked, _, _) in enumerate(requests):
-            if asked is not None:
-                self.cache_hook.add_partial("loglikelihood", asked, found[number])
+        for number, pair in enumerate(requests):
+            if pair[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", pair[0], found[number])
         return [found[number] for number in range(len(rows))]
 
     def _row(self, context: Tokens, continuation: Tokens) -> Any:
@@ -175,7 +176,7 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
 
     def _generate(self, contexts: Sequence[str], arguments: dict[str, Any], first: int) -> Iterator[str]:
         wanted = normalize_gen_kwargs(arguments, MAX_NEW_TOKENS)
-        until, length = wanted.pop("until", []), wanted.pop("max_gen_toks")
+        until, length = stop_strings_of(wanted.pop("until", [])), wanted.pop("max_gen_toks")
         decoding = self._decoding(length, wanted)
         place = self.max_length - length
         if place < 1:
@@ -186,9 +187,15 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
             )
         prompts = [self.tok_encode(context)[-place:] for context in contexts]
         alone = self.agent is not None
-        generated = self.crowd.generate_ids(prompts, decoding, include_agents=alone, first_prompt=first)
+        generated = self.crowd.generate_ids(
+            prompts,
+            decoding,
+            include_agents=alone,
+            first_prompt=first,
+            is_over=lambda ids: TextSoFar(self.tokenizer, until).update(ids),
+        )
         texts = generated.crowd if self.agent is None else generated.agents[self.agent]
-        return (_before(until, self.prompter.text(ids)) for ids in texts)
+        return (cut(self.prompter.text(ids), until) for ids in texts)
 
     def _decoding(self, length: int, wanted: dict[str, Any]) -> Decoding:
         sampled = bool(wanted.pop("do_sample", False))
@@ -215,12 +222,6 @@ def _agent_number(agent: int | str, count: int) -> int | None:
 
 def _batched(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     return (numbers[at : at + size] for at in range(0, len(numbers), size))
-
-
-def _before(stops: str | Sequence[str], text: str) -> str:
-    """A text up to the first of the stop strings."""
-    listed = [stops] if isinstance(stops, str) else stops
-    return text[: min((text.find(stop) for stop in listed if stop and stop in text), default=len(text))]
 
 
 def main() -> None:
