@@ -39,7 +39,7 @@ def evaluate_run(words: Sequence[str]) -> int:
         OutOfMemory: a batch does not fit.
         SystemExit: with 0, after `--help`.
     """
-    call = _parser().parse_args(words)
+    call = _parser().parse_intermixed_args(words)
     _check(call)
     from ci_llm.cli.train import set_library_defaults
     from ci_llm.cluster.hub import go_offline_if_unreachable
