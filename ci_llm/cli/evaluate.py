@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from ci_llm.cli.arguments import make_parser
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
 if TYPE_CHECKING:
-    from ci_llm.evaluation.evaluate import Evaluation, Request
+    from ci_llm.evaluation.evaluate import Evaluation, Progress, Request
 
 _DOES = """Ask agents and crowd the rows of a data set, score their answers, and keep every answer in a file.
 Without --data these are the rows of the run's own evaluation, and the figures those of its evaluation.json."""
@@ -59,6 +59,9 @@ def evaluate_run(words: Sequence[str]) -> int:
                 where=error.where,
                 hint=f"ci-llm checkpoints list {shlex.quote(str(call.run))} shows which checkpoints are whole",
             ) from error
+        except KeyboardInterrupt:
+            print("stopped; the same call goes on after the last row that was answered", file=sys.stderr)
+            raise
     for line in [json.dumps(_as_json(call, found), indent=2)] if call.json else _as_text(call, found):
         print(line)
     return 0
@@ -120,20 +123,25 @@ def _request(call: argparse.Namespace) -> Request:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, where that is a terminal."""
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    """What is done so far, on stderr: a bar on a terminal, elsewhere a line for every tenth."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
+    is_terminal = sys.stderr.isatty()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True, disable=quiet or not is_terminal) as bar:
         task = bar.add_task("loading", total=None)
+        shown = ("loading", 0)
 
         def show(phase: str, done: int, total: int) -> None:
-            if phase != bar.tasks[0].description:
-                bar.reset(task, description=phase, total=total or None)
-            bar.update(task, completed=done)
+            nonlocal shown
+            bar.update(task, description=phase, completed=done, total=total or None)
+            tenth = (phase, 10 * done // max(total, 1))
+            if done and tenth != shown and not (quiet or is_terminal):
+                print(f"{phase} row {done} of {total}", file=sys.stderr)
+            shown = tenth
 
         yield show
 

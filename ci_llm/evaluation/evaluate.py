@@ -177,7 +177,8 @@ def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
         )
     except DataError as error:
         if any(row is not None for row in rows):
-            raise
+            what = error.what.replace("to learn from", "to evaluate")
+            raise DataError(what, where=error.where, hint=error.hint) from error
         columns = ", ".join(rows.form.columns.values())
         answers = rows.form.columns.get("answer") or rows.form.columns.get("completion")
         raise DataError(
@@ -330,7 +331,9 @@ def _text_figures(job: _Job, scores: Scores) -> dict[str, Any]:
 
 
 def _lines(job: _Job) -> list[str]:
-    facts = [line for line in job.tokenized.description[:-1] if not line.startswith("chat template")]
+    found = job.tokenized.rows.description
+    # Behind it come the template, the tokens, what was cut or left out, and at last a row.
+    facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
     if job.questions.left_out and len(job.questions):
         facts.append(
             f"not asked: {job.questions.left_out} rows, which have no question, or no place for a whole answer"

@@ -18,7 +18,7 @@ def table(evaluation: Evaluation) -> Iterator[str]:
     if "perplexity" in record:
         yield from _text_table(record)
         rows = rows_evaluated(record["n"], record["rows_trained_on"])
-        yield f"{rows}, {record['tokens']} tokens, {record['tokens'] / max(1, record['bytes']):.3f} per byte of text"
+        yield f"{rows}, {record['tokens']} tokens of {record['bytes'] / max(1, record['tokens']):.2f} bytes on average"
         return
     yield f"{'':<14}{'exact match':>12}{'95 % interval':>17}{'nats per token':>16}"
     for line in scores(record):
@@ -28,7 +28,8 @@ def table(evaluation: Evaluation) -> Iterator[str]:
     for name, gain in gains(record):
         half = "" if gain.interval95 is None else f" ± {gain.interval95:.3f}"
         yield f"crowd - {name}: {gain.value:+.3f}{half}"
-    yield what_evaluated(record)
+    metric = record["metric"]
+    yield what_evaluated(record) + ("" if metric == "exact_match" else f"; right is what {metric} finds equal")
 
 
 def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:

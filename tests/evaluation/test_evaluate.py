@@ -101,6 +101,7 @@ def test_the_report_shows_what_an_evaluation_left(run: Path, capsys: pytest.Capt
 # Other rows
 
 
+@pytest.mark.slow
 def test_other_rows_are_asked_and_every_answer_is_kept(
     saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,9 +204,24 @@ def test_rows_that_leave_no_place_are_counted_and_not_asked(
     told = capsys.readouterr().out
     assert "left out: 2 of 4 rows: 1 without an answer, 1 whose answer begins after max_seq_length 512" in told
     assert len(lines(tmp_path / "p.jsonl")) == 2
-    assert "none of 2 rows has place for its answer within 40 tokens" in refusal(
-        capsys, *words[1:-1], "--overwrite", "max_seq_length=40"
-    )
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (0, "No row is left to evaluate: 1 of 1 rows: 0 without an answer, 1 whose answer begins after max_seq_length"),
+        (2, "none of 1 rows has place for its answer within"),
+    ],
+)
+def test_where_no_row_has_place_nothing_is_scored(
+    place: int, told: str, saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = lines(questions)[0]
+    data = write(tmp_path / "one.jsonl", row)
+    prompter = Crowd.from_pretrained(saved).prompter
+    assert prompter is not None
+    limit = len(prompter.ids(row["question"])) + place
+    assert told in refusal(capsys, saved, "--data", data, f"max_seq_length={limit}")
 
 
 # A kill
