@@ -23,6 +23,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.crowd.streaming import TextSoFar, cut, stop_strings_of
 from ci_llm.data.batches import pack
+from ci_llm.data.chat_template import chat_template
 from ci_llm.errors import BadInput, CiLlmError, ConfigError
 
 try:
@@ -82,6 +83,7 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
         assert self.crowd.prompter is not None, "a crowd that was opened has one"
         self.prompter = self.crowd.prompter
         self.tokenizer = self.prompter.tokenizer
+        self.tokenizer.chat_template = chat_template(self.tokenizer)  # in force in training, also if it is built in
         self.agent = _agent_number(agent, self.crowd.num_agents)
         self.aggregator, self.batch_size = aggregator, int(batch_size)
         self.max_length = max_length or num_positions(self.crowd.model)
