@@ -41,10 +41,12 @@ def evaluate_run(words: Sequence[str]) -> int:
     """
     call = _parser().parse_intermixed_args(words)
     _check(call)
+    from ci_llm.cli.asking import require_run
     from ci_llm.cli.train import set_library_defaults
     from ci_llm.cluster.hub import go_offline_if_unreachable
 
     set_library_defaults()
+    require_run(call.run, call.base_model)
     if call.data:
         go_offline_if_unreachable(call.data)
     request = _request(call)
@@ -57,7 +59,7 @@ def evaluate_run(words: Sequence[str]) -> int:
             raise BadInput(
                 error.what,
                 where=error.where,
-                hint=f"ci-llm checkpoints list {shlex.quote(str(call.run))} shows which checkpoints are whole",
+                hint=f"ci-llm checkpoints list {shlex.quote(call.run)} shows which checkpoints are whole",
             ) from error
         except KeyboardInterrupt:
             print("stopped; the same call goes on after the last row that was answered", file=sys.stderr)
@@ -69,7 +71,7 @@ def evaluate_run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run, or a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, or a checkpoint")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="a key of the configuration, see below")
     parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     parser.add_argument("--split", metavar="S", help="the split of the data set")
@@ -88,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"list rows that were answered wrong, at most N (default {_LISTED_FAILURES}), the surest first",
     )
+    parser.add_argument("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     return parser
 
@@ -113,12 +116,13 @@ def _request(call: argparse.Namespace) -> Request:
     from ci_llm.evaluation.rows import Choice, read_keys
 
     return Request(
-        run=call.run,
+        run=Path(call.run),
         choice=Choice(call.data, call.split, call.max_samples, read_keys(call.keys)),
         metric=call.metric,
         batch_size=call.batch_size,
         output=call.output,
         overwrite=call.overwrite,
+        base_model=call.base_model,
     )
 
 
@@ -173,7 +177,7 @@ def _as_json(call: argparse.Namespace, found: Evaluation) -> dict[str, Any]:
 
     failed = failed_rows(found.rows)
     return {
-        "run": str(call.run),
+        "run": call.run,
         **found.record,
         "failed": len(failed),
         **({"failed_rows": failed[: call.failed]} if call.failed else {}),

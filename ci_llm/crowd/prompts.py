@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ci_llm.data.chat_template import BUILT_IN_TEMPLATE
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
 from ci_llm.data.rows import Chat, Message, Rows
 from ci_llm.errors import DataError
@@ -46,6 +47,11 @@ class Prompter:
             DataError: the template fails.
         """
         return self.ends_of([self._with_placeholder((Message("user", "Q"),))] if self.form == "chat" else [])
+
+    @property
+    def tells_turns_apart(self) -> bool:
+        """Whether a prompt shows who said what, so that a conversation can have several turns."""
+        return self.form == "chat" and self._encoder.template != BUILT_IN_TEMPLATE
 
     def ends_of(self, examples: Iterable[Example]) -> frozenset[int]:
         """EOS, and every special token at the end of the last answer of one of the examples."""

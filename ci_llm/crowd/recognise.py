@@ -8,7 +8,6 @@ from pathlib import Path
 from ci_llm.checkpoints.checkpoint import find_checkpoint
 from ci_llm.checkpoints.folders import committed
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest
-from ci_llm.core.run_status import last_status
 from ci_llm.crowd.external_adapters import CONFIG, META_FILE
 from ci_llm.errors import BadInput
 
@@ -61,11 +60,6 @@ def _what_else(folder: Path) -> tuple[str, str]:
     if there := sorted({step for step, _ in committed(folder.parent)}):
         steps = ", ".join(map(str, there))
         return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
-    if (status := last_status(folder)) is not None:
-        return (
-            f"this run has no checkpoint yet: it is {status.status}, at step {status.step}",
-            "wait for its first save; save_steps and save_interval_seconds say when that is",
-        )
     return (
         "there is no checkpoint at this path",
         "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint",

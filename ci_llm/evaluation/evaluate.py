@@ -52,6 +52,7 @@ class Request:
         batch_size: questions answered at a time, and a quarter of the rows scored at a time; None: as in training.
         output: the predictions file; None: `predictions.jsonl` in the folder of the run.
         overwrite: begin the predictions file anew, whatever it holds.
+        base_model: hub id or folder of the base, if it is no longer found under its recorded name.
     """
 
     run: Path
@@ -60,6 +61,7 @@ class Request:
     batch_size: int | None = None
     output: Path | None = None
     overwrite: bool = False
+    base_model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _default_output(checkpoint: Path) -> Path:
 def _load(request: Request, checkpoint: Path) -> _Job:
     choice = request.choice
     config, rows = open_rows(read_run_config(checkpoint), choice, str(request.run))
-    crowd = Crowd.from_pretrained(checkpoint)
+    crowd = Crowd.from_pretrained(checkpoint, base_model=request.base_model)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
     prompter = crowd.prompter

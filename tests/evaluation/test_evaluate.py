@@ -293,7 +293,8 @@ def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, caps
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no checkpoint at this path" in refusal(capsys, tmp_path)
-    assert "there is no checkpoint at this path" in refusal(capsys, tmp_path / "missing")
+    assert "there is no such folder" in refusal(capsys, tmp_path / "missing")
+    assert "from a folder on a disk" in refusal(capsys, "s3://bucket/run")
 
 
 def test_a_run_without_a_checkpoint_yet_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +302,7 @@ def test_a_run_without_a_checkpoint_yet_is_refused(tmp_path: Path, capsys: pytes
 
     leave_status(tmp_path, "running", 3)
     said = refusal(capsys, tmp_path)
-    assert "this run has no checkpoint yet: it is running, at step 3" in said
+    assert "the run is still running, at step 3: no checkpoint is committed yet" in said
 
 
 def test_a_damaged_checkpoint_is_refused(
