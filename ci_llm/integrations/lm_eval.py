@@ -103,11 +103,10 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Token ids as in training: the text begins with BOS, if the tokenizer has one."""
-        begin = self.tokenizer.bos_token or ""
-        if add_special_tokens is not False and not string.startswith(begin):
-            string = begin + string
-        return list(self.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"])
+        """Token ids by the tokenizer's own rules, as the harness's own model takes them; never BOS twice."""
+        begin = self.tokenizer.bos_token
+        add = not (begin and string.startswith(begin)) if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(string, add_special_tokens=add, verbose=False)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, by the template of the training."""
