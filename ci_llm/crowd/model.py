@@ -29,6 +29,7 @@ from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
 from ci_llm.data.batches import Batch, padded
+from ci_llm.errors import ModelError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
