@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
     ("dry_run", "supervisor"),
-    ("run", "integrations"),
+    ("run", "evaluation", "integrations"),
     ("crowd", "logs", "report", "watch"),
     ("checkpoints", "data"),
     ("distributed",),

@@ -28,6 +28,8 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
   ci-llm generate RUN "prompt" | --file F | -         ask the crowd: its answer, how sure it is, each agent's
   ci-llm chat RUN                                     talk to the crowd
+  ci-llm evaluate RUN [--data F] [--failed]           ask agents and crowd the rows of a data set: scores with
+                                                      intervals, and a file with every answer
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
@@ -45,6 +47,7 @@ COMMANDS: Final = {
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
+    "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
 }

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 
 from ci_llm.core.durable import (
+    append,
+    cut,
     make_folders,
     read_chunks,
     read_exactly,
@@ -131,3 +133,21 @@ def test_removing_a_tree_leaves_what_its_links_point_to(tmp_path: Path) -> None:
     remove_tree(tmp_path / "a")
     assert not (tmp_path / "a").exists()
     assert (tmp_path / "treasure" / "gold").read_bytes() == b"1"
+
+
+def test_appending_keeps_what_is_there_whatever_happens(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    write_bytes(file, b"one\n")
+    append(file, b"two\n", disk=StutteringDisk())
+    assert file.read_bytes() == b"one\ntwo\n"
+    for lives in range(2):  # the write, the sync
+        with pytest.raises(Crash):
+            append(file, b"three\n", disk=MortalDisk(lives))
+        assert file.read_bytes().startswith(b"one\ntwo\n")
+        cut(file, 8)
+        assert file.read_bytes() == b"one\ntwo\n"
+    with pytest.raises(FileNotFoundError):
+        append(tmp_path / "missing", b"")
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(OSError, match="symbolic"):
+        append(tmp_path / "link", b"")

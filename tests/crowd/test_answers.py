@@ -178,7 +178,7 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
 def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> None:
     rows = list(examples(prompter, 12))
     test = Questions.of(rows, prompter, crowd, 99, max_seq_length=256)
-    assert (len(test), test.style) == (12, "marked")
+    assert len(test) == 12
     assert test.ends == prompter.ends
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
     decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
@@ -189,7 +189,7 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     for number, prompt in enumerate(test.prompts):
         generated = crowd.generate_ids([prompt], decoding, include_agents=True)
         texts = [prompter.text(ids) for ids in (*(line[0] for line in generated.agents), generated.crowd[0])]
-        *agents, together = (final_answer(text, test.style) for text in texts)
+        *agents, together = (final_answer(text, "marked") for text in texts)
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
