@@ -25,6 +25,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
   ci-llm checkpoints prune RUN --keep N               remove all but the newest N
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
+  ci-llm export RUN --to DIR [--merge svd]            write PEFT folders, or one adapter made of all agents
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
@@ -39,6 +40,7 @@ COMMANDS: Final = {
     "status": "ci_llm.cli.status:status",
     "supervise": "ci_llm.cli.supervise:supervise",
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
+    "export": "ci_llm.cli.export:export",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
 }
