@@ -6,6 +6,7 @@ that others know is a variable to be set.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class CardFacts:
         place = "" if self.is_on_hub else "  # its folder on your machine"
         return (
             "from transformers import AutoModelForCausalLM\n\n"
-            f"base = AutoModelForCausalLM.from_pretrained({self.base_name!r}){place}"
+            f"base = AutoModelForCausalLM.from_pretrained({_quoted(self.base_name)}){place}"
         )
 
 
@@ -77,7 +78,7 @@ def crowd_card(facts: CardFacts) -> str:
     return _joined(
         _front(facts, "peft", "lora", "ensemble"),
         f"# A crowd of {count} LoRA agents",
-        f"{count} LoRA adapters, trained together by [CI-LLM]{facts.trained}, on one frozen base: `{facts.base_name}`."
+        f"{count} LoRA adapters, trained together by CI-LLM{facts.trained}, on one frozen base: `{facts.base_name}`."
         " They are meant to answer together: the crowd's distribution is the mean of theirs.",
         _scores(facts),
         "Run what follows in this folder. All together:",
@@ -108,7 +109,7 @@ def adapter_card(facts: CardFacts, title: str, what: str) -> str:
     return _joined(
         _front(facts, "peft", "lora"),
         f"# {title}",
-        f"{what} Its base is `{facts.base_name}`. The agents were trained by [CI-LLM]{facts.trained}.",
+        f"{what} Its base is `{facts.base_name}`. The agents were trained by CI-LLM{facts.trained}.",
         _scores(facts),
         "Run what follows in this folder. Transformers and PEFT:",
         _peft(facts, "."),
@@ -129,7 +130,7 @@ def model_card(facts: CardFacts, title: str, what: str) -> str:
         _front(facts, "transformers"),
         f"# {title}",
         f"{what} It is merged into the weights of its base, `{facts.base_name}`."
-        f" The agents were trained by [CI-LLM]{facts.trained}.",
+        f" The agents were trained by CI-LLM{facts.trained}.",
         _scores(facts),
         "Run what follows in this folder. Transformers alone opens it:",
         _block(
@@ -159,8 +160,8 @@ def _peft(facts: CardFacts, folder: str) -> str:
     return _block(
         "python",
         f"from peft import PeftModel\nfrom transformers import AutoTokenizer\n{facts.open_base}\n"
-        f"agent = PeftModel.from_pretrained(base, {folder!r})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
+        f"agent = PeftModel.from_pretrained(base, {_quoted(folder)})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(folder)})",
     )
 
 
@@ -170,6 +171,10 @@ def _gguf(facts: CardFacts, folder: str) -> list[str]:
     command = f"python llama.cpp/convert_lora_to_gguf.py --base $BASE --outfile {folder}/adapter.gguf {folder}"
     told = "llama.cpp, with its own converter; `--base` is a folder, of which the configuration is read:"
     return [told, _block("bash", f"{facts.set_base}\n{command}")]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _max_rank(facts: CardFacts) -> int:

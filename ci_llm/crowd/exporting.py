@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,27 +64,22 @@ class Export:
             CheckpointError: it cannot be written.
         """
         require_free(target)
-        if into_base and self.adapter is None:
-            what = "one adapter can be merged into the base, and not a crowd"
-            raise ModelError(what, where="into_base", hint="give an agent or a merge")
         if self.adapter is None:
+            if into_base:
+                what = "one adapter can be merged into the base, and not a crowd"
+                raise ModelError(what, where="into_base", hint="give an agent or a merge")
             self._write_agents(target, scores)
             return
-        tokenizer = tokenizer_files(self.saved.prompter.tokenizer)
+        card = (model_card if into_base else adapter_card)(self._facts(scores), self.title, self.what)
+        files = {**tokenizer_files(self.saved.prompter.tokenizer), "README.md": card.encode()}
         try:
             with new_folder(target) as draft:
-                facts = self._facts(scores, self.adapter)
-                card: Callable[[CardFacts, str, str], str]
                 if into_base:
                     self._write_whole(draft, self.adapter)
-                    card = model_card
                 else:
-                    write_new(draft / "adapter_config.json", [json.dumps(dict(self.adapter.config), indent=2).encode()])
-                    write_new(draft / "adapter_model.safetensors", [_safetensors(self.adapter)])
-                    card = adapter_card
-                for name, data in tokenizer.items():
+                    files |= _peft_files(self.adapter)
+                for name, data in files.items():
                     write_new(draft / name, [data])
-                write_new(draft / "README.md", [card(facts, self.title, self.what).encode()])
         except OSError as error:
             raise CheckpointError(f"{target.name} cannot be written: {error}", where=str(target)) from error
 
@@ -94,11 +88,9 @@ class Export:
         tensors = {f"agent{k}/adapter_model": agent for k, agent in enumerate(saved.agents)}
         configs = {f"agent{k}/adapter_config": config for k, config in enumerate(saved.configs)}
         meta = {**saved.meta, "base_model_name_or_path": saved.base.name}
-        more = {"README.md": crowd_card(self._facts(scores, None)).encode()}
-        if saved.run_config is not None:
-            more["config.yaml"] = saved.run_config.encode()
+        card = crowd_card(self._facts(scores)).encode()
         tokenizer = tokenizer_files(saved.prompter.tokenizer)
-        write_crowd(target, {**tensors, **configs}, meta, tokenizer, step=saved.step, more=more)
+        write_crowd(target, {**tensors, **configs}, meta, tokenizer, step=saved.step, card=card)
 
     def _write_whole(self, draft: Path, adapter: Adapter) -> None:
         model = merge_into_base(self.saved.base.model, adapter)
@@ -106,9 +98,9 @@ class Export:
         model.config.use_cache = getattr(load_architecture(self.saved.base.name), "use_cache", True)
         model.save_pretrained(draft)
 
-    def _facts(self, scores: Comparison | None, adapter: Adapter | None) -> CardFacts:
+    def _facts(self, scores: Comparison | None) -> CardFacts:
         saved = self.saved
-        configs = [adapter.config] if adapter else saved.configs
+        configs = [self.adapter.config] if self.adapter else saved.configs
         trained = ""
         if saved.run_config is not None:
             names = parse_config(saved.run_config, "config.yaml").dataset_names
@@ -178,6 +170,9 @@ def _details(merge: Merge, count: int) -> str:
     return ", ".join(told)
 
 
-def _safetensors(adapter: Adapter) -> bytes:
+def _peft_files(adapter: Adapter) -> dict[str, bytes]:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
-    return bytes(safetensors.torch.save(tensors, {"format": "pt"}))
+    return {
+        "adapter_config.json": json.dumps(dict(adapter.config), indent=2).encode(),
+        "adapter_model.safetensors": safetensors.torch.save(tensors, {"format": "pt"}),
+    }

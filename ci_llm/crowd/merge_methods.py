@@ -39,8 +39,8 @@ class Method:
 
 
 METHODS: Final[Mapping[str, Method]] = {
-    "cat": Method("cat", "exactly the mean of the agents' products, of rank K x r"),
-    "svd": Method("cat", "that mean, cut to the rank of the agents by SVD: the nearest there is", cut=True),
+    "cat": Method("cat", "the mean of the agents' products B A, exactly; its rank is the sum of theirs"),
+    "svd": Method("cat", "the mean of the products, cut to the rank of the agents by SVD", cut=True),
     "mean": Method("linear", "mean of A and mean of B, for agents with a common start", of_factors=True),
     "ties": Method("ties_svd", "TIES on the products, cut by SVD", cut=True, sparse=True, averages=True),
     "dare_linear": Method("dare_linear_svd", "DARE, then the mean of the products, cut by SVD", cut=True, sparse=True),

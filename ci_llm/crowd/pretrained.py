@@ -181,7 +181,7 @@ def write_crowd(
     tokenizer: Mapping[str, bytes],
     *,
     step: int = 0,
-    more: Mapping[str, bytes] | None = None,
+    card: bytes | None = None,
 ) -> None:
     """Commit a folder that `open_pretrained` opens, and plain PEFT its agents.
 
@@ -189,7 +189,7 @@ def write_crowd(
         agents: `agent<k>/adapter_model` -> tensors, `agent<k>/adapter_config` -> values.
         meta: see `Crowd.meta`.
         tokenizer: file name -> content; it goes beside every agent too, so that each can be used alone.
-        more: further files.
+        card: README.md.
 
     Raises:
         ModelError: the folder exists. CheckpointError: it cannot be written.
@@ -197,7 +197,9 @@ def write_crowd(
     require_free(folder)
     places = ["tokenizer", *(f"agent{k}" for k in range(meta["num_agents"]))] if tokenizer else []
     files = {f"{place}/{name}": data for place in places for name, data in tokenizer.items()}
-    write_checkpoint(folder, {**agents, META: meta, **files, **(more or {})}, step=step, info={SAVED: "crowd"})
+    if card is not None:
+        files["README.md"] = card
+    write_checkpoint(folder, {**agents, META: meta, **files}, step=step, info={SAVED: "crowd"})
 
 
 def require_free(folder: Path) -> None:
