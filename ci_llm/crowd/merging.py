@@ -66,7 +66,7 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
     if rank > most:
         raise BadInput(f"the agents' products have rank {most} together", where=f"--rank {rank}", hint=f"--rank {most}")
     names = [f"agent{k}" for k in range(len(agents))]
-    with _attached(base, dict(zip(names, agents, strict=True))) as model, _seeded(merge.seed):
+    with _seeded(merge.seed), _attached(base, dict(zip(names, agents, strict=True))) as model:
         model.add_weighted_adapter(
             names,
             weights,
@@ -130,7 +130,7 @@ def _tensors(model: Any, name: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """DARE draws from the global generators: the same values for the same seed, and nobody else notices."""
+    """PEFT draws from the global generators: the same numbers for the same seed, and nobody else notices."""
     before = determinism.capture()
     determinism.seed_everything(seed, "merge")
     try:

@@ -39,8 +39,7 @@ K = 3
 IDS = torch.arange(5, 29)[None]
 #: rsLoRA, a rank that is not alpha, and lists of modules.
 SETTINGS = {
-    "embedded": LoraSettings(K, rank=4, alpha=6.0, use_rslora=True),
-    "llama": LoraSettings(K, rank=3, alpha=7.0, target_modules=("q_proj", "down_proj")),
+    "embedded": LoraSettings(K, rank=4, alpha=6.0, target_modules=("q_proj", "down_proj")),
     "qwen2": LoraSettings(K, rank=2, alpha=5.0, use_rslora=True, target_modules=("k_proj", "o_proj")),
 }
 
@@ -55,7 +54,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.set_num_threads(1)
 logits, ids = {}, torch.arange(5, 29)[None]
 for folder in sorted(Path(sys.argv[1]).glob("*/*/**/*config.json")):
-    if folder.name not in ("config.json", "adapter_config.json"):
+    if folder.name not in ("config.json", "adapter_config.json") or folder.parent.name == "base":
         continue
     folder = folder.parent
     if (folder / "config.json").is_file():
@@ -126,11 +125,13 @@ def test_another_process_computes_the_same_logits_without_this_package(tmp_path:
     for family in SETTINGS:
         run, to = tmp_path / family / "crowd", tmp_path / family
         prepare(run, device="cpu").write(to / "all", None)
-        prepare(run, device="cpu", agent=1).write(to / "one", None)
-        prepare(run, device="cpu", agent=1).write(to / "one_whole", None, into_base=True)
-        for name in ("cat", "svd"):
-            prepare(run, device="cpu", merge=merge_of(name)).write(to / name, None)
-        prepare(run, device="cpu", merge=merge_of("cat")).write(to / "cat_whole", None, into_base=True)
+        one = prepare(run, device="cpu", agent=1)
+        one.write(to / "one", None)
+        one.write(to / "one_whole", None, into_base=True)
+        prepare(run, device="cpu", merge=merge_of("svd")).write(to / "svd", None)
+        cat = prepare(run, device="cpu", merge=merge_of("cat"))
+        cat.write(to / "cat", None)
+        cat.write(to / "cat_whole", None, into_base=True)
     subprocess.run(
         [sys.executable, "-c", OTHER, str(tmp_path), str(tmp_path / "logits")],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -145,13 +146,18 @@ def test_another_process_computes_the_same_logits_without_this_package(tmp_path:
         for k in range(K):
             plain = theirs[f"{family}/all/agent{k}"]
             assert torch.equal(plain, theirs[f"{family}/crowd/agent{k}"]), "PEFT's bits are those of the saved crowd"
-            torch.testing.assert_close(plain, ours[k], rtol=1e-5, atol=2e-6)
+            assert_alike(plain, ours[k])
         assert torch.equal(theirs[f"{family}/one"], theirs[f"{family}/all/agent1"])
-        torch.testing.assert_close(theirs[f"{family}/one_whole"], ours[1], rtol=1e-5, atol=1e-5)
+        assert_alike(theirs[f"{family}/one_whole"], ours[1])
         merged = mean_model(tmp_path / family / "base" if family != "embedded" else BASE_FOLDER, crowd)
-        torch.testing.assert_close(theirs[f"{family}/cat"], merged, rtol=1e-5, atol=2e-6)
-        torch.testing.assert_close(theirs[f"{family}/cat_whole"], merged, rtol=1e-5, atol=2e-6)
+        assert_alike(theirs[f"{family}/cat"], merged)
+        assert_alike(theirs[f"{family}/cat_whole"], merged)
         assert not torch.equal(theirs[f"{family}/svd"], theirs[f"{family}/cat"])
+
+
+def assert_alike(found: Tensor, wanted: Tensor) -> None:
+    """Equal up to the order of fp32 sums: to a millionth of the largest logit."""
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
 def mean_model(folder: Path, crowd: Crowd) -> Tensor:
@@ -188,14 +194,14 @@ def test_an_exported_crowd_opens_again_and_plain_peft_opens_its_agents(
     plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
     agent = peft.PeftModel.from_pretrained(plain, tmp_path / "out" / "agent2").eval()
     with torch.no_grad():
-        torch.testing.assert_close(agent(input_ids=IDS).logits, logits_of(crowd)[2], rtol=1e-5, atol=2e-6)
+        assert_alike(agent(input_ids=IDS).logits, logits_of(crowd)[2])
 
 
 def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path, tmp_path: Path) -> None:
     prepare(source, device="cpu", agent=0).write(tmp_path / "whole", None, into_base=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=IDS).logits, logits_of(crowd)[0], rtol=1e-5, atol=1e-5)
+        assert_alike(model(input_ids=IDS).logits, logits_of(crowd)[0])
     assert model.config.use_cache, "as in the base; only the training does without"
     assert AutoTokenizer.from_pretrained(tmp_path / "whole").chat_template
     assert not list((tmp_path / "whole").glob("adapter*"))
@@ -233,6 +239,7 @@ def test_what_a_card_says_of_ranks_and_bases() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_snippets_of_a_card_run(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in (("all", []), ("svd", ["--merge", "svd"]), ("whole", ["--merge", "svd", "--into-base"])):
         assert main(["export", str(source), "--to", str(tmp_path / name), *words]) == 0

@@ -114,13 +114,13 @@ def test_what_prunes_is_pefts_own(name: str) -> None:
     model = base()
     agents = agents_on(model)
     found = merged(model, agents, merge_of(name, density=0.4, rank=6))
+    seed_everything(42, "merge")
     with_adapters = peft.PeftModel(model, peft.LoraConfig(**dict(agents[0].config)), "agent0")
     for k, agent in enumerate(agents):
         if k:
             with_adapters.add_adapter(f"agent{k}", peft.LoraConfig(**dict(agent.config)))
         peft.set_peft_model_state_dict(with_adapters, dict(agent.tensors), f"agent{k}")
     weight = 1.0 if METHODS[name].averages else 1 / K
-    seed_everything(42, "merge")
     names = [f"agent{k}" for k in range(K)]
     with_adapters.add_weighted_adapter(
         names, [weight] * K, "theirs", METHODS[name].peft, svd_rank=6, density=0.4, svd_full_matrices=False
