@@ -61,12 +61,18 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
         BadInput: the weights or the rank do not fit the agents.
     """
     weights = merge.peft_weights(len(agents))
+    if merge.method.of_factors and len({(agent.rank, *agent.modules) for agent in agents}) > 1:
+        raise BadInput(
+            "the agents differ in rank or modules, and have no mean of A and of B",
+            where=f"--merge {merge.name}",
+            hint="--merge svd or cat",
+        )
     most = sum(agent.rank for agent in agents)
     rank = merge.rank or max(agent.rank for agent in agents)
     if rank > most:
         raise BadInput(f"the agents' products have rank {most} together", where=f"--rank {rank}", hint=f"--rank {most}")
     names = [f"agent{k}" for k in range(len(agents))]
-    with _seeded(merge.seed), _attached(base, dict(zip(names, agents, strict=True))) as model:
+    with _quiet(), _seeded(merge.seed), _attached(base, dict(zip(names, agents, strict=True))) as model:
         model.add_weighted_adapter(
             names,
             weights,
@@ -89,7 +95,8 @@ def merge_into_base(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     """The base with the adapter added to its weights, in the precision of the base. `base` itself is changed."""
     from peft import PeftModel
 
-    model: PeftModel = _peft_model(base, "agent0", adapter)
+    with _quiet():
+        model: PeftModel = _peft_model(base, "agent0", adapter)
     whole: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     return whole
 
@@ -113,9 +120,7 @@ def _attached(base: PreTrainedModel, adapters: Mapping[str, Adapter]) -> Iterato
 def _peft_model(base: PreTrainedModel, name: str, adapter: Adapter) -> Any:
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks Transformers for an old name
-        model = PeftModel(base, LoraConfig.from_peft_type(**adapter.config), adapter_name=name)
+    model = PeftModel(base, LoraConfig.from_peft_type(**adapter.config), adapter_name=name)
     set_peft_model_state_dict(model, dict(adapter.tensors), adapter_name=name)
     return model
 
@@ -126,6 +131,15 @@ def _tensors(model: Any, name: str) -> dict[str, Tensor]:
     # Without its question to the hub whether the base has other embeddings: the agents adapt none.
     found = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings of PEFT that say nothing about the call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "The density", UserWarning)  # of 1, which prunes nothing
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
@@ -47,10 +48,11 @@ def score_table(record: Mapping[str, Any]) -> str:
 
 def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str], step: int) -> str:
     """README.md of `final_checkpoint`."""
+    configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
     facts = CardFacts(
         base=crowd.base_name,
-        ranks=[crowd.settings.rank] * crowd.num_agents,
-        use_rslora=crowd.settings.use_rslora,
+        ranks=[config["r"] for config in configs],
+        use_rslora=any(config["use_rslora"] for config in configs),
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
         scores=score_table(record),
         notes=[_GOES_ON],
@@ -71,10 +73,12 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
         command: returns the command for a run like this one with changed keys; None leaves a key out.
     """
     folder, drawn = config.run_folder, config.run_folder / "tensorboard"
+    export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     longer = command({"epochs": None, "max_train_steps": "..."})
     return [
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     tensorboard --logdir {drawn}"] if drawn.is_dir() else []),
+        f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all",
         f"longer     {longer}   goes on from here",
         f"own data   {command(_with_own_data(config))}   with columns question, answer",
     ]

@@ -163,9 +163,11 @@ def assert_alike(found: Tensor, wanted: Tensor) -> None:
 def mean_model(folder: Path, crowd: Crowd) -> Tensor:
     """Logits of the base with the mean of the agents' products added to its weights, in fp64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    for name, layer in crowd.agents.layers.items():
-        a, b = (stacked.double() for stacked in layer.stacked)  # type: ignore[union-attr]
-        model.get_submodule(name).weight.data += crowd.settings.scaling * (b @ a).mean(0)
+    for k in range(K):
+        tensors = crowd.agents.agent_tensors(k)
+        for name in crowd.agents.layers:
+            a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
+            model.get_submodule(name).weight.data += crowd.settings.scaling / K * b @ a
     with torch.no_grad():
         logits: Tensor = model(input_ids=IDS).logits
         return logits.float()

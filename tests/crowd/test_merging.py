@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
-from ci_llm.crowd.adapters import adapter_config
 from ci_llm.crowd.base import fingerprint_of
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.merge_methods import ALIASES, METHODS, merge_of
@@ -35,10 +34,11 @@ def agents_on(model: Any, *, scale: float = 0.1, seed: int = 7, alike: bool = Fa
         crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * scale)
         if alike:
             crowd.agents.weights[1:] = crowd.agents.weights[0]
-    config = adapter_config(model, crowd.settings, "toy")
-    agents = [Adapter(config, {n: t.clone() for n, t in crowd.agents.agent_tensors(k).items()}) for k in range(K)]
+    files = crowd.adapter_files()
     crowd.detach()
-    return agents
+    names = [f"agent{k}" for k in range(K)]
+    tensors = [{n: t.clone() for n, t in files[f"{name}/adapter_model"].items()} for name in names]
+    return [Adapter(files[f"{name}/adapter_config"], own) for name, own in zip(names, tensors, strict=True)]
 
 
 def deltas(adapter: Adapter) -> dict[str, Tensor]:
@@ -88,6 +88,24 @@ def test_svd_is_the_nearest_of_its_rank_as_pefts_is(family: str) -> None:
     assert_same(deltas(merged(model, agents, merge_of("svd", rank=K * R))), exact, 1e-12)
 
 
+def test_agents_of_different_ranks_and_modules() -> None:
+    model = base()
+    one, other = (
+        agents_on(model)[0],
+        agents_on(model, rank=2, target_modules=("q_proj", "up_proj"), use_rslora=False)[1],
+    )
+    wanted = {name: delta / 2 for name, delta in deltas(one).items()}
+    for name, delta in deltas(other).items():
+        wanted[name] = wanted.get(name, 0) + delta / 2
+    found = merged(model, [one, other], merge_of("cat"))
+    assert found.rank == R + 2
+    assert_same(deltas(found), wanted, 1e-12)
+    assert_same(deltas(merged(model, [one, other], merge_of("svd", rank=R + 2))), wanted, 1e-12)
+    assert merged(model, [one, other], merge_of("ties")).rank == R
+    with pytest.raises(BadInput, match="differ in rank or modules"):
+        merged(model, [one, other], merge_of("mean"))
+
+
 def test_the_mean_is_that_of_a_and_that_of_b() -> None:
     model = base()
     agents = agents_on(model)
@@ -125,7 +143,7 @@ def test_what_prunes_is_pefts_own(name: str) -> None:
     with_adapters.add_weighted_adapter(
         names, [weight] * K, "theirs", METHODS[name].peft, svd_rank=6, density=0.4, svd_full_matrices=False
     )
-    tensors = peft.get_peft_model_state_dict(with_adapters, adapter_name="theirs")
+    tensors = peft.get_peft_model_state_dict(with_adapters, adapter_name="theirs", save_embedding_layers=False)
     with_adapters.unload()
     theirs = Adapter({"r": 6, "lora_alpha": 6, "use_rslora": False}, tensors)
     assert_same(deltas(found), deltas(theirs), 1e-12)
