@@ -8,16 +8,18 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from transformers import PreTrainedModel
 
 from ci_llm.config import parse_config
 from ci_llm.core.durable import new_folder, write_new
-from ci_llm.crowd.base import load_architecture
+from ci_llm.crowd.base import load_architecture, load_base
 from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, public_name
 from ci_llm.crowd.export_scores import Comparison, compare
 from ci_llm.crowd.merge_methods import Merge
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
 from ci_llm.crowd.prompts import tokenizer_files
+from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.errors import BadInput, CheckpointError, ModelError
 
 
@@ -93,10 +95,24 @@ class Export:
         write_crowd(target, {**tensors, **configs}, meta, tokenizer, step=saved.step, card=card)
 
     def _write_whole(self, draft: Path, adapter: Adapter) -> None:
-        model = merge_into_base(self.saved.base.model, adapter)
+        model = merge_into_base(self._dense_base(), adapter)
         # Here the base is read without a cache of keys and values; whoever generates with the model wants its own.
         model.config.use_cache = getattr(load_architecture(self.saved.base.name), "use_cache", True)
         model.save_pretrained(draft)
+
+    def _dense_base(self) -> PreTrainedModel:
+        """The base to merge into: a quantised one is loaded again, because its 4 or 8 bits hold no merged weights."""
+        saved = self.saved
+        if stored_quantization(saved.base.model.config) is None:
+            return saved.base.model
+        model = load_base(saved.base.name, saved.meta["base_dtype"], saved.base.model.device).model
+        if stored := stored_quantization(model.config):
+            raise ModelError(
+                f"the files of the base are quantised ({stored}), and an adapter is merged into dense weights only",
+                where=f"base model: {public_name(saved.base.name)}",
+                hint="export without --into-base",
+            )
+        return model
 
     def _facts(self, scores: Comparison | None) -> CardFacts:
         saved = self.saved
