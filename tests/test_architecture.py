@@ -35,7 +35,7 @@ OWNERS = {
     "accelerate": {"distributed/processes.py"},
     "yaml": {"config/yaml_file.py", "supervisor/script_config.py"},
     "signal": {"interrupts.py"},
-    "peft": {"crowd/adapters.py"},
+    "peft": {"crowd/adapters.py", "crowd/merging.py"},
     "subprocess": {"cluster/slurm.py", "supervisor/shim.py"},
     "pickle": {"crowd/base.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},

@@ -201,6 +201,36 @@ def commit_folder(source: Path, target: Path, *, disk: Filesystem = DISK) -> Non
     disk.sync_folder(target.parent)
 
 
+@contextlib.contextmanager
+def new_folder(target: Path, *, disk: Filesystem = DISK) -> Iterator[Path]:
+    """A draft beside `target`, to be filled by anybody; it becomes `target`, synced and whole, or goes away.
+
+    Raises:
+        OSError: the disk refuses; or `target` has come into being meanwhile, and is no empty folder.
+    """
+    make_folders(target.parent, disk=disk)
+    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}{PARTIAL}"
+    disk.mkdir(draft)
+    try:
+        yield draft
+        for folder, _, names in os.walk(draft):
+            for name in names:
+                _sync_file(Path(folder, name), disk)
+        sync_tree(draft, disk=disk)
+        commit_folder(draft, target, disk=disk)
+    finally:
+        if draft.exists():
+            remove_tree(draft, disk=disk)
+
+
+def _sync_file(path: Path, disk: Filesystem) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
+
+
 def sync_tree(path: Path, *, disk: Filesystem = DISK) -> None:
     """Make the names in `path` and in every folder below it durable, deepest folder first."""
     for folder, _, _ in os.walk(path, topdown=False):

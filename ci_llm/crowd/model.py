@@ -24,7 +24,7 @@ from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
-from ci_llm.crowd.pretrained import open_pretrained
+from ci_llm.crowd.pretrained import open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
@@ -66,6 +66,10 @@ class Crowd(nn.Module):
         base_name: hub id or folder under which `from_pretrained` will find the base again.
         pad_id: token id that fills padded rows.
 
+    Attributes:
+        prompter: words prompts for `generate`; None until somebody sets it.
+        common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
+
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
     """
@@ -76,6 +80,7 @@ class Crowd(nn.Module):
         self.base_name = base_name
         self.pad_id = pad_id
         self.prompter: Prompter | None = None
+        self.common_start = not settings.initialize_adapters_rand
         self.agents = attach(model, settings)
         self.model = model
         self._native_attention = model.config._attn_implementation
@@ -86,13 +91,35 @@ class Crowd(nn.Module):
     def from_pretrained(
         cls, folder: Path | str, *, device: torch.device | str | None = None, base_model: str | None = None
     ) -> Crowd:
-        """Open a saved crowd, ready to `generate`; see `open_pretrained` for the arguments and errors."""
-        saved = open_pretrained(Path(folder), device, base_model)
+        """Open a saved crowd, ready to `generate`: a run, a checkpoint, what `save_pretrained` wrote, or a hub id.
+
+        See `open_pretrained` for the arguments and errors.
+        """
+        saved = open_pretrained(folder, device, base_model)
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
-        crowd.prompter = saved.prompter
+        crowd.prompter, crowd.common_start = saved.prompter, saved.common_start
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, str(folder))
         return crowd.eval()
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write the agents for `from_pretrained`, each as a PEFT folder `agent<k>`, and the tokenizer; no base weights.
+
+        Args:
+            folder: must not exist. Afterwards it is whole, or not there.
+
+        Raises:
+            ModelError: it exists. CheckpointError: it cannot be written.
+        """
+        save_crowd(self, Path(folder))
+
+    def detach(self) -> PreTrainedModel:
+        """The base by itself again, with its own layers and attention. The crowd cannot be used any more."""
+        for name, layer in self.agents.layers.items():
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, layer.base_layer)
+        self.model.config._attn_implementation = self._native_attention
+        return self.model
 
     @property
     def route(self) -> Route:
@@ -326,6 +353,7 @@ class Crowd(nn.Module):
             "base_fingerprint": fingerprint,
             "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
             "prompt_form": self.prompter.form if self.prompter else "chat",
+            "common_start": self.common_start,
             "lora": settings,
             "parameters_per_agent": self.agents.weights.shape[1],
             **({} if (stored := stored_quantization(self.model.config)) is None else {"quantization": stored}),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ci_llm.data.chat_template import BUILT_IN_TEMPLATE
+from ci_llm.data.chat_template import BUILT_IN_TEMPLATE, chat_template
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
 from ci_llm.data.rows import Chat, Message, Rows
 from ci_llm.errors import DataError
@@ -115,6 +117,15 @@ def form_of(rows: Rows) -> PromptForm:
     """What a string is for agents trained on these rows: "text" for plain text or completions, else "chat"."""
     first = next(row for row in rows if row is not None)
     return "chat" if isinstance(first, Chat) else "text"
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """The files of a tokenizer by name, with the chat template that was in force."""
+    tokenizer.chat_template = chat_template(tokenizer)
+    with TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+        return {str(path.relative_to(scratch)): path.read_bytes() for path in files}
 
 
 def _messages(prompt: Prompt) -> tuple[Message, ...]:

@@ -40,7 +40,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import leave_page, model_card, next_steps, score_table
+from ci_llm.run.report import final_card, leave_page, next_steps, score_table
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -369,8 +369,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
     """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
     logger.info(score_table(record))
     config = run.config
-    final = config.run_folder / "final_checkpoint"
-    card = model_card(record, run.base.name, config.dataset_name, step, final, config.lora_rank)
+    card = final_card(record, run.crowd, config.dataset_names, step)
     with run.heartbeat.resting():
         require_written(run.manager, run.processes)
         added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}

@@ -15,6 +15,7 @@ from ci_llm.core.durable import (
     append,
     cut,
     make_folders,
+    new_folder,
     read_chunks,
     read_exactly,
     read_json,
@@ -151,3 +152,32 @@ def test_appending_keeps_what_is_there_whatever_happens(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(OSError, match="symbolic"):
         append(tmp_path / "link", b"")
+
+
+def test_a_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "folder"
+    for lives in range(40):
+        disk = MortalDisk(lives)
+        try:
+            with new_folder(target, disk=disk) as draft:  # anybody may fill it: the files are synced at the end
+                (draft / "sub").mkdir()
+                (draft / "sub" / "a").write_text("a")
+                (draft / "b").write_text("b")
+        except Crash:
+            assert lives < 39, "it never ends"
+            if not target.exists():
+                continue
+        assert {str(path.relative_to(target)) for path in target.rglob("*")} == {"sub", "sub/a", "b"}
+        break
+    assert lives >= 8, "the parent, the draft, two files, two folders, the rename, the parent again"
+
+
+def test_a_new_folder_takes_nobodys_place_and_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("")
+    with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "mine") as draft:
+        (draft / "a").write_text("a")
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other") as draft:
+        (draft / "a").write_text(str(1 / 0))
+    assert {path.name for path in tmp_path.iterdir()} == {"mine"}
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["precious"]

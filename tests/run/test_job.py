@@ -284,6 +284,30 @@ def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: 
         Crowd.from_pretrained(tmp_path)
 
 
+def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(finished), "--merge", "svd", "--rank", "6"]
+    assert main([*words, "--to", str(tmp_path / "one"), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    record = json.loads((finished / "evaluation.json").read_text())
+    assert scores["rows"] == 8
+    for name, exact, nll in zip(
+        ("agent0", "agent1", "agent2", "crowd"),
+        [*record["teacher_forced"]["exact_match"]["agents"], record["teacher_forced"]["exact_match"]["crowd"]],
+        [*record["nll"]["agents"], record["nll"]["crowd"]],
+        strict=True,
+    ):
+        assert scores[name]["exact_match"] == exact
+        assert scores[name]["nll"] == pytest.approx(nll, rel=1e-5)  # the batches are other ones
+    assert main([*words, "--to", str(tmp_path / "two")]) == 0
+    told, card = capsys.readouterr().out, (tmp_path / "two" / "README.md").read_text()
+    assert f"svd{scores['svd']['exact_match']:>25.3f}{scores['svd']['nll']:>10.4f}" in told
+    assert told[: told.index("8 rows of")] in card
+    assert "for 6 optimizer steps on `embedded`" in card
+    assert str(finished) not in card
+
+
 @pytest.mark.slow
 def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("final_checkpoint", "checkpoint_step_6"):
