@@ -23,7 +23,7 @@ import pytest
 from ci_llm.errors import ConfigError
 from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
 from ci_llm.logs.terminal import ProgressLine
-from tests.support.events import DEADLINE_S
+from testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
