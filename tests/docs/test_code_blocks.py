@@ -33,8 +33,9 @@ from tests.support.markdown import ROOT, Block, blocks_of
 
 PAGES = [ROOT / "README.md", ROOT / "slurm/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-#: `text` is a tree of files, a drawing, or what a program says: no code.
-LANGUAGES = {"python", "bash", "console", "yaml", "text"}
+#: What a program says or writes, a tree of files, a drawing.
+NO_CODE = {"text", "json"}
+LANGUAGES = {"python", "bash", "console", "yaml", *NO_CODE}
 TRAINS = {"train", "check"}
 #: Pages on which commands that train are executed as well.
 IN_FULL = {"docs/tutorial.md"}
@@ -42,6 +43,7 @@ IN_FULL = {"docs/tutorial.md"}
 OF_OTHERS = {
     "hf": "needs an account on the hub",
     "jupyter": "serves until it is stopped",
+    "lm_eval": "needs the hub",
     "tensorboard": "serves until it is stopped",
     "vllm": "needs a GPU",
 }
@@ -106,13 +108,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "write_report": False,
     }
     run = ci_llm.train(keys, output_dir=stage / "ci_llm_output").folder
-    for name in ("ci_llm_output/a", "ci_llm_output/b", "straight", "resumed"):
-        shutil.copytree(run, stage / name, ignore=shutil.ignore_patterns("a", "b"))
+    for name in ("ci_llm_output/a", "ci_llm_output/b", "ci_llm_output/mine", "straight", "resumed"):
+        shutil.copytree(run, stage / name, ignore=shutil.ignore_patterns("a", "b", "mine"))
     for k, name in enumerate(("my_adapter", "other_adapter")):
         shutil.copytree(run / f"final_checkpoint/agent{k}", stage / name)
     (stage / "fit.py").write_text("print('loss 0.1')\n")
     (stage / "my.yaml").write_text("optim:\n  lr: 1e-3\n")
     (stage / "my.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 20)
+    (stage / "questions.jsonl").write_text('{"prompt": "Ann has 7 pens. Ann breaks 6. How many pens are left?"}\n')
+    (stage / "my_test.jsonl").write_text('{"question": "2+1?", "answer": "3"}\n' * 4)
     (stage / "test.jsonl").write_text('{"question": "2+1?", "answer": "3"}\n' * 4)
     return stage
 
@@ -127,7 +131,7 @@ def stage(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def runnable(page: Path) -> list[Block]:
-    return [block for block in blocks_of(page) if "not run" not in block.marks and block.language != "text"]
+    return [block for block in blocks_of(page) if "not run" not in block.marks and block.language not in NO_CODE]
 
 
 @pytest.mark.slow
@@ -165,7 +169,9 @@ def run(block: Block, stage: Path, *, in_full: bool) -> None:
 
 def run_line(line: str, stage: Path, *, in_full: bool) -> None:
     """Execute a line that is cheap, and let the real parsers read one that trains."""
-    line = line.partition("  #")[0].partition(" # ")[0].strip()
+    line = re.sub(r" > [\w./-]+$", "", line.partition("  #")[0].partition(" # ")[0].strip())
+    if line.split()[0] in OF_OTHERS:
+        return
     assert not SHELL.search(line), f"{line}: only a shell can run this; say why it is not run"
     program, *words = shlex.split(line)
     match program, *words:
@@ -191,12 +197,10 @@ def run_line(line: str, stage: Path, *, in_full: bool) -> None:
         case "make", target:
             assert f"\n{target}:" in (stage / "Makefile").read_text()
         case "pip", "install", what:
-            extra = re.fullmatch(r"(?:ci-llm|\.)\[(\w+)\]|ci-llm|[\w-]+", what)
+            extra = re.fullmatch(r"(?:ci-llm|\.)\[([\w-]+)\]|ci-llm|[\w-]+", what)
             assert extra
             assert extra[1] is None or f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text()
         case ("source", ".venv/bin/activate") | ("cd", _):
-            pass
-        case name, *_ if name in OF_OTHERS:
             pass
         case "python", "-m", module, *_:
             assert importlib.util.find_spec(module), f"there is no module {module}"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.events import DEADLINE_S
 from tests.support.browser import CHROMIUM, Browser
-from tests.support.events import DEADLINE_S
 from tests.support.markdown import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
