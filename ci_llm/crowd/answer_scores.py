@@ -69,19 +69,39 @@ class Questions:
 
 
 @dataclass(frozen=True)
+class Solved:
+    """One question with the answer of the crowd, for people.
+
+    Attributes:
+        answer: all that the crowd wrote.
+        wanted: the right final answer.
+        right: [K+2] of whom the final answer is right: K agents, the crowd, the vote.
+    """
+
+    question: str
+    answer: str
+    wanted: str
+    right: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class AnswerScores:
     """Which final answers were right.
 
     Attributes:
         right: [K+2, n] bool: K agents, the crowd, the vote.
+        example: the first question; None if there is none.
     """
 
     right: Tensor
+    example: Solved | None = None
 
     @classmethod
     def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
         """The questions of all parts, in order."""
-        return cls(torch.cat([part.right for part in parts], dim=1))
+        listed = list(parts)
+        example = next((part.example for part in listed if part.example is not None), None)
+        return cls(torch.cat([part.right for part in listed], dim=1), example)
 
     def record(self) -> dict[str, Any]:
         """`n` and `exact_match` of `evaluation.json`; the gains are paired over rows, with 95 % intervals."""
@@ -125,7 +145,7 @@ def score_answers(
         the scores in the order of `batches`; None if `stop` returned True.
     """
     decoding = Decoding(max_new_tokens, questions.ends, aggregator)
-    parts = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)]
+    parts, example = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)], None
     for batch in batches:
         prompts = [questions.prompts[i] for i in batch]
         generated = crowd.generate_ids(prompts, decoding, include_agents=True, stop=stop)
@@ -138,7 +158,10 @@ def score_answers(
         ]
         answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
         parts.append(torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers]))
-    return AnswerScores(torch.cat(parts, dim=1))
+        if example is None and len(batch):
+            question, answer = (prompter.text(ids) for ids in (prompts[0], generated.crowd[0]))
+            example = Solved(question, answer, wanted[0], tuple(parts[-1][:, 0].tolist()))
+    return AnswerScores(torch.cat(parts, dim=1), example)
 
 
 def _is_usable(row: Example, limit: int) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 import xxhash
@@ -23,6 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ci_llm.cluster.hub import may_be_on_hub
+from ci_llm.core.work import counted
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
@@ -76,6 +79,7 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_tqdm_hook(_count_weights)
     config = load_architecture(model_name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -95,6 +99,13 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
     model.config.use_cache = False
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
     return Base(model.to(device), tokenizer, name, fingerprint, rounded)
+
+
+def _count_weights(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """In place of a bar of Transformers: the weights that it loads count as work, which a run's log shows."""
+    if len(arguments) == 1 and options.get("desc") == "Loading weights":
+        return counted(arguments[0], "load", len(arguments[0]), "weights")
+    return bar(*arguments, **options)
 
 
 def _require_whole(model_name: str, absent: list[str]) -> None:

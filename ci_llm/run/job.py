@@ -38,9 +38,9 @@ from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import evaluation_metrics
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
-from ci_llm.run.loop import Batches, note_evaluation, steps, train
+from ci_llm.run.loop import Batches, note_evaluation, position, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import leave_page, model_card, next_steps, score_table
+from ci_llm.run.report import leave_page, model_card, next_steps, score_table, solved_example
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -63,7 +63,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
-    log = RunLog(folder, is_main=processes.is_main)
+    log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(
         folder,
         save_interval_steps=config.save_steps,
@@ -260,6 +260,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
     logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
+    run.log.begin_progress(position(run))
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -337,6 +338,8 @@ def conclude(run: Run) -> str | None:
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
         note_evaluation(run, evaluation_metrics(scores))
+        if run.config.show_loss_curve:
+            run.log.show_loss_curve()
     with run.heartbeat.resting():
         best = result_of(run.config, run.state, run.manager, run.processes)
     step = run.state.step if best is None else best.manifest.step
@@ -346,6 +349,9 @@ def conclude(run: Run) -> str | None:
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
     if (stop := run.stop_vote.reason()) is not None or scores is None:
         return stop
+    run.log.end_progress()
+    if answers is not None and answers.example is not None:
+        logger.info(solved_example(answers.example))
     _write_results(run, step, _record(run, step, scores, answers))
     return None
 

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
+from ci_llm.crowd.scoring import Scores
 from ci_llm.data.batches import Batch, stream
 from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.logs.progress import Position
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import evaluation_metrics
+from ci_llm.run.evaluation import describe_scores, evaluation_metrics
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
@@ -154,14 +156,14 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     step = run.state.step
     run.meter.count(findings.tokens)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
-    run.log.progress(step, run.total_steps, [] if findings.bad_batch else losses)
+    run.log.progress(position(run, [] if findings.bad_batch else losses))
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
-        "train/learning_rate": run.learning_rate(step - 1) * run.state.recovery.requested_lr_factor,
+        "train/learning_rate": learning_rate_of_last_step(run),
     }
     if not findings.bad_batch:
         finite = [loss for loss in losses if math.isfinite(loss)] or losses
@@ -174,6 +176,18 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
     run.log.metrics(step, metrics | run.meter.read())
+
+
+def position(run: Run, losses: Sequence[float] = ()) -> Position:
+    """Where the run stands, for people; `losses` are those of the last step."""
+    step = run.state.step
+    rate = learning_rate_of_last_step(run) if step else None
+    return Position(step, run.total_steps, losses, run.state.tokens_seen, run.plan.epoch(step), rate)
+
+
+def learning_rate_of_last_step(run: Run) -> float:
+    """With the factor that the supervisor has asked for."""
+    return run.learning_rate(run.state.step - 1) * run.state.recovery.requested_lr_factor
 
 
 def report_learning(run: Run) -> None:
@@ -194,9 +208,18 @@ def evaluate(run: Run) -> str | None:
         metrics = evaluation_metrics(scores)
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
+        report_evaluation(run, scores)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
     return run.stop_vote.reason()
+
+
+def report_evaluation(run: Run, scores: Scores) -> None:
+    """Lines about the evaluation after the present step."""
+    best = "; best yet" if run.state.validation.best_step == run.state.step else ""
+    logger.info(f"{describe_scores(run.state.step, scores)}{best}")
+    if run.config.show_loss_curve:
+        run.log.show_loss_curve()
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
