@@ -106,7 +106,9 @@ class NotebookArea:
         return f"{text}\n"
 
     def erased(self) -> str:
-        """What was drawn last stays; the next area is another output."""
+        """No area any more; the next one is another output."""
+        if self._handle is not None:
+            self._handle.update({"text/html": ""}, raw=True)
         self._handle = None
         return ""
 

@@ -79,7 +79,7 @@ def test_work_with_an_end_has_a_bar_of_its_own_and_goes_when_it_ends() -> None:
     bar, step, *_ = drawn(79, 4, score)
     assert bar.startswith("score    100/400  25%  ━")
     assert bar.endswith("0:00:30 left")
-    assert step.startswith("step  1204/4000  30%  ━")
+    assert step.startswith("step   1204/4000  30%  ━")
     view = View(Speed())
     view.take_work(score)
     assert not view.is_empty

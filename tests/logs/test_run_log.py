@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
 import logging
 import os
-import pty
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
@@ -22,8 +20,8 @@ import pytest
 
 from ci_llm.core import work
 from ci_llm.errors import ConfigError
-from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
 from ci_llm.logs.progress import Position
+from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
 from tests.support.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -274,7 +272,8 @@ def _write(path: Path, data: bytes) -> None:
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     code = (
-        "import logging, sys; from ci_llm.logs.run_log import Position, RunLog; log = RunLog(sys.argv[1]); log.open(1)\n"
+        "import logging, sys; from ci_llm.logs.run_log import Position, RunLog\n"
+        "log = RunLog(sys.argv[1]); log.open(1)\n"
         "for word in ('into the void', 'still here'): logging.getLogger('ci_llm.tests').info(word)\n"
         "log.progress(Position(1, 2, [1.0])); print('a stray print'); log.close()"
     )
