@@ -57,7 +57,7 @@ class CheckpointManager(FolderAccess):
     its own `state`, or each process its part. The next call raises the error of a save in the background.
 
     It logs to the logger `ci_llm.checkpoints.manager` and its siblings: warnings about what was not saved or does not
-    verify, and notes (INFO) about those that were saved, were not needed or had to wait.
+    verify, and notes (INFO) about saves that were not needed or had to wait.
 
     Args:
         directory: the folder of the run.
@@ -130,7 +130,8 @@ class CheckpointManager(FolderAccess):
             stop_waiting=self._stop_waiting,
             sleep=self._interrupts.wait,
         )
-        self._processes: ProcessGroup = processes or TorchProcessGroup(getattr(accelerator, "device", None))
+        device = accelerator.device if accelerator is not None else None
+        self._processes: ProcessGroup = processes or TorchProcessGroup(device)
         self._channel: SideChannel | None = None
         self._backend = open_backend(checkpoint_backend, self._processes)
         self._ballot = Ballot(self._processes)
@@ -139,7 +140,8 @@ class CheckpointManager(FolderAccess):
         self._async_saver = AsyncSaver(optimizers) if rules.async_save else None
         if self._async_saver is not None:
             weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
-        self._clock, self._tried_at = clock, clock()
+        self._clock = clock
+        self._tried_at = clock()
         #: The newest step as this manager knows it, in a list; an empty list where it has to look.
         self._known_newest: list[int | None] = []
         self._opened, self._verified_step = None, None
@@ -406,11 +408,9 @@ class CheckpointManager(FolderAccess):
         return self._is_main and self._log(self._store.finish(extra, step=step))
 
     def _note(self, result: SaveResult) -> bool:
-        if result.saved and self._is_main:
-            logger.info("saved     step %d, %.3g MB in %.2g s", result.step, result.nbytes / 1e6, result.seconds)
-            if self._interval is not None:
-                stall_s = self._async_saver.stall_s if self._async_saver else result.seconds
-                self._interval.measured(stall_s, result.seconds)
+        if result.saved and self._interval is not None and self._is_main:
+            stall_s = result.seconds if self._async_saver is None else self._async_saver.stall_s
+            self._interval.measured(stall_s, result.seconds)
         return self._log(result)
 
     def _log(self, result: SaveResult) -> bool:

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from ci_llm.checkpoints.store import SaveResult
 from ci_llm.core import work
 from ci_llm.logs.files import AppendedFile, MetricsFile
 from ci_llm.logs.live_area import View
@@ -24,6 +25,8 @@ from ci_llm.logs.loss_curve import draw_curves
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal
 from ci_llm.logs.tracking import Trackers
+
+logger = logging.getLogger(__name__)
 
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"
@@ -66,6 +69,7 @@ class RunLog:
         self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=live and is_main)
         self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
         self._attempt: int | None = None
+        self._last_saved = -1
         self._origin: dict[str, int] = {}
         self._pending: list[str] = []  # lines for training.log that came before `open`
         self._trackers: Trackers | None = None
@@ -109,6 +113,12 @@ class RunLog:
             self._metrics.write(step, {**values, **self._origin})
             if self._trackers is not None:
                 self._trackers.log(step, values)
+
+    def report_save(self, result: SaveResult | None) -> None:
+        """A line for each step that was saved, when its result is given for the first time."""
+        if result is not None and result.saved and result.step > self._last_saved:
+            self._last_saved = result.step
+            logger.info(f"saved     step {result.step}, {result.nbytes / 1e6:.3g} MB in {result.seconds:.2g} s")
 
     def show_loss_curve(self) -> None:
         """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""

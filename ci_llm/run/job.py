@@ -38,7 +38,7 @@ from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import evaluation_metrics
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
-from ci_llm.run.loop import Batches, note_evaluation, position, steps, train
+from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import leave_page, model_card, next_steps, score_table, solved_example
 from ci_llm.run.resume import Restored, Source
@@ -123,6 +123,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
+        run.log.report_save(run.manager.last_result)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
         attempt.interrupted("signal:SIGINT")
         raise
@@ -260,7 +261,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
     logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
-    run.log.begin_progress(position(run))
+    run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -349,6 +350,7 @@ def conclude(run: Run) -> str | None:
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
     if (stop := run.stop_vote.reason()) is not None or scores is None:
         return stop
+    run.log.report_save(run.manager.last_result)
     run.log.end_progress()
     if answers is not None and answers.example is not None:
         logger.info(solved_example(answers.example))

@@ -24,7 +24,6 @@ from ci_llm.core.determinism import seed_everything
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.batches import Batch, stream
 from ci_llm.distributed.ballot import Ballot, Verdict
-from ci_llm.logs.progress import Position
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
 from ci_llm.run.evaluation import describe_scores, evaluation_metrics
@@ -156,14 +155,15 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     step = run.state.step
     run.meter.count(findings.tokens)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
-    run.log.progress(position(run, [] if findings.bad_batch else losses))
+    run.log.progress(run.position([] if findings.bad_batch else losses))
+    run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
-        "train/learning_rate": learning_rate_of_last_step(run),
+        "train/learning_rate": run.last_learning_rate,
     }
     if not findings.bad_batch:
         finite = [loss for loss in losses if math.isfinite(loss)] or losses
@@ -176,18 +176,6 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
     run.log.metrics(step, metrics | run.meter.read())
-
-
-def position(run: Run, losses: Sequence[float] = ()) -> Position:
-    """Where the run stands, for people; `losses` are those of the last step."""
-    step = run.state.step
-    rate = learning_rate_of_last_step(run) if step else None
-    return Position(step, run.total_steps, losses, run.state.tokens_seen, run.plan.epoch(step), rate)
-
-
-def learning_rate_of_last_step(run: Run) -> float:
-    """With the factor that the supervisor has asked for."""
-    return run.learning_rate(run.state.step - 1) * run.state.recovery.requested_lr_factor
 
 
 def report_learning(run: Run) -> None:

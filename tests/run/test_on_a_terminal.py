@@ -45,8 +45,9 @@ def test_a_run_on_a_terminal(server: ForkServer, tmp_path: Path) -> None:
     text = "\n".join(screen)
     assert re.search(r"\nsaved     step 4, [\d.]+ MB in [\d.]+ s\n", text)
     assert re.search(r"\nevaluate  step 2: crowd nll [\d.]+, exact [\d.]+; agents [\d.]+, [\d.]+; best yet\n", text)
+    assert re.search(r"\nquestion  .", text)
     assert re.search(
-        r"\nquestion  .+\nanswer    .*\n          (right|wrong: .+ is right); of 16 agents alone, \d+", text
+        r"\nanswer    .*\n          (right|wrong: .+ is right); of 16 agents alone, \d+ answer right\n", text
     )
     assert "o training loss, mean of the agents" in text
     assert "\ncompleted at step 12\n" in text
