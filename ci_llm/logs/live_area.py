@@ -88,15 +88,15 @@ def _add_work(bars: Table, work: Work, width: int) -> None:
         left = left_of(work.total - work.done, work.done, seconds)
         _add_bar(bars, work.what, work.done, work.total, left, width)
     else:
-        pulse = [ProgressBar(pulse=True, total=None, animation_time=seconds)] * _has_room(width)
+        pulse = [ProgressBar(pulse=True, total=None, animation_time=seconds, pulse_style="cyan")] * _has_room(width)
         bars.add_row(Text(work.what, style="bold"), "", "", *pulse, f"{timedelta(seconds=int(seconds))}")
 
 
 def _add_bar(bars: Table, name: str, done: int, total: int, left: timedelta | None, width: int) -> None:
     share, room = done / max(total, 1), _has_room(width)
-    bar = [ProgressBar(total=1.0, completed=share)] * room
+    bar = [ProgressBar(total=1.0, completed=share, complete_style="cyan", finished_style="green")] * room
     until = "" if left is None else f"{left} left" if room else f"{left}"
-    bars.add_row(Text(name, style="bold"), f"{done}/{total}", f"{share:.0%}", *bar, Text(until, style="cyan"))
+    bars.add_row(Text(name, style="bold"), f"{done}/{total}", f"{share:.0%}", *bar, until)
 
 
 def _figures(position: Position, speed: Speed) -> list[Text]:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from ci_llm.core import work
 from ci_llm.logs import areas
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, RunLog
-from tests.support.events import wait_until
+from tests.support.events import DEADLINE_S, wait_until
 from tests.support.screen import PseudoTerminal
+
+ROOT = Path(__file__).parents[2]
 
 logger = logging.getLogger("ci_llm.tests")
 
@@ -284,3 +287,27 @@ def test_in_a_notebook_one_output_is_replaced_and_lines_are_printed(
     log.close()
     assert shown[-1] == ""
     assert capsys.readouterr().out == "saved     step 1\n"
+
+
+@pytest.mark.slow
+def test_in_a_real_notebook_the_output_of_the_cell_follows_the_run(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="comes with nbconvert")
+    nbclient = pytest.importorskip("nbclient", reason="comes with nbconvert")
+    begin = f"""
+        import logging, time
+        from ci_llm.logs.run_log import Position, RunLog
+        log = RunLog({str(tmp_path)!r})
+        log.progress(Position(1, 4, [1.0, 2.0]))
+        logging.getLogger("ci_llm.tests").info("saved     step 1")"""
+    go_on = """
+        log.progress(Position(2, 4, [1.0, 4.0]))
+        while "2/4" not in log._terminal._area._shown:
+            time.sleep(0.01)"""
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(code).strip()) for code in (begin, go_on)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=DEADLINE_S, resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = notebook.cells[0].outputs
+    assert [one.text for one in outputs if one.output_type == "stream"] == ["saved     step 1\n"]
+    [shown] = [one.data["text/html"] for one in outputs if one.output_type == "display_data"]
+    assert "step  2/4  50%" in re.sub("<[^>]+>", "", shown)
+    assert "agent1" in shown
