@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.lora import LoraSettings, StackedLoRALinear
+from ci_llm.crowd.quantized import take_over_products
 from ci_llm.crowd.targets import find_targets, shortest_names
 from ci_llm.errors import ForeignCheckpoint, ModelError
 
@@ -206,6 +207,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
         ModelError: `target_modules` matches nothing, or something that is not a linear layer; or memory does not hold
             the agents.
     """
+    take_over_products(model)
     model.requires_grad_(False)
     layers = {}
     for name in find_targets(model, settings.target_modules):

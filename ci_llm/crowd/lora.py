@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
+from ci_llm.crowd.quantized import QuantizedLinear
 from ci_llm.errors import ModelError
 
 
@@ -56,7 +57,8 @@ class LoraSettings:
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
-    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. It computes in the dtype of x; the gradients
+    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. A quantised W is made dense once per pass for
+    all agents, and again in the backward pass. It computes in the dtype of x; the gradients
     of A and B have the dtype of A and B.
 
     `parameters` are the same numbers as `stacked`, agent by agent. They are arguments because autograd routes gradients
@@ -68,7 +70,7 @@ class _FusedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dropped: Tensor | None,
-        weight: Tensor,
+        weight: Tensor | QuantizedLinear,
         bias: Tensor | None,
         stacked: tuple[Tensor, Tensor],
         masks: tuple[Tensor, Tensor] | None,
@@ -80,11 +82,13 @@ class _FusedLinear(torch.autograd.Function):
         z = x if dropped is None else dropped
         h = torch.bmm(z, a.mT)
         # One product with W for the rows of all agents: this is where the fused pass saves time.
-        y = nn.functional.linear(x.reshape(agents * rows, width), weight, bias)
+        y = nn.functional.linear(x.reshape(agents * rows, width), _dense(weight, x.dtype), bias)
         # In place, because y is the largest tensor here and autograd does not need its value before the sum.
         y = y.view(agents, rows, -1).baddbmm_(h, b.transpose(1, 2), alpha=scaling)
-        ctx.save_for_backward(z, weight, a, b, h)
-        ctx.scaling, ctx.masks, ctx.dropped, ctx.dtype = (
+        quantized = isinstance(weight, QuantizedLinear)
+        ctx.save_for_backward(z, None if quantized else weight, a, b, h)
+        ctx.quantized, ctx.scaling, ctx.masks, ctx.dropped, ctx.dtype = (
+            weight if quantized else None,
             scaling,
             masks,
             dropped is not None,
@@ -101,6 +105,7 @@ class _FusedLinear(torch.autograd.Function):
         grad_a, grad_b, grad_h = _low_rank_gradients(grad, z, b, h, ctx.scaling)
         grad_x = grad_z = None
         if ctx.needs_input_grad[0]:
+            weight = _dense(ctx.quantized or weight, grad.dtype)
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
         # Without dropout z is x, so both parts of the gradient belong to the same input.
         if ctx.dropped:
@@ -111,7 +116,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _LowRank(torch.autograd.Function):
-    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for base layers that are no plain nn.Linear (Conv1D, quantised)."""
+    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for base layers that are no plain nn.Linear, such as Conv1D."""
 
     @staticmethod
     def forward(
@@ -136,6 +141,10 @@ class _LowRank(torch.autograd.Function):
         grad_a, grad_b, grad_h = _low_rank_gradients(grad, z, b, h, ctx.scaling)
         grad_z = torch.bmm(grad_h, a) if ctx.needs_input_grad[0] else None
         return grad_z, None, None, None, *_per_agent(ctx, grad_a, grad_b)
+
+
+def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense(dtype)
 
 
 def _effective(
@@ -251,9 +260,9 @@ class StackedLoRALinear(nn.Module):
         parameters: tuple[Tensor, ...],
     ) -> Tensor:
         base, scaling = self.base_layer, self.settings.scaling
-        if type(base) is nn.Linear:
+        if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             bias = None if base.bias is None else base.bias.to(x.dtype)
-            weight = base.weight.to(x.dtype)
+            weight = base if isinstance(base, QuantizedLinear) else base.weight.to(x.dtype)
             return _FusedLinear.apply(x, dropped, weight, bias, stacked, masks, scaling, *parameters)  # type: ignore[no-any-return]
         z = x if dropped is None else dropped
         # Autocast, if it is on, casts the base's weights; `_LowRank` casts the adapters to the dtype of its input.
@@ -263,5 +272,5 @@ class StackedLoRALinear(nn.Module):
 def _features(layer: nn.Module) -> tuple[int, int]:
     if isinstance(layer, Conv1D):
         return layer.weight.shape[0], layer.weight.shape[1]
-    assert isinstance(layer, nn.Linear)
+    assert isinstance(layer, nn.Linear | QuantizedLinear)
     return layer.in_features, layer.out_features
