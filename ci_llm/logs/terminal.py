@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TextIO
@@ -24,7 +25,10 @@ PATIENCE_S: Final = 1.0  # with a line of others that has no end yet, such as a 
 
 
 class Terminal:
-    """Lines for people, and the live area, which a thread of its own draws: the run never waits for it.
+    """Lines for people, and a live area below them.
+
+    While there is a live area, a thread of its own writes all of it: the run waits neither for a slow connection nor
+    for a terminal that Ctrl-S has stopped. `close` waits until everything is written.
 
     A run is worth more than its terminal: if that goes away, a warning is logged, and nothing is shown any more.
 
@@ -38,7 +42,8 @@ class Terminal:
         self._view = view
         self._area: Area | None = area_for(file) if live else None
         self._lock = threading.RLock()  # of the terminal alone; nothing is logged under it
-        self._stop = threading.Event()
+        self._lines: deque[str] = deque()  # not shown yet
+        self._news, self._ends = threading.Event(), False
         self._drawer: threading.Thread | None = None
         self._others: list[_Others] = []
 
@@ -49,9 +54,12 @@ class Terminal:
 
     def show(self, text: str) -> None:
         """Show `text` as it is, above the live area."""
-        for others in self._others:
-            others.end_line()
-        self._write(lambda: f"{text}\n" if self._area is None else self._area.above(text))
+        self._lines.append(text)
+        self._news.set()
+        # Looked at after the line was added: either this thread sees that nobody draws, or `close` sees the line.
+        # A notebook shows what this thread prints below the cell that it runs.
+        if self._drawer is None or not isinstance(self._area, ScreenArea):
+            self._show_lines()
 
     def take_position(self, position: Position | None) -> None:
         """Show where the run stands, from the next refresh on; None: it has come to its end."""
@@ -65,11 +73,13 @@ class Terminal:
 
     def close(self) -> None:
         """Remove the live area. Not under a lock that a handler of log records takes."""
-        if self._drawer is None:
+        if (drawer := self._drawer) is None:
             return
-        self._stop.set()
-        self._drawer.join()
+        self._ends = True
+        self._news.set()
+        drawer.join()
         self._drawer = None
+        self._show_lines()
         for others in self._others:
             others.restore()
         self._others.clear()
@@ -83,18 +93,30 @@ class Terminal:
         elif self._drawer is None and self._area is not None:
             if isinstance(self._area, ScreenArea):
                 self._others = [others for name in ("stdout", "stderr") if (others := self._take_over(name))]
-            self._stop.clear()
+            self._ends = False
             self._drawer = threading.Thread(target=self._keep_drawing, name="ci_llm display", daemon=True)
             self._drawer.start()
 
     def _keep_drawing(self) -> None:
         assert self._area is not None
-        draw = partial(self._area.draw, self._view.draw)
-        while True:
-            if not any(one.is_busy() for one in self._others):
-                self._write(draw)
-            if self._stop.wait(REFRESH_S):
-                return
+        draw, due = partial(self._area.draw, self._view.draw), 0.0
+        while not self._ends:
+            self._show_lines()
+            if time.monotonic() >= due:
+                if not any(one.is_busy() for one in self._others):
+                    self._write(draw)
+                due = time.monotonic() + REFRESH_S
+            self._news.wait(due - time.monotonic())
+            self._news.clear()
+
+    def _show_lines(self) -> None:
+        """Write what waits to be shown."""
+        with contextlib.suppress(IndexError):  # nothing is left; another thread may have taken the last one
+            while True:
+                text = self._lines.popleft()
+                for others in self._others:
+                    others.end_line()
+                self._write(partial(_above, self._area, text))
 
     def _take_over(self, name: str) -> _Others | None:
         stream = getattr(sys, name)
@@ -114,6 +136,10 @@ class Terminal:
                 _redirect_to_null(self._file)
                 self._file, reason = None, error
         logger.warning(f"the terminal is gone ({reason}); the run goes on")
+
+
+def _above(area: Area | None, text: str) -> str:
+    return f"{text}\n" if area is None else area.above(text)
 
 
 class _Others:

@@ -222,9 +222,11 @@ def test_a_terminal_that_takes_nothing_does_not_hold_the_run(tmp_path: Path, ope
         os.close(filler)
         for step in range(2, 1000):
             log.progress(at(step))
+        logger.info("saved     step 999")
         assert "step 999/4000" in (tmp_path / LOG_NAME).read_text()
         terminal.start_reading()
         log.close()
+        terminal.wait_for("the line", shows("saved     step 999"))
 
 
 def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
