@@ -114,6 +114,12 @@ class RunLog:
             if self._trackers is not None:
                 self._trackers.log(step, values)
 
+    def track(self, step: int, values: Mapping[str, object]) -> None:
+        """Send the numbers among `values` to the trackers only, for what the run's folder holds in another file."""
+        with self._lock:
+            if self._trackers is not None:
+                self._trackers.log(step, values)
+
     def report_save(self, result: SaveResult | None) -> None:
         """A line for each step that was saved, when its result is given for the first time."""
         if result is not None and result.saved and result.step > self._last_saved:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import COMMANDS
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 #: Each takes longer to import than a person waits for a line without noticing.

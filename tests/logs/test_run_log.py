@@ -22,7 +22,7 @@ from ci_llm.core import work
 from ci_llm.errors import ConfigError
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,8 +19,8 @@ from ci_llm.core import work
 from ci_llm.logs import areas
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, RunLog
-from tests.support.events import DEADLINE_S, wait_until
 from tests.support.screen import PseudoTerminal
+from tools.testbed.events import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forkserver import ForkServer
-from tests.support.moments import arguments
 from tests.support.screen import PseudoTerminal
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import arguments
 
 pytestmark = pytest.mark.slow
 

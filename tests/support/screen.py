@@ -12,7 +12,7 @@ import termios
 import threading
 from collections.abc import Callable
 
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 _PIECES = re.compile(r"\x1b\[(?P<number>[\d;?]*)(?P<code>[A-Za-z])|(?P<char>[^\x1b])", re.DOTALL)
 _CUT = re.compile(r"\x1b(\[[\d;?]*)?$")
