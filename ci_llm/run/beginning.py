@@ -283,3 +283,16 @@ def require_same_step(processes: Processes, folder: Path, step: int | None) -> N
             where=str(folder.absolute()),
             hint="give an output_dir on a disk that all machines share, as an absolute path",
         )
+
+
+def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
+    """For a run that would begin where it ends: its folder would never hold a step for the final checkpoint."""
+    out_of_patience = step < total_steps
+    return ConfigError(
+        f"nothing is left to train: the checkpoint is of step {step}, and "
+        + ("its patience with the evaluations is over" if out_of_patience else f"this run ends at step {total_steps}"),
+        where=f"{folder}",
+        hint="early_stopping_patience=null, or a larger one, trains on from there"
+        if out_of_patience
+        else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
+    )

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
@@ -24,14 +23,14 @@ from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, CiLlmError, ConfigError
+from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.beginning import Start, find_start, prepare, require_same_step
+from ci_llm.run.beginning import Start, find_start, nothing_to_train, prepare, require_same_step
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
@@ -41,7 +40,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import final_card, leave_page, next_steps, score_table
+from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
@@ -73,7 +72,7 @@ def run_job(
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
-    log = RunLog(folder, is_main=processes.is_main)
+    log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(
         folder,
         save_interval_steps=config.save_steps,
@@ -137,6 +136,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
                 stop, record = conclude(run)
             run.tell("on_train_end")
         run.manager.wait_until_finished()
+        run.log.report_save(run.manager.last_result)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
         attempt.interrupted("signal:SIGINT")
         raise
@@ -187,7 +187,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.rows_per_step)
     run.learning_rate = schedule(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
-        raise _nothing_to_train(run.state.step, run.total_steps, source.folder)
+        raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
         run.interval.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
@@ -219,19 +219,6 @@ def _recover_evaluation(run: Run, *, from_log: bool) -> None:
             note_evaluation(run, known)
 
 
-def _nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
-    """For a run that would begin where it ends: its folder would never hold a step for the final checkpoint."""
-    out_of_patience = step < total_steps
-    return ConfigError(
-        f"nothing is left to train: the checkpoint is of step {step}, and "
-        + ("its patience with the evaluations is over" if out_of_patience else f"this run ends at step {total_steps}"),
-        where=f"{folder}",
-        hint="early_stopping_patience=null, or a larger one, trains on from there"
-        if out_of_patience
-        else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
-    )
-
-
 def _log_lines(lines: Iterable[str]) -> None:
     for line in lines:
         logger.info(f"          {line}")
@@ -261,6 +248,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
     logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
+    run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -354,6 +342,8 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     if latest:
         note_evaluation(run, latest)
         run.tell("on_evaluate", metrics=latest)
+        if run.config.show_loss_curve:
+            run.log.show_loss_curve()
     with run.heartbeat.resting():
         best = result_of(run.config, run.state, run.manager, run.processes)
     step = run.state.step if best is None else best.manifest.step
@@ -363,6 +353,10 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
     if (stop := run.stop_vote.reason()) is not None or scores is None:
         return stop, {}
+    run.log.report_save(run.manager.last_result)
+    run.log.end_progress()
+    if answers is not None and answers.example is not None:
+        logger.info(solved_example(answers.example))
     record = _record(run, step, scores, answers)
     _write_results(run, step, record)
     run.log.track(run.state.step, latest | result_metrics(record))

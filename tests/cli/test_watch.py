@@ -18,7 +18,7 @@ from ci_llm.watch.reading import Reading
 from ci_llm.watch.scene import Scene
 from tests.report.folders import FRESH, leave_run, leave_status, metrics
 from tests.supervisor.terminal import Terminal
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "accelerate", "numpy", "pydantic", "yaml", "datasets", "peft"}

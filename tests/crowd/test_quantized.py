@@ -20,8 +20,8 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.quantized import QuantizedLinear, stored_bytes
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
-from testbed.tiny import base as toy
-from testbed.tiny import batch
+from tools.testbed.tiny import base as toy
+from tools.testbed.tiny import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
 

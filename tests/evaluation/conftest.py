@@ -10,7 +10,7 @@ import pytest
 from ci_llm import embedded
 from tests.evaluation.trials import train
 from tests.support.crowds import disturbed_crowd, save_crowd
-from tests.support.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from ci_llm.embedded import rows as embedded_rows
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import render
 from tests.evaluation.trials import evaluate
-from tests.support.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 SHORT = "max_new_tokens_eval=12"
 
