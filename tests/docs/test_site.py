@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from testbed.events import DEADLINE_S
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.markdown import ROOT
+from tools.testbed.events import DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 

@@ -22,7 +22,7 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.run.callbacks import Callbacks, Control, TrainerState
-from testbed.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 KEYS: dict[str, Any] = {
     "num_agents": 2,
