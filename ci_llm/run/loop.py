@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
-from ci_llm.crowd.scoring import Scores
 from ci_llm.data.batches import Batch, stream
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
@@ -199,19 +198,14 @@ def evaluate(run: Run) -> str | None:
         metrics = evaluation_metrics(scores)
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
-        report_evaluation(run, scores)
+        best = "; best yet" if run.state.validation.best_step == run.state.step else ""
+        logger.info(f"{describe_scores(run.state.step, scores)}{best}")
+        if run.config.show_loss_curve:
+            run.log.show_loss_curve()
         run.tell("on_evaluate", metrics=metrics)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
     return run.stop_vote.reason()
-
-
-def report_evaluation(run: Run, scores: Scores) -> None:
-    """Lines about the evaluation after the present step."""
-    best = "; best yet" if run.state.validation.best_step == run.state.step else ""
-    logger.info(f"{describe_scores(run.state.step, scores)}{best}")
-    if run.config.show_loss_curve:
-        run.log.show_loss_curve()
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
