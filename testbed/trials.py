@@ -97,7 +97,7 @@ class Cell:
             "num_agents": 2,
             "lora_rank": 2,
             "learning_rate": 4e-3,
-            "logging_steps": 1,
+            "logging_steps": 2,  # the checkpoints of two moments lie between two lines
             "eval_steps": 4,
             "eval_samples": 4,
             "max_new_tokens_eval": 8,

@@ -20,8 +20,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
     ("dry_run", "supervisor"),
-    ("run", "integrations"),
-    ("crowd", "logs", "report"),
+    ("run", "evaluation", "integrations"),
+    ("crowd", "logs", "report", "watch"),
     ("checkpoints", "data"),
     ("distributed",),
     ("cluster", "config", "embedded"),
@@ -35,7 +35,7 @@ OWNERS = {
     "accelerate": {"distributed/processes.py"},
     "yaml": {"config/yaml_file.py", "supervisor/script_config.py"},
     "signal": {"interrupts.py"},
-    "peft": {"crowd/adapters.py"},
+    "peft": {"crowd/adapters.py", "crowd/merging.py"},
     "subprocess": {"cluster/slurm.py", "supervisor/shim.py"},
     "pickle": {"crowd/base.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
@@ -227,6 +227,8 @@ LIGHT = (
     "ci_llm.core.run_status",
     "ci_llm.report.page",
     "ci_llm.report.compare",
+    "ci_llm.watch.board",
+    "ci_llm.watch.scene",
     "ci_llm.cli.main",
 )
 

@@ -101,6 +101,12 @@ class RunLog:
             if self._trackers is not None:
                 self._trackers.log(step, values)
 
+    def track(self, step: int, values: Mapping[str, object]) -> None:
+        """Send the numbers among `values` to the trackers only, for what the run's folder holds in another file."""
+        with self._lock:
+            if self._trackers is not None:
+                self._trackers.log(step, values)
+
     def progress(self, step: int, total: int, losses: Sequence[float] = ()) -> None:
         """Show how many steps are done. Cheap enough for every step.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +22,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.best_step import kept_steps
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -30,26 +30,6 @@ from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.rounds import StopVote
 from ci_llm.run.state import TrainState
-
-
-@dataclass
-class Meter:
-    """Speed since the last reading."""
-
-    tokens: int = 0
-    steps: int = 0
-    since: float = field(default_factory=time.perf_counter)
-
-    def count(self, tokens: int) -> None:
-        self.tokens += tokens
-        self.steps += 1
-
-    def read(self) -> dict[str, float]:
-        now = time.perf_counter()
-        elapsed = max(now - self.since, 1e-9)
-        rates = {"tokens_per_s": self.tokens / elapsed, "step_time_s": elapsed / max(self.steps, 1)}
-        self.tokens, self.steps, self.since = 0, 0, now
-        return rates
 
 
 @dataclass
@@ -86,7 +66,7 @@ class Run:
     evaluator: Evaluator
     checkpoint: RunCheckpoint
     heartbeat: Heartbeat
-    meter: Meter = field(default_factory=Meter)
+    interval: Interval
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
 

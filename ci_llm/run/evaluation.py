@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ci_llm.config import Config
 from ci_llm.crowd.answer_scores import AnswerScores, Questions, score_answers
@@ -105,4 +105,15 @@ def evaluation_metrics(scores: Scores) -> dict[str, float]:
     for name, exact, nll in zip(names, scores.exact_match, scores.mean_nll, strict=True):
         metrics[f"eval/{name}/nll"] = nll
         metrics[f"eval/{name}/exact_match"] = exact
+    return metrics
+
+
+def result_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """The scores of an `evaluation.json` as metrics for trackers: `final/crowd/exact_match` and the like."""
+    metrics = dict[str, float]()
+    for measure in ("exact_match", "nll"):
+        found = record[measure]
+        of_agents = {f"agent{k}": value for k, value in enumerate(found["agents"])}
+        named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
+        metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
     return metrics

@@ -97,7 +97,7 @@ def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
     assert done.returncode == 2
 
 
-VERBS = [["train"], ["check"], ["status"], ["supervise"], ["report"], ["compare"]]
+VERBS = [[verb] for verb in main.COMMANDS]
 VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
 
 

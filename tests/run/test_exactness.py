@@ -182,7 +182,7 @@ def test_another_seed_is_noticed(trials: Trials) -> None:
     folder = trials.new_folder()
     assert trials.train(cell, folder, seed=43) == [0]
     noticed = differences(trials.reference(cell), account(folder))
-    for fact in ("witnessed: step 1 of process0", "metrics of step 1", "evaluation.json"):
+    for fact in ("witnessed: step 1 of process0", "metrics of step 2", "evaluation.json"):
         assert fact in noticed
     for part in ("agent0/", "agent1/", "optimizer/agent1/", "rng/process0/torch"):
         assert any(name.startswith(f"final checkpoint: {part}") for name in noticed), part
