@@ -7,7 +7,7 @@ JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # What `make coverage` runs.
 MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
-	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py tests/test_interrupts.py
+	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py
 
 .PHONY: install install-dev train test campaign test-slurm check fast lint coverage mutation bench clean
 
