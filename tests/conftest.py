@@ -14,8 +14,8 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, settings
 
-from testbed.forkserver import ForkServer
 from tests.support import campaign
+from tools.testbed.forkserver import ForkServer
 
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """The fork server of all tests that need no environment of their own."""
-    with ForkServer("testbed.trials") as started:
+    with ForkServer("tools.testbed.trials") as started:
         yield started
 
 

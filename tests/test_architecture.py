@@ -94,9 +94,8 @@ AROUND = {
     "ci_llm": set(),
     "examples": set(),
     "tools": set(),
-    "testbed": set(),
-    "benchmarks": {"examples", "testbed", "tools"},
-    "tests": {"benchmarks", "examples", "testbed", "tools"},
+    "benchmarks": {"examples", "tools"},
+    "tests": {"benchmarks", "examples", "tools"},
 }
 
 

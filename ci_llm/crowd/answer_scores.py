@@ -92,19 +92,39 @@ class Questions:
 
 
 @dataclass(frozen=True)
+class Solved:
+    """One question with the answer of the crowd, for people.
+
+    Attributes:
+        answer: all that the crowd wrote.
+        wanted: the right final answer.
+        right: [K+2] of whom the final answer is right: K agents, the crowd, the vote.
+    """
+
+    question: str
+    answer: str
+    wanted: str
+    right: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class AnswerScores:
     """Which final answers were right.
 
     Attributes:
         right: [K+2, n] bool: K agents, the crowd, the vote.
+        example: the first question; None if there is none.
     """
 
     right: Tensor
+    example: Solved | None = None
 
     @classmethod
     def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
         """The questions of all parts, in order."""
-        return cls(torch.cat([part.right for part in parts], dim=1))
+        listed = list(parts)
+        example = next((part.example for part in listed if part.example is not None), None)
+        return cls(torch.cat([part.right for part in listed], dim=1), example)
 
     def record(self) -> dict[str, Any]:
         """`n` and `exact_match` of `evaluation.json`; the gains are paired over rows, with 95 % intervals."""
@@ -196,13 +216,17 @@ def score_answers(
     Returns:
         the scores in the order of `batches`; None if `stop` returned True.
     """
-    parts = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)]
+    parts, example = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)], None
     how: Any = {"max_new_tokens": max_new_tokens, "aggregator": aggregator, "stop": stop}
     for answers in answer_questions(crowd, prompter, questions, batches, **how):
         if stop():
             return None
         parts.append(answers.right)
-    return AnswerScores(torch.cat(parts, dim=1))
+        if example is None and len(answers.numbers):
+            first = answers.numbers[0]
+            question, wanted = prompter.text(questions.prompts[first]), questions.answers[first]
+            example = Solved(question, answers.crowd[0], wanted, tuple(answers.right[:, 0].tolist()))
+    return AnswerScores(torch.cat(parts, dim=1), example)
 
 
 def _is_usable(row: Example, limit: int) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ci_llm.config.suggest import nearest
 from ci_llm.errors import BadInput
 
 
@@ -117,6 +116,8 @@ def merge_of(
     Raises:
         BadInput: all that is wrong with it, in one message.
     """
+    from ci_llm.config.suggest import nearest  # it loads the schema, which --help does without
+
     known = ALIASES.get(name, name)
     if known not in METHODS:
         close = nearest(name, [*METHODS, *ALIASES])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
+from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.best_step import kept_steps
 from ci_llm.run.evaluation import Evaluator
@@ -74,6 +75,17 @@ class Run:
     def micro_batch_size(self) -> int:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
+
+    @property
+    def last_learning_rate(self) -> float:
+        """Of the step just taken, with the factor that the supervisor has asked for."""
+        return self.learning_rate(self.state.step - 1) * self.state.recovery.requested_lr_factor
+
+    def position(self, losses: Sequence[float] = ()) -> Position:
+        """Where the run stands, for people; `losses` are those of the step just taken."""
+        step = self.state.step
+        rate = self.last_learning_rate if step else None
+        return Position(step, self.total_steps, losses, self.state.tokens_seen, self.plan.epoch(step), rate)
 
     def describe_stop(self) -> str:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""

@@ -40,7 +40,7 @@ from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import final_card, leave_page, next_steps, score_table
+from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -63,7 +63,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
-    log = RunLog(folder, is_main=processes.is_main)
+    log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(
         folder,
         save_interval_steps=config.save_steps,
@@ -123,6 +123,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
+        run.log.report_save(run.manager.last_result)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
         attempt.interrupted("signal:SIGINT")
         raise
@@ -263,6 +264,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
     logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
+    run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -350,6 +352,8 @@ def conclude(run: Run) -> str | None:
     latest = {} if scores is None else evaluation_metrics(scores)
     if latest:
         note_evaluation(run, latest)
+        if run.config.show_loss_curve:
+            run.log.show_loss_curve()
     with run.heartbeat.resting():
         best = result_of(run.config, run.state, run.manager, run.processes)
     step = run.state.step if best is None else best.manifest.step
@@ -359,6 +363,10 @@ def conclude(run: Run) -> str | None:
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
     if (stop := run.stop_vote.reason()) is not None or scores is None:
         return stop
+    run.log.report_save(run.manager.last_result)
+    run.log.end_progress()
+    if answers is not None and answers.example is not None:
+        logger.info(solved_example(answers.example))
     record = _record(run, step, scores, answers)
     _write_results(run, step, record)
     run.log.track(run.state.step, latest | result_metrics(record))

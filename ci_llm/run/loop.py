@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
+from ci_llm.crowd.scoring import Scores
 from ci_llm.data.batches import Batch, stream
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import evaluation_metrics
+from ci_llm.run.evaluation import describe_scores, evaluation_metrics
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
@@ -154,7 +155,8 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     step = run.state.step
     run.interval.count(findings.tokens)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
-    run.log.progress(step, run.total_steps, [] if findings.bad_batch else losses)
+    run.log.progress(run.position([] if findings.bad_batch else losses))
+    run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
         run.interval.add(verdict.num_targets, verdict.sums[:-1], norms)
@@ -162,7 +164,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
-        "train/learning_rate": run.learning_rate(step - 1) * run.state.recovery.requested_lr_factor,
+        "train/learning_rate": run.last_learning_rate,
         **run.interval.means(),
     }
     if not findings.bad_batch:
@@ -194,9 +196,18 @@ def evaluate(run: Run) -> str | None:
         metrics = evaluation_metrics(scores)
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
+        report_evaluation(run, scores)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
     return run.stop_vote.reason()
+
+
+def report_evaluation(run: Run, scores: Scores) -> None:
+    """Lines about the evaluation after the present step."""
+    best = "; best yet" if run.state.validation.best_step == run.state.step else ""
+    logger.info(f"{describe_scores(run.state.step, scores)}{best}")
+    if run.config.show_loss_curve:
+        run.log.show_loss_curve()
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:

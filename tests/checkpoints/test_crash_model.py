@@ -21,8 +21,8 @@ from ci_llm.checkpoints.manifest import FileImage, verify_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
-from testbed.disks import Crash, Log, MortalDisk, build
 from tests.support.campaign import size
+from tools.testbed.disks import Crash, Log, MortalDisk, build
 
 STATES_PER_POINT = 24
 

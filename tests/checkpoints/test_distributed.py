@@ -24,9 +24,9 @@ from ci_llm.checkpoints.shards import deal, outline
 from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
-from testbed import crews
-from testbed.forkserver import ForkServer
 from tests.support.campaign import size
+from tools.testbed import crews
+from tools.testbed.forkserver import ForkServer
 
 POINTS = size(12, 48)
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]

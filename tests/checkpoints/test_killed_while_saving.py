@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from ci_llm.core.durable import Filesystem
-from testbed.disks import CHANGES
-from testbed.forkserver import ForkServer
-from testbed.trials import Cell, Trials, account, differences, train_watched
 from tests.support.campaign import size
+from tools.testbed.disks import CHANGES
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Cell, Trials, account, differences, train_watched
 
 # References that the tests share.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("killed while saving")]

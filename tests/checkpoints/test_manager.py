@@ -28,11 +28,11 @@ from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
-from testbed.disks import CachedDisk, FailingDisk
-from testbed.events import DEADLINE_S
-from testbed.forkserver import ForkServer
 from tests.support import campaign, loops
 from tests.support.log_lines import on_log
+from tools.testbed.disks import CachedDisk, FailingDisk
+from tools.testbed.events import DEADLINE_S
+from tools.testbed.forkserver import ForkServer
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from ci_llm.checkpoints.state_files import read_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
-from testbed.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
-from testbed.events import DEADLINE_S
+from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
+from tools.testbed.events import DEADLINE_S
 
 
 def files(step: int, size: int = 40) -> dict[str, FileImage]:

@@ -22,8 +22,8 @@ from ci_llm.cli.chat import Conversation
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError
-from testbed.events import DEADLINE_S
 from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tools.testbed.events import DEADLINE_S
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 SHORT: Any = {"max_new_tokens": 24}

@@ -27,8 +27,8 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
 from ci_llm.run.setup import lora_settings
-from testbed.disks import FailingDisk
 from tests.checkpoints.test_store import flip
+from tools.testbed.disks import FailingDisk
 
 
 def state(step: int, **changes: Any) -> dict[str, Any]:

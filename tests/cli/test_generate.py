@@ -21,8 +21,8 @@ from ci_llm import Crowd
 from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
 from ci_llm.embedded import rows
-from testbed.events import DEADLINE_S
 from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tools.testbed.events import DEADLINE_S
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 SHORT = ["--max-new-tokens", "24"]

@@ -16,9 +16,9 @@ from ci_llm.cli.watch import INTERVAL_S
 from ci_llm.interrupts import ABORTED_EXIT_CODE
 from ci_llm.watch.reading import Reading
 from ci_llm.watch.scene import Scene
-from testbed.events import DEADLINE_S
 from tests.report.folders import FRESH, leave_run, leave_status, metrics
 from tests.supervisor.terminal import Terminal
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "accelerate", "numpy", "pydantic", "yaml", "datasets", "peft"}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_on_hub, why_unreachable
-from testbed.forkserver import free_port
 from tests.support.children import DEADLINE_S, ROOT
+from tools.testbed.forkserver import free_port
 
 
 class Grumpy(BaseHTTPRequestHandler):

@@ -27,7 +27,7 @@ from ci_llm.config import (
 from ci_llm.config.aliases import ALIASES, VALUE_ALIASES
 from ci_llm.config.schema import NO_EFFECT
 from ci_llm.errors import ConfigError
-from testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 PRESETS = [ROOT / "configs.yaml", *sorted((ROOT / "configs").glob("*.yaml"))]

@@ -25,7 +25,7 @@ from ci_llm.core.durable import (
     write_new,
 )
 from ci_llm.core.typed_json import decode, dump_json, encode, load_json, parse_json
-from testbed.disks import Crash, FailingDisk, MortalDisk, MuteDisk, StutteringDisk
+from tools.testbed.disks import Crash, FailingDisk, MortalDisk, MuteDisk, StutteringDisk
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=9)
 keys = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())

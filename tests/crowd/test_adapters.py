@@ -18,7 +18,7 @@ from ci_llm.crowd.lora import LoraSettings, _FusedLinear, _LowRank
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from testbed.tiny import base, batch
+from tools.testbed.tiny import base, batch
 
 K = 3
 # Gemma 2, Bloom and Mamba compute in fp32 in places, whatever the dtype is; routing adds its own rounding in fp32.

@@ -19,8 +19,8 @@ from ci_llm.crowd.asking import Answer, answers, decoding_of, prompter_of
 from ci_llm.crowd.generation import Decoding
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
-from testbed.events import DEADLINE_S
 from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tools.testbed.events import DEADLINE_S
 
 QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:5]]
 SHORT: Any = {"max_new_tokens": 24}

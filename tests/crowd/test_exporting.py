@@ -31,9 +31,9 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ModelError
-from testbed.events import DEADLINE_S
-from testbed.tiny import base
 from tests.data.test_encoder import byte_tokenizer
+from tools.testbed.events import DEADLINE_S
+from tools.testbed.tiny import base
 
 K = 3
 IDS = torch.arange(5, 29)[None]

@@ -26,9 +26,9 @@ from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion, Rows
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
-from testbed.tiny import FAMILIES, base, example
 from tests.crowd.test_adapters import K, crowd_of, peft_twin
 from tests.data import test_encoder as templates
+from tools.testbed.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
 GREEDY = Decoding(max_new_tokens=12)

@@ -15,7 +15,7 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
-from testbed.tiny import base, batch
+from tools.testbed.tiny import base, batch
 
 TARGETS = ("q_proj", "v_proj")
 

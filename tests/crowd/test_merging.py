@@ -17,7 +17,7 @@ from ci_llm.crowd.merge_methods import ALIASES, METHODS, merge_of
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged, truncated
 from ci_llm.crowd.model import Crowd
 from ci_llm.errors import BadInput
-from testbed.tiny import base
+from tools.testbed.tiny import base
 
 K, R = 3, 4
 #: Even of fp64 adapters PEFT rounds the weights to fp32, wherever it does not concatenate.

@@ -16,7 +16,7 @@ from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.sliced_wasserstein import row_states, sliced_wasserstein, unit_directions
 from ci_llm.data.batches import Batch
-from testbed.tiny import base, batch
+from tools.testbed.tiny import base, batch
 
 ALL_AGENTS = torch.ones(3, dtype=torch.bool)
 

@@ -29,9 +29,9 @@ from ci_llm.dry_run.plan import CHECKS
 from ci_llm.dry_run.report import Report
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
-from testbed.forkserver import ROOT, ForkServer
 from tests.support.campaign import sampled
 from tests.support.children import Child
+from tools.testbed.forkserver import ROOT, ForkServer
 
 pytestmark = pytest.mark.slow
 

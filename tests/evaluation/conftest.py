@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm import embedded
-from testbed.forkserver import ForkServer
 from tests.evaluation.trials import train
 from tests.support.crowds import disturbed_crowd, save_crowd
+from tools.testbed.forkserver import ForkServer
 
 
 @pytest.fixture(scope="session")

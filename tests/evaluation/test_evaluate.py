@@ -20,8 +20,8 @@ from ci_llm.data.rows import Completion
 from ci_llm.embedded import rows as embedded_rows
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import render
-from testbed.forkserver import ForkServer
 from tests.evaluation.trials import evaluate
+from tools.testbed.forkserver import ForkServer
 
 SHORT = "max_new_tokens_eval=12"
 

@@ -24,11 +24,11 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.integrations.accelerate import latest_state, register_hooks
-from testbed import tiny
-from testbed.forkserver import ForkServer
 from tests.checkpoints.test_store import flip
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
 from tests.support.log_lines import log_lines
+from tools.testbed import tiny
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = pytest.mark.xdist_group("accelerate hooks")  # references that tests share
 

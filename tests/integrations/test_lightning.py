@@ -22,9 +22,9 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from testbed.forkserver import ForkServer
-from testbed.moments import interfere
 from tests.support.campaign import sampled_cases
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import interfere
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 

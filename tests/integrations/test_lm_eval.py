@@ -23,8 +23,8 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.embedded import rows as embedded_rows
 from ci_llm.errors import BadInput
 from ci_llm.integrations.lm_eval import CrowdLM, main
-from testbed.forkserver import ForkServer
 from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tools.testbed.forkserver import ForkServer
 
 ROWS = embedded_rows("test")[:4]
 LONG = " ".join(row["question"] for row in embedded_rows("test")[:40])

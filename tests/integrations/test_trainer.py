@@ -22,8 +22,8 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
-from testbed.forkserver import ForkServer
-from testbed.moments import interfere
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import interfere
 
 QUIET = {"disable_tqdm": True}
 #: Of a Trainer's log, what no two runs have in common.

@@ -11,10 +11,10 @@ import pytest
 
 from ci_llm.report.attempts import seconds_by_kind
 from ci_llm.report.facts import RunFacts, read_run
-from testbed.forkserver import ForkServer
 from tests.report.test_page import MEGABYTE, text_of
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("report")]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from testbed.forkserver import ENVIRONMENT, ForkServer
-from testbed.trials import account, differences, unwitnessed
 from tests.supervisor.terminal import ROOT, Terminal
 from tests.support.beginnings import BEGINS, ENDS, STEPS, Beginnings, begins_at
 from tests.support.campaign import sampled_cases
 from tests.support.children import SCRIPTS
+from tools.testbed.forkserver import ENVIRONMENT, ForkServer
+from tools.testbed.trials import account, differences, unwitnessed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("beginnings")]
 

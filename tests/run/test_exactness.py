@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from testbed.forkserver import ENVIRONMENT, ForkServer, free_port
-from testbed.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 from tests.support.campaign import every_pair, sampled
 from tests.support.children import ROOT, Child
+from tools.testbed.forkserver import ENVIRONMENT, ForkServer, free_port
+from tools.testbed.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
 # References that trials share.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exactness")]

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive, read_status
-from testbed.forkserver import ForkServer
-from testbed.moments import arguments, train_signalled
 from tests.slurm.cluster import until
 from tests.support.campaign import sampled
 from tests.support.children import ROOT, SCRIPTS, Child
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import arguments, train_signalled
 
 pytestmark = pytest.mark.slow
 

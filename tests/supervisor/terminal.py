@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -15,7 +15,7 @@ from typing import IO
 
 import psutil
 
-from testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent

@@ -10,7 +10,7 @@ import pytest
 from ci_llm.cluster.slurm import QueuedJob, query_queue
 from ci_llm.watch import queue
 from ci_llm.watch.queue import JobQueue
-from testbed.events import DEADLINE_S, wait_until
+from tools.testbed.events import DEADLINE_S, wait_until
 
 RUNNING = QueuedJob("RUNNING", "None", "1:20:00")
 

@@ -29,7 +29,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
 from ci_llm.crowd.model import Crowd
-from testbed.forkserver import DEADLINE_S, ForkServer
+from tools.testbed.forkserver import DEADLINE_S, ForkServer
 
 STEPS = 12
 STEPS_PER_EPOCH = 5

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
@@ -43,7 +43,7 @@ class ForkServer:
 
     def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "testbed.forkserver", *modules],
+            [sys.executable, "-m", "tools.testbed.forkserver", *modules],
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
             stdin=subprocess.PIPE,
