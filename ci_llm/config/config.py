@@ -44,9 +44,7 @@ class Config(AllKeys):
 
     def __init__(self, **values: Any) -> None:
         problems: list[Problem] = []
-        given = by_key(
-            (Entry(name, _raw(value), IN_PYTHON) for name, value in values.items()), problems, last_wins=False
-        )
+        given = by_key(entries_of(values, IN_PYTHON), problems, last_wins=False)
         sound = sound_values(_python_values(values, given, problems), _as_typed(values, given), problems)
         super().__init__(**sound)
         problems += [clashing(clash, given) for clash in find_clashes(self)]
@@ -105,8 +103,15 @@ def _one_by_one(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip()) or (names,)
 
 
+def entries_of(values: Mapping[str, Any], where: str) -> list[Entry]:
+    """Python values as if they had been written in a file."""
+    return [Entry(name, _raw(value), where) for name, value in values.items()]
+
+
 def _raw(value: object) -> Raw:
     """A Python value as it would be written in a file."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, list | tuple):
         return Items(tuple(item if isinstance(item := _raw(each), Scalar) else Unusable(str(item)) for each in value))
     if isinstance(value, bool) or value is None:

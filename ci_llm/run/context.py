@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.best_step import kept_steps
+from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
@@ -70,11 +72,21 @@ class Run:
     interval: Interval
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     @property
     def micro_batch_size(self) -> int:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
+
+    def tell(self, event: Event, **values: Mapping[str, Any]) -> None:
+        """Tell the callbacks of an event; if one of them wants the training to stop, the next ballot says so."""
+        if self.callbacks:
+            step = self.state.step
+            state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main)
+            with self.heartbeat.resting():
+                if self.callbacks.tell(event, state, values) and not self.is_finished:
+                    self.interrupts.request_stop(STOPPED_BY_CALLBACK)
 
     @property
     def last_learning_rate(self) -> float:
