@@ -6,8 +6,8 @@ JOBS   ?= 2
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # What `make coverage` runs.
-MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/test_interrupts.py \
-	tests/supervisor/test_policy.py tests/supervisor/test_classify.py
+MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
+	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py
 
 .PHONY: install install-dev train test campaign test-slurm check fast lint docs coverage mutation bench clean
 
@@ -33,15 +33,12 @@ train: install
 
 # Everything; last what starts ten nodes of a real SLURM, which would slow the others down.
 test: coverage
-	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm $(MEASURED:%=--ignore=%)
+	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm
 	$(PYTEST) tests/slurm
 
-# The tests of what a run cannot do without, with the coverage of its branches; files and floor are in pyproject.toml.
-coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
+# The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
 coverage: install-dev
-	$(BIN)/python -m coverage erase
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadgroup $(MEASURED)
-	$(BIN)/python -m coverage combine -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q -m "not slow" $(MEASURED)
 	$(BIN)/python -m coverage report
 
 # Everything again, and in full what `make test` samples: crash points, random histories, combinations of a matrix.

@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "ci_llm/checkpoints/store.py": ["tests/checkpoints/test_store.py"],
+    "ci_llm/checkpoints/store.py": ["tests/checkpoints/test_store.py", "tests/checkpoints/test_costs.py"],
     "ci_llm/checkpoints/policy.py": ["tests/checkpoints/test_policy.py", "tests/checkpoints/test_orbax.py"],
     "ci_llm/supervisor/classify.py": ["tests/supervisor/test_classify.py"],
     "ci_llm/supervisor/policy.py": ["tests/supervisor/test_policy.py"],

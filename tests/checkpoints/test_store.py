@@ -173,6 +173,50 @@ def test_a_step_that_only_the_final_checkpoint_holds_gets_its_own_folder_before_
     assert not (step / "README.md").exists()
 
 
+def test_a_final_checkpoint_that_finds_no_space_is_dropped_and_the_one_before_stays(run: Run) -> None:
+    disk = FullDisk()
+    disk.full = False
+    store = run.open(disk=disk)
+    store.save(1, files(1))
+    assert store.finish({"README.md": b"one"}).saved
+    store.save(2, files(2))
+    disk.full = True
+    result = store.finish({"README.md": b"two"})
+    assert (result.step, result.saved, result.cause is None) == (2, False, False)
+    assert "final_checkpoint is dropped" in result.note
+    assert (run.directory / "final_checkpoint" / "README.md").read_bytes() == b"one"
+
+
+def test_a_folder_that_was_read_is_the_newest_until_another_step_or_manifest_is(run: Run) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    opened = store.open_newest()
+    assert opened is not None
+    assert store.is_newest(opened)
+    assert store.is_newest(opened, at_most=1)
+    assert not store.is_newest(opened, at_most=0)
+    store.save(2, files(2))
+    assert not store.is_newest(opened)
+    assert store.is_newest(opened, at_most=1)
+    (opened.folder / MANIFEST).write_text("{")
+    assert store.is_newest(opened, at_most=1) is False
+
+
+def test_part_of_a_checkpoint_is_written_where_another_process_commits_it(run: Run) -> None:
+    store, draft = run.open(), Path("draft")
+    (run.directory / draft).mkdir(parents=True)
+    one, other = FileImage((b"1",)), FileImage((b"2",))
+    store.write_part(draft, {"one.json": one}, {"one.json": one.record()})
+    assert (run.directory / draft / "one.json").read_bytes() == b"1"
+    with pytest.raises(DamagedCheckpoint):
+        store.write_part(draft, {"other.json": other}, {"other.json": one.record()})
+
+
+def test_a_step_below_0_is_refused(run: Run) -> None:
+    with pytest.raises(ValueError, match="counts from 0 on, not -1"):
+        run.open().save(-1, files(1))
+
+
 def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:
     store = run.open()
     for step in (1, 2, 3):

@@ -23,7 +23,7 @@ from typing import Any
 
 from tools.testbed.events import DEADLINE_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ACCELERATE_USE_CPU": "true",
