@@ -61,9 +61,7 @@ def open_pretrained(
         )
     meta = state[META]
     base = _base(meta, folder, device, base_model)
-    lora = meta["lora"]
-    targets = lora["target_modules"]
-    settings = LoraSettings(**{**lora, "target_modules": targets if isinstance(targets, str) else tuple(targets)})
+    settings = LoraSettings.from_dict(meta["lora"])
     agents = [state[f"agent{k}/adapter_model"] for k in range(settings.num_agents)]
     return Pretrained(base, settings, agents, Prompter(_tokenizer(folder, base), meta["prompt_form"]))
 

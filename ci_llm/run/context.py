@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 
@@ -58,7 +59,8 @@ class Run:
     the run goes on from; `status` belongs to the attempt. Everything else stays.
 
     Attributes:
-        learning_rate: of a 0-based step, before any factor.
+        learning_rates: per agent that of a 0-based step, before any factor.
+        max_grad_norms: per agent.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
     """
@@ -78,7 +80,8 @@ class Run:
     state: TrainState
     plan: Plan
     total_steps: int
-    learning_rate: Callable[[int], float]
+    learning_rates: Sequence[Callable[[int], float]]
+    max_grad_norms: Sequence[float | None]
     last_good: LastGood
     nonfinite: NonFiniteResponse
     memory: MemoryRelief
@@ -94,6 +97,11 @@ class Run:
     def micro_batch_size(self) -> int:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
+        rates = [rate(step) for rate in self.learning_rates]
+        return rates[0] if len({*rates}) == 1 else fmean(rates)
 
     def describe_stop(self) -> str:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""

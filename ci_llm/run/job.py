@@ -42,7 +42,7 @@ from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import leave_page, model_card, next_steps, score_table
 from ci_llm.run.resume import Restored, Source
-from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
+from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
 from ci_llm.run.state import Validation
 
@@ -171,7 +171,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     restored = run.checkpoint.restore(source)
     run.state = restored.state
     run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.rows_per_step)
-    run.learning_rate = schedule(run.config, run.total_steps)
+    run.learning_rates = schedules(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
         raise _nothing_to_train(run.state.step, run.total_steps, source.folder)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
@@ -259,7 +259,8 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
-    logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
+    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
+    logger.info(f"optimizer AdamW, learning_rate {config.learning_rates}, {kinds}")
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -355,7 +356,8 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
     logger.info(score_table(record))
     config = run.config
     final = config.run_folder / "final_checkpoint"
-    card = model_card(record, run.base.name, config.dataset_name, step, final, config.lora_rank)
+    max_rank = max(own.lora_rank for own in config.each_agent)
+    card = model_card(record, run.base.name, config.dataset_name, step, final, max_rank)
     with run.heartbeat.resting():
         require_written(run.manager, run.processes)
         added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}

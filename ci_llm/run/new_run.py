@@ -50,6 +50,8 @@ def _is_free(config: Config, name: str) -> bool:
 
 def _text(value: object) -> str:
     """A value as it is typed on a command line."""
+    if isinstance(value, list):  # one value for each agent
+        return f"[{','.join(map(_text, value))}]"
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     if isinstance(value, bool) or value is None:
