@@ -9,9 +9,9 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import datasets
 import torch
@@ -114,15 +114,7 @@ def join(
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
     plan, total_steps = plan_ahead(config, len(rows), rows_per_step)
-    each = config.each_agent
-    optimizer = torch.optim.AdamW(
-        [{"params": [row], **_own_group(own)} for row, own in zip(crowd.agents.rows, each, strict=True)],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        fused=config.fused_optimizer,
-    )
+    optimizer = _optimizer(config, crowd)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.count)
@@ -131,14 +123,7 @@ def join(
         config=config,
         base=base,
         crowd=crowd,
-        objective=Objective(
-            config.diversity,
-            config.lambda_sw,
-            config.swd_num_projections,
-            config.swd_representation,
-            config.seed,
-            bootstrap=_bootstrap_keys(each, crowd),
-        ),
+        objective=_objective(config, crowd),
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
@@ -151,7 +136,7 @@ def join(
         plan=plan,
         total_steps=total_steps,
         learning_rates=schedules(config, total_steps),
-        max_grad_norms=[own.max_grad_norm for own in each],
+        max_grad_norms=[own.max_grad_norm for own in config.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
@@ -164,16 +149,27 @@ def join(
     )
 
 
-def _own_group(own: Config) -> dict[str, Any]:
-    """What the optimizer has of its own for an agent."""
-    return {"lr": own.learning_rate, "weight_decay": own.weight_decay}
+def _optimizer(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
+    """AdamW with one group per agent."""
+    groups = [
+        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
+        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
+    ]
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=config.fused_optimizer)
 
 
-def _bootstrap_keys(each: Sequence[Config], crowd: Crowd) -> tuple[tuple[int, int] | None, ...]:
-    """What keys the row weights of an agent that draws them."""
-    drawn = [own.row_weights == "bootstrap" for own in each]
+def _objective(config: Config, crowd: Crowd) -> Objective:
+    drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
     keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
-    return tuple(keys) if any(drawn) else ()
+    return Objective(
+        config.diversity,
+        config.lambda_sw,
+        config.swd_num_projections,
+        config.swd_representation,
+        config.seed,
+        bootstrap=tuple(keys) if any(drawn) else (),
+    )
 
 
 def _nonfinite_response(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import peft
@@ -21,8 +22,9 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.row_weights import bootstrap_weights
-from ci_llm.data.batches import Batch
+from ci_llm.data.batches import Batch, pack
 from ci_llm.errors import BadInput, ForeignCheckpoint
+from tests.crowd.test_adapters import peft_loss
 from tests.support.tiny import base, batch
 
 STEPS = 3
@@ -168,8 +170,6 @@ def test_the_comparison_notices_one_bit() -> None:
 
 
 def test_three_optimizer_steps_equal_peft_for_agents_of_every_kind() -> None:
-    from tests.crowd.test_adapters import peft_loss
-
     model = base()
     entries = [SMALL, LARGE, ATTENTION, MLP]
     found = train(model, entries)
@@ -315,14 +315,11 @@ def test_row_weights_scale_the_gradient_of_their_agent_alone() -> None:
     assert torch.equal(found[0], gradients(Objective(), packed)[0])
     parts = [gradients(Objective(), batch_of_one(packed, row))[1] for row in range(2)]
     weights = bootstrap_weights([(5, 0)], packed.sample_ids)[0]
-    torch.testing.assert_close(found[1], weights[0] * parts[0] + weights[1] * parts[1], rtol=1e-10, atol=1e-14)
+    wanted = weights[0] * parts[0] + weights[1] * parts[1]
+    assert (found[1] - wanted).norm() < 1e-6 * wanted.norm()  # Llama's norms compute in fp32
 
 
 def batch_of_one(packed: Batch, row: int) -> Batch:
-    from types import SimpleNamespace
-
-    from ci_llm.data.batches import pack
-
     start, end = packed.bounds[row : row + 2]
     supervised = torch.zeros(end - start, dtype=torch.bool)
     supervised[packed.predict_from[packed.target_rows == row] + 1 - start] = True
