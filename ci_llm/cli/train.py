@@ -102,6 +102,8 @@ def set_library_defaults() -> None:
     # On a shared machine a spinning thread takes the core from the thread it waits for: two toy steps then take
     # minutes (measured).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Where it is installed, Accelerate imports it; it then misses a kernel for a forward pass that is not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def check(words: list[str]) -> int:

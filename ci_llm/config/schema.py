@@ -110,6 +110,9 @@ class BaseModelKeys(Keys):
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
         None, "precision of the frozen base; null: fp32 on CPU, that of the checkpoint on CUDA"
     )
+    quantization: Literal["nf4", "int8"] | None = exact(
+        None, "store the linear layers of the base in 4 bits (nf4) or 8 (int8); needs the extra ci-llm[quantization]"
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] = exact(
         "no", "autocast precision of the forward pass; if not given, that of accelerate launch"
     )

@@ -9,7 +9,7 @@ _LATENT = "leave it out: agents are LoRA adapters, and lora_rank is their size"
 _ONE_LOSS = "leave it out: every learned token weighs the same"
 _HELD_OUT = "eval_dataset_name=FILE, or eval_split=NAME for a split of dataset_name"
 _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
-_SMALLEST_BASE = "model_dtype=bf16 is the smallest base here"
+_QUANTIZED = "quantization=nf4 or quantization=int8"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
 _ADAMW = "leave it out: the optimizer is AdamW; fused_optimizer=false takes the plain one"
 _FUSED_KERNEL = "leave it out: packed rows take a fused kernel wherever it agrees with the base"
@@ -51,7 +51,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "grace_period": ("LatentWire's time to save after a signal", "grace_s=120"),
     "resume_from": ("LatentWire's checkpoint to resume from", "resume_from_checkpoint=PATH"),
     "grad_ckpt": ("LatentWire's switch for less memory", "use_gradient_checkpointing=true"),
-    "load_4bit": ("LatentWire's quantised model", _SMALLEST_BASE),
+    "load_4bit": ("LatentWire's quantised model", "quantization=nf4"),
     # PyRecover
     "distributed": ("PyRecover's switch for several processes", _LAUNCHER),
     "profile": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
@@ -86,9 +86,14 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     # The base and its adapters
     "model_path": ("the base model", "model_name=FOLDER"),
     "model_type": ("the architecture", "leave it out: config.json of model_name has it"),
-    "load_in_4bit": ("a quantised base", _SMALLEST_BASE),
-    "load_in_8bit": ("a quantised base", _SMALLEST_BASE),
-    "quantization_bit": ("a quantised base", _SMALLEST_BASE),
+    "load_in_4bit": ("a quantised base", _QUANTIZED),
+    "load_in_8bit": ("a quantised base", _QUANTIZED),
+    "quantization_bit": ("a quantised base", _QUANTIZED),
+    "quantization_method": ("a library that quantises", _QUANTIZED),
+    "quant_method": ("a library that quantises", _QUANTIZED),
+    "bnb_4bit_quant_type": ("a form of 4 bits", _QUANTIZED),
+    "bnb_4bit_use_double_quant": ("quantised scales", "leave it out: nf4 quantises its scales too"),
+    "bnb_4bit_compute_dtype": ("the precision of products", "mixed_precision=bf16, or model_dtype=bf16"),
     "use_lora": ("a switch for adapters", "leave it out: agents are always LoRA adapters"),
     "use_peft": ("a switch for adapters", "leave it out: agents are always LoRA adapters"),
     "adapter": ("a kind of adapter", "leave it out: agents are always LoRA adapters"),

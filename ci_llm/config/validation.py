@@ -40,6 +40,12 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"lr_scheduler_type {kind} follows the loss, not the step",
             "take cosine, linear or constant_with_warmup",
         )
+    if c.model_dtype == "fp64" and c.quantization:
+        yield Clash(
+            ("model_dtype", "quantization"),
+            f"quantization {c.quantization} stores the weights in fewer bits than model_dtype fp64",
+            "set model_dtype to fp32, or quantization to null",
+        )
     if c.model_dtype == "fp64" and c.mixed_precision != "no":
         yield Clash(
             ("model_dtype", "mixed_precision"),

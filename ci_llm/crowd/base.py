@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -11,7 +12,8 @@ from pickle import UnpicklingError
 import torch
 import xxhash
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,9 +22,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from ci_llm.cluster.hub import may_be_on_hub
+from ci_llm.crowd.quantized import Quantization, quantized_loading, stored_quantization
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
@@ -55,7 +60,7 @@ class Base:
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return int(self.model.num_parameters())  # it knows how many numbers a byte of a quantised layer holds
 
 
 def short_name(name: str) -> str:
@@ -63,13 +68,19 @@ def short_name(name: str) -> str:
     return "embedded" if Path(name).parts[-3:] == BASE_FOLDER.parts[-3:] else name
 
 
-def load_base(model_name: str, model_dtype: str | None = None, device: torch.device | str = "cpu") -> Base:
+def load_base(
+    model_name: str,
+    model_dtype: str | None = None,
+    device: torch.device | str = "cpu",
+    quantization: Quantization | None = None,
+) -> Base:
     """Load a causal language model.
 
     Args:
         model_name: hub id, folder, or `embedded` for the base shipped with this package.
         model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
         device: where the model goes.
+        quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None: as they are.
 
     Raises:
         ModelError: the model is not found, not readable, not complete, or no causal language model.
@@ -77,22 +88,30 @@ def load_base(model_name: str, model_dtype: str | None = None, device: torch.dev
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     transformers_logging.disable_progress_bar()
     config = load_architecture(model_name)
+    dtype = _dtype(model_dtype, torch.device(device))
+    stored = stored_quantization(config)
+    how = quantized_loading(quantization, stored, model_name, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
-            dtype=_dtype(model_dtype, torch.device(device)),
+            dtype=dtype,
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `_require_whole` names them, with those that are missing
             # The fused kernels silently leave out Gemma 2's soft cap.
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+            **how,
         )
     except _UNREADABLE as error:
         raise load_error(model_name, error) from error
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
+    if kind := quantization or stored:
+        # Another version of bitsandbytes may round otherwise, so the checkpoint is what counts.
+        fingerprint = fingerprint_of_files(name, f"{kind} of {model.dtype}\n")
+        return Base(model, tokenizer, name, fingerprint, fingerprint_of_files(name, f"{kind}\n", rounded=True))
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
     return Base(model.to(device), tokenizer, name, fingerprint, rounded)
 
@@ -160,15 +179,48 @@ def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
         rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in
             half and in single precision then have the same fingerprint, because rounding twice changes nothing.
     """
-    digest = hashlib.sha256()
     named = model.state_dict().items()
     base = {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
-    for name, tensor in sorted(base.items()):
+    return _fingerprint(sorted(base.items()), rounded)
+
+
+def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: str = "") -> str:
+    digest = hashlib.sha256(start.encode())
+    for name, tensor in tensors:
         if rounded and tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
-        raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def fingerprint_of_files(name: str, start: str, *, rounded: bool = False) -> str:
+    """Digest of every tensor in the safetensors files of a checkpoint, read one at a time.
+
+    Args:
+        name: a folder or hub id.
+        start: how the tensors are loaded, which belongs to the identity of the base.
+        rounded: as for `fingerprint_of`.
+
+    Raises:
+        ModelError: the checkpoint has no safetensors files.
+    """
+    whole = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    index = None if whole else cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if whole is None and index is None:
+        raise ModelError(
+            "the base has no safetensors files, which quantization reads",
+            where=f"model_name: {name}",
+            hint="load it with Transformers and write it once again with save_pretrained, which makes such files",
+        )
+    files = [whole] if whole else get_checkpoint_shard_files(name, index)[0]
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                yield from ((key, opened.get_tensor(key)) for key in sorted(opened.keys()))
+
+    return _fingerprint(tensors(), rounded, start)
 
 
 def _not_causal(model_name: str, kind: str) -> ModelError:

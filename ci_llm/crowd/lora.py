@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.crowd.input_dropout import InputDropout
+from ci_llm.crowd.quantized import QuantizedLinear
 from ci_llm.errors import BadInput, ModelError
 
 
@@ -185,8 +186,9 @@ class AgentGroup:
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
-    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. It computes in the dtype of x; the gradients
-    of A and B have the dtype of A and B.
+    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. A quantised W is made dense once per pass for
+    all agents, and again in the backward pass. It computes in the dtype of x; the gradients of A and B have the dtype
+    of A and B.
 
     `parameters` are the same numbers as the groups hold: of each group A agent by agent, then B agent by agent. They
     are arguments because autograd routes gradients to arguments, and the gradients are returned for them.
@@ -197,14 +199,14 @@ class _FusedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dropped: Tensor | None,
-        weight: Tensor,
+        weight: Tensor | QuantizedLinear,
         bias: Tensor | None,
         groups: Sequence[AgentGroup],
         *parameters: Tensor,
     ) -> Tensor:
         agents, rows, width = x.shape
         # One product with W for the rows of all agents: this is where the fused pass saves time.
-        y = nn.functional.linear(x.reshape(agents * rows, width), weight, bias).view(agents, rows, -1)
+        y = nn.functional.linear(x.reshape(agents * rows, width), _dense(weight, x.dtype), bias).view(agents, rows, -1)
         kept = []
         for group in groups:
             a, b = group.effective(x.dtype)
@@ -213,7 +215,9 @@ class _FusedLinear(torch.autograd.Function):
             group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
             kept += [a, b, h]
         plain = x if any(not group.drops for group in groups) else None
-        ctx.save_for_backward(plain, dropped, weight, *kept)
+        quantized = isinstance(weight, QuantizedLinear)
+        ctx.save_for_backward(plain, dropped, None if quantized else weight, *kept)
+        ctx.quantized = weight if quantized else None
         ctx.groups, ctx.dtype = groups, parameters[0].dtype if parameters else None
         return y
 
@@ -225,6 +229,7 @@ class _FusedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x, grads_z = None, []
         if ctx.needs_input_grad[0]:
+            weight = _dense(ctx.quantized or weight, grad.dtype)
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
         gradients: list[Tensor] = []
         for number, group in enumerate(ctx.groups):
@@ -241,7 +246,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _LowRank(torch.autograd.Function):
-    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for base layers that are no plain nn.Linear (Conv1D, quantised); z is a group's."""
+    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for base layers that are no plain nn.Linear such as Conv1D; z is a group's."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, group: AgentGroup, *parameters: Tensor) -> Tensor:
@@ -259,6 +264,10 @@ class _LowRank(torch.autograd.Function):
         grad_a, grad_b, grad_h = _low_rank_gradients(grad, z, b, h, ctx.group.scaling)
         grad_z = torch.bmm(grad_h, a) if ctx.needs_input_grad[0] else None
         return grad_z, None, *ctx.group.parameter_gradients(grad_a, grad_b, ctx.dtype)
+
+
+def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense(dtype)
 
 
 def _input(group: AgentGroup, x: Tensor, dropped: Tensor | None) -> Tensor:
@@ -360,11 +369,12 @@ class StackedLoRALinear(nn.Module):
 
     def _apply_both(self, x: Tensor, dropped: Tensor | None, groups: Sequence[AgentGroup], first: int) -> Tensor:
         base = self.base_layer
-        if type(base) is nn.Linear:
+        if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             bias = None if base.bias is None else base.bias.to(x.dtype)
+            weight = base if isinstance(base, QuantizedLinear) else base.weight.to(x.dtype)
             adapted = [group for group in groups if group.stacked is not None]
             parameters = [each for group in adapted for each in self._parameters_of(group, first)]
-            return _FusedLinear.apply(x, dropped, base.weight.to(x.dtype), bias, adapted, *parameters)  # type: ignore[no-any-return]
+            return _FusedLinear.apply(x, dropped, weight, bias, adapted, *parameters)  # type: ignore[no-any-return]
         # Autocast, if it is on, casts the base's weights; `_LowRank` casts the adapters to the dtype of its input.
         y = base(x)
         parts = []
@@ -384,5 +394,5 @@ class StackedLoRALinear(nn.Module):
 def _features(layer: nn.Module) -> tuple[int, int]:
     if isinstance(layer, Conv1D):
         return layer.weight.shape[0], layer.weight.shape[1]
-    assert isinstance(layer, nn.Linear)
+    assert isinstance(layer, nn.Linear | QuantizedLinear)
     return layer.in_features, layer.out_features

@@ -26,6 +26,7 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
+from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.data.batches import Batch, padded
 from ci_llm.errors import BadInput, ModelError
 
@@ -114,6 +115,12 @@ class Crowd(nn.Module):
         return self.agents.weights.device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Crowd:
+        if stored_quantization(self.model.config) and fn(torch.zeros(1)).dtype != torch.float32:
+            raise ModelError(
+                "a quantised base keeps its precision",
+                where="Crowd.to",
+                hint="load it with load_base(..., model_dtype=...), or move it to a device only",
+            )
         super()._apply(fn, recurse)
         self.agents.restack()  # .to() moves every parameter separately; make them views of one storage again
         return self
@@ -291,12 +298,14 @@ class Crowd(nn.Module):
             "prompt_form": self.prompter.form if self.prompter else "chat",
             "lora": self.settings.to_dict(),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
+            **({} if (stored := stored_quantization(self.model.config)) is None else {"quantization": stored}),
         }
 
     def adapter_files(self) -> dict[str, Any]:
         """Every agent in PEFT's layout: file names without their endings -> tensors or JSON."""
+        kinds = [adapter_config(self.model, self.agents, k, self.base_name) for k in range(len(self.settings.kinds()))]
         files: dict[str, Any] = {}
         for k in range(self.num_agents):
             files[f"agent{k}/adapter_model"] = self.agents.agent_tensors(k)
-            files[f"agent{k}/adapter_config"] = adapter_config(self.model, self.agents, k, self.base_name)
+            files[f"agent{k}/adapter_config"] = kinds[k % len(kinds)]
         return files

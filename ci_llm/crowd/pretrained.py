@@ -93,7 +93,8 @@ def _read(path: Path) -> bytes:
 def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | None, base_model: str | None) -> Base:
     recorded = str(meta["base_model_name_or_path"])
     name = base_model or short_name(recorded)
-    base = load_base(name, meta["base_dtype"], device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    base = load_base(name, meta["base_dtype"], device, meta.get("quantization"))
     if base.fingerprint != meta["base_fingerprint"]:
         raise ForeignCheckpoint(
             f"the agents were trained on {short_name(recorded)} with fingerprint {meta['base_fingerprint']}; "

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ci_llm.crowd.quantized import QuantizedLinear
 from ci_llm.errors import ModelError
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every linear layer by name: those that can carry an adapter, and the head, which cannot."""
     modules = dict(model.named_modules())
-    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D | QuantizedLinear)}
     return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(modules[n.rpartition(".")[0]], n)}
 
 

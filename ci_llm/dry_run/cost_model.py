@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +22,7 @@ from ci_llm.config import Config
 from ci_llm.crowd.base import DTYPES, load_error
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.quantized import stored_bytes
 from ci_llm.data.batches import Batch
 from ci_llm.run.setup import lora_settings
 
@@ -87,15 +88,27 @@ def _trace(
             smaller, _ = _micro_step(config, crowd, _batch(few // 2, tokens, targets, device))
             peak += (peak - smaller) * (rows - few) // (few - few // 2)
         trained = crowd.agents.weights
+        saved, made_dense = _quantized(config, crowd)
         own = {p for name, p in crowd.model.named_parameters() if not p.requires_grad}
         return Trace(
             base_parameters=sum(p.numel() for p in own),
-            base_bytes=sum(p.nbytes for p in own),
+            base_bytes=sum(p.nbytes for p in own) - saved,
             agent_parameters=trained.shape[1],
             agents_bytes=AGENT_COPIES * trained.nbytes,
-            activation_bytes=round(ALLOCATED_PER_LIVING * peak),
+            activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense)),
             flops=flops * rows / few,
         )
+
+
+def _quantized(config: Config, crowd: Crowd) -> tuple[int, int]:
+    """(bytes that quantised storage saves; bytes of the largest layer, which is dense during its products)."""
+    if config.quantization is None:
+        return 0, 0
+    head = crowd.model.get_output_embeddings()
+    layers = [m for m in crowd.model.modules() if isinstance(m, nn.Linear) and m is not head]
+    dense = [layer.weight.nbytes for layer in layers]
+    stored = [stored_bytes(config.quantization, *layer.weight.shape) for layer in layers]
+    return sum(dense) - sum(stored), max(dense)
 
 
 def base_dtype(config: Config, shape: PreTrainedConfig, device: torch.device) -> torch.dtype:

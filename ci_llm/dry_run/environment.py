@@ -79,7 +79,8 @@ def precision(context: CheckContext) -> str:
     check_precision(context.config)
     base = context.config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
     mixed = context.config.mixed_precision
-    return f"base in {base}" + ("" if mixed == "no" else f", forward pass in {mixed}")
+    stored = f", its linear layers in {context.config.quantization}" if context.config.quantization else ""
+    return f"base in {base}{stored}" + ("" if mixed == "no" else f", forward pass in {mixed}")
 
 
 def port(context: CheckContext) -> str:

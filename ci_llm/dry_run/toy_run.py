@@ -70,7 +70,7 @@ def _base(context: CheckContext) -> tuple[Base, str]:
     config, shape, device = context.config, context.shape, context.processes.device
     if not shape.offline:
         try:
-            return load_base(config.model_name, config.model_dtype, device), ""
+            return load_base(config.model_name, config.model_dtype, device, config.quantization), ""
         except ModelError as error:
             # The embedded base stands in for weights that cannot be downloaded. A damaged local copy is a failure.
             if not (shape.from_hub and isinstance(error.__cause__, OSError)):
@@ -82,7 +82,7 @@ def _base(context: CheckContext) -> tuple[Base, str]:
     context.examples = tokenized(context, context.rows, tokenizer, SAMPLED_ROWS, length)
     context.eval_examples = tokenized(context, context.eval_rows, tokenizer, TOY_EVAL_ROWS, length)
     remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
-    return load_base("embedded", config.model_dtype, device), remark
+    return load_base("embedded", config.model_dtype, device, config.quantization), remark
 
 
 def two_steps(context: CheckContext) -> str:

@@ -28,6 +28,7 @@ from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of
+from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.data.chat_template import chat_template, use_chat_template
 from ci_llm.data.order import Plan
 from ci_llm.data.rows import Rows
@@ -82,9 +83,12 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
     found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
-    base = load_base(config.model_name, config.model_dtype, processes.device)
+    base = load_base(config.model_name, config.model_dtype, processes.device, config.quantization)
     use_chat_template(base.tokenizer, config.chat_template)
-    logger.info(f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}")
+    stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
+    logger.info(
+        f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}"
+    )
     crowd = build_crowd(config, base)
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
     eval_rows = _tokenized(config, base, processes, found[1])  # answers alone are evaluated, whatever is learned

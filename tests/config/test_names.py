@@ -35,6 +35,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("use_gradient_checkpointing=unsloth", {"use_gradient_checkpointing": True}),
     ("attn_implementation=sdpa", {}),
     ("load_in_4bit=false", {}),
+    ("load_in_4bit=true", {"quantization": "nf4"}),
+    ("load_in_8bit=true", {"quantization": "int8"}),
+    ("quantization_bit=4", {"quantization": "nf4"}),
     ("trust_remote_code=false", {}),
     ("lora_r=16", {"lora_rank": 16}),
     ("lora_target=all", {}),
@@ -86,7 +89,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
 
 #: Standard names, or values of them, without a counterpart: what the answer tells to do instead.
 ANSWERED: list[tuple[str, str]] = [
-    ("load_in_4bit=true", "model_dtype=bf16 is the smallest base here"),
+    ("bnb_4bit_quant_type=fp4", "quantization=nf4"),
     ("attn_implementation=flash_attention_2", "packed rows take a fused kernel"),
     ("optim=paged_adamw_8bit", "the optimizer is AdamW"),
     ("optim=adafactor", "the optimizer is AdamW"),
@@ -153,7 +156,7 @@ def test_what_a_translation_means_is_a_key_with_a_value_of_it() -> None:
 def test_a_switch_may_stand_alone() -> None:
     config = load_config(None, ["--bf16", "--packing", "--full_determinism", "--K", "2"])
     assert changed(config) == {"mixed_precision": "bf16", "deterministic": True, "num_agents": 2}
-    assert "no key here with the value 'true'" in refusal("--load_in_4bit").what
+    assert "no key here with the value 'true'" in refusal("--use_dora").what
 
 
 def test_a_switch_that_is_off_says_nothing_against_one_that_is_on(tmp_path: Any) -> None:
@@ -197,7 +200,7 @@ def test_names_of_others_work_in_python_too() -> None:
         ({"seed": object()}, "seed is a object, but takes a whole number of at least 0", "the default is 42"),
         ({"sed": 1}, "sed is no key", "did you mean seed?"),
         ({"lr": 1e-3, "learning_rate": 1e-3}, "learning_rate (as lr and learning_rate) is given twice", "keep one"),
-        ({"load_in_4bit": True}, "load_in_4bit is no key here with the value 'true'; it is a quantised base", "bf16"),
+        ({"use_dora": True}, "use_dora is no key here with the value 'true'", "LoRA"),
         ({"diversity": "joint", "lambda_sw": 2.0}, "diversity joint needs lambda_sw below 1, not 2", "0.1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.slow
 NAMES = [check.name for check in CHECKS]
 HERE = [name for name in NAMES if torch.cuda.is_available() or not name.startswith("gpu ")]
 PRESETS = ROOT / "configs"
+NF4 = ["llama3.1_8b_nf4_gsm8k.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: P
 
 @pytest.mark.parametrize(
     "preset",
-    sampled(["qwen2.5_0.5b_gsm8k.yaml", "gemma2_2b_gsm8k.yaml", "llama3.1_8b_gsm8k.yaml"], ["llama3.1_8b_gsm8k.yaml"]),
+    sampled(["qwen2.5_0.5b_gsm8k.yaml", "gemma2_2b_gsm8k.yaml", "llama3.1_8b_gsm8k.yaml", *NF4], NF4),
 )
 def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -> None:
     text = (PRESETS / preset).read_text()

@@ -29,6 +29,8 @@ OTHER_MATHS = [
     *matrix(moment=MOMENTS, accumulation=(4,), dropout=(0.1,), precision=("bf16",)),
     Cell("mid epoch 1", dropout=0.1, workers=2, precision="bf16"),
     Cell("mid epoch 0", accumulation=4, dropout=0.1, diversity="joint"),
+    Cell("mid epoch 0", dropout=0.1, precision="bf16", quantization="int8"),
+    Cell("mid epoch 1", accumulation=4, dropout=0.1, quantization="nf4"),
     Cell("mid epoch 1", accumulation=4, dropout=0.1, diversity="swd"),
 ]
 TWO_PROCESSES = [

@@ -39,6 +39,7 @@ MOMENTS = {"mid epoch 0": 3, "boundary": 5, "mid epoch 1": 8}
 LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by the next attempt
 WITNESSED = "witnessed: step"
 BY_THE_CLOCK = {"attempt", "slurm_restarts", "time", "tokens_per_s", "step_time_s"}
+DEFAULTS = ("no", "none", "null")  # words that leave something out
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,12 @@ class Cell:
     ranks: int = 1
     precision: str = "no"
     diversity: str = "none"
+    quantization: str = "null"
 
     def __str__(self) -> str:
         parts = [self.moment, f"accumulation {self.accumulation}", f"dropout {self.dropout:g}"]
         parts += [f"{self.workers} workers", f"{self.ranks} process{'es' * (self.ranks > 1)}"]
-        parts += [word for word in (self.precision, self.diversity) if word not in ("no", "none")]
+        parts += [word for word in (self.precision, self.diversity, self.quantization) if word not in DEFAULTS]
         return ", ".join(parts)
 
     @property
@@ -91,6 +93,7 @@ class Cell:
             "dropconnect_p": self.dropout,
             "mixed_precision": self.precision,
             "diversity": self.diversity,
+            "quantization": self.quantization,
             "num_agents": 2,
             "lora_rank": 2,
             "learning_rate": 4e-3,

@@ -1,0 +1,206 @@
+"""Frozen linear layers in 4 or 8 bits: bitsandbytes quantises and stores them, their products are made here.
+
+Neither forward pass of bitsandbytes is used. On a CPU its 4-bit layer packs its weight for inference at the first pass
+in evaluation mode; the training passes after that have the right loss and wrong gradients. And each of K separate
+runs would dequantise a weight of its own, where one dequantisation serves all K agents.
+
+NF4 and double quantisation: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023. Row-wise int8:
+Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022; without its outliers, since
+the weights are made dense before each product.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ci_llm.errors import ConfigError, ModelError
+
+Quantization = Literal["nf4", "int8"]
+
+#: The classes of bitsandbytes that are replaced, by name: the library is imported only where a base needs it.
+_STORED_BY: Final = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}
+
+_STORED: Final = ("nf4", "fp4", "int8")
+
+_DENSE_PARAMETERS: Final = ("Parameter", "FakeTensor", "DTensor")
+
+
+def quantized_loading(
+    wanted: Quantization | None, stored: str | None, model_name: str, device: torch.device | str
+) -> dict[str, Any]:
+    """The arguments with which Transformers' `from_pretrained` loads a quantised base; none for a dense one.
+
+    Args:
+        wanted: the key `quantization`.
+        stored: how the checkpoint is quantised, see `stored_quantization`.
+
+    Raises:
+        ConfigError: bitsandbytes is missing, or the checkpoint is quantised in another way.
+    """
+    if stored not in (None, *_STORED):
+        raise _unknown_storage(model_name, f"the base is quantised by {stored}")
+    if wanted and stored and wanted != stored:
+        raise ConfigError(
+            f"the checkpoint is quantised already, as {stored}",
+            where=f"quantization: {wanted}",
+            hint="leave quantization out, or take the dense checkpoint",
+        )
+    if not wanted and not stored:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "a quantised base needs bitsandbytes, which is not installed",
+            where=f"quantization: {wanted or stored}",
+            hint="pip install 'ci-llm[quantization]'",
+        )
+    if stored:
+        return {"device_map": {"": device}}
+    config = BitsAndBytesConfig(
+        load_in_4bit=wanted == "nf4",
+        load_in_8bit=wanted == "int8",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+    )
+    return {"device_map": {"": device}, "quantization_config": config}
+
+
+def stored_quantization(config: PreTrainedConfig) -> str | None:
+    """How the checkpoint is quantised: nf4, fp4, int8, the name of another method, or None for dense weights."""
+    found: Any = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    values: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
+    if not method.startswith("bitsandbytes"):
+        return method
+    return "int8" if values.get("load_in_8bit") else str(values.get("bnb_4bit_quant_type", "fp4"))
+
+
+def stored_bytes(quantization: Quantization, out_features: int, in_features: int) -> int:
+    """Bytes of a quantised weight with its scales."""
+    if quantization == "int8":
+        return out_features * (in_features + 4)
+    # 64 numbers share a scale of one byte, and 256 of these scales share one of four bytes.
+    numbers = out_features * in_features
+    return numbers // 2 + -(-numbers // 64) + 4 * -(-numbers // (64 * 256))
+
+
+class QuantizedLinear(nn.Module):
+    """y = x Wᵀ + b with W frozen and stored in 4 or 8 bits.
+
+    Args:
+        layer: a quantised layer of bitsandbytes, which this one replaces and takes the storage from.
+
+    Attributes:
+        stored: the numbers as bitsandbytes keeps them.
+    """
+
+    scale: Tensor  # of int8: the largest absolute value of each row, [out]
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.in_features: int = layer.in_features
+        self.out_features: int = layer.out_features
+        self.stored: Any = layer.weight
+        self.stored.requires_grad_(False)
+        self.bias = layer.bias
+        self._is_int8 = _STORED_BY[type(layer).__name__] == "int8"
+        if self._is_int8:
+            moved = self.stored.SCB is None  # the first pass through the layer moves it
+            self.register_buffer("scale", layer.state.SCB if moved else self.stored.SCB)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] as numbers of `dtype`, made anew at each call."""
+        if self._is_int8:
+            weight: Tensor = self.stored.data * (self.scale[:, None] / 127)  # the largest value is stored as 127
+            return weight.to(dtype)
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight = dequantize_4bit(self.stored.data, self.stored.quant_state)
+        return weight.to(dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in] for code that reads it by itself, in the precision it had before."""
+        return self.dense(self.scale.dtype if self._is_int8 else self.stored.quant_state.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return _Product.apply(x.to(dtype), self)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        kind = "int8" if self._is_int8 else self.stored.quant_state.quant_type
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {kind}"
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b for a layer without agents; it keeps nothing for the backward pass and makes W dense again there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x.dtype
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return nn.functional.linear(x, layer.dense(x.dtype), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.dense(ctx.dtype), None
+
+
+def take_over_products(model: PreTrainedModel) -> None:
+    """Replace every quantised layer of bitsandbytes in `model` by a `QuantizedLinear` on the same storage.
+
+    Raises:
+        ModelError: some weights of the base are stored in a form whose gradient would be wrong or absent.
+    """
+    _refuse_offloaded(model)
+    if (stored := stored_quantization(model.config)) not in (None, *_STORED):
+        raise _unknown_storage(model.name_or_path, f"the base is quantised by {stored}")
+    for name, layer in list(model.named_modules()):
+        if type(layer).__name__ in _STORED_BY and type(layer).__module__.startswith("bitsandbytes."):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, QuantizedLinear(layer))
+    _refuse_unknown_storage(model)
+
+
+def _refuse_offloaded(model: PreTrainedModel) -> None:
+    """Accelerate's hooks bring an offloaded weight for the layer's own forward pass, which agents do not call."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    offloaded = {"disk"} & places or (len(places) > 1 and {"cpu"} & places)
+    if offloaded or any(p.is_meta for p in model.parameters()):
+        raise ModelError(
+            "parts of the base lie on the CPU or the disk and are loaded for each pass (device_map)",
+            where=f"model_name: {model.name_or_path}",
+            hint="load the base on one device; quantization=nf4 makes it about seven times smaller",
+        )
+
+
+def _refuse_unknown_storage(model: PreTrainedModel) -> None:
+    """Such layers may compute the right loss, and a wrong gradient or none."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear | Conv1D):
+            continue
+        weight = layer.weight
+        if type(weight).__name__ not in _DENSE_PARAMETERS or not weight.is_floating_point():
+            raise _unknown_storage(
+                model.name_or_path, f"the weight of {name} is stored as {type(weight).__name__} ({weight.dtype})"
+            )
+    head: Any = model.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        raise _unknown_storage(model.name_or_path, "the output layer of the base is quantised")
+
+
+def _unknown_storage(model_name: str, what: str) -> ModelError:
+    return ModelError(
+        f"{what}: agents would learn from wrong gradients",
+        where=f"model_name: {model_name}",
+        hint="take the dense checkpoint of this model, with quantization=nf4 or int8 if it must be small",
+    )
