@@ -69,6 +69,7 @@ class AgentStorage:
         self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
         self._bind_weights()
         self.rows = [nn.Parameter(row) for row in self._own(self.weights)]
+        self._gradient_views = self._views_of_gradients()
 
     def _size_of(self, agent: AgentLora, adapted: Iterable[str]) -> int:
         return agent.rank * sum(self.layers[name].in_features + self.layers[name].out_features for name in adapted)
@@ -149,6 +150,7 @@ class AgentStorage:
         # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
         for row, data in zip(self.rows, self._own(self.weights), strict=True):
             row.data = data
+        self._gradient_views = self._views_of_gradients()
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -174,11 +176,8 @@ class AgentStorage:
         """
         self.gradients.zero_()
         # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
-        for k in range(self.settings.num_agents):
-            for module, a, b in self._views(self.gradients, k):
-                module.lora_A[f"agent{k}"].grad, module.lora_B[f"agent{k}"].grad = a, b
-        for row, grad in zip(self.rows, self._own(self.gradients), strict=True):
-            row.grad = grad
+        for parameter, grad in self._gradient_views:
+            parameter.grad = grad
         if self._drops_weights:
             self._draw_masks(step)
 
@@ -193,6 +192,14 @@ class AgentStorage:
     @property
     def _drops_weights(self) -> bool:
         return any(agent.dropconnect for agent in self.each)
+
+    def _views_of_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its part of `gradients`."""
+        views = list(zip(self.rows, self._own(self.gradients), strict=True))
+        for k in range(self.settings.num_agents):
+            for module, a, b in self._views(self.gradients, k):
+                views += [(module.lora_A[f"agent{k}"], a), (module.lora_B[f"agent{k}"], b)]
+        return views
 
     def _draw_masks(self, step: int) -> None:
         if not self._masks_of_step:

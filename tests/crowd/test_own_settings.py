@@ -151,10 +151,10 @@ def test_a_sick_neighbour_changes_no_bit(sick: int) -> None:
 def test_on_the_embedded_base(dtype: torch.dtype) -> None:
     model = load_base("embedded").model.to(dtype)
     packed = [batch((31, 57, 44)), batch((101, 7)), batch((64,))]
-    for own in EVERY_KIND:
+    for own in (SMALL, DROPPING):
         (alone,) = train(model, [own], packed=packed)
-        for name, company in COMPANY.items():
-            place, entries = company(own)
+        for name in ("seven of its kind", "other layers"):
+            place, entries = COMPANY[name](own)
             assert not alone.differs_from(train(model, entries, packed=packed)[place]), name
 
 
