@@ -1,4 +1,4 @@
-"""One frozen linear layer with K low-rank adapters: the module and its autograd Functions.
+"""One frozen linear layer with K low-rank adapters: their settings, the module and its autograd Functions.
 
 LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Rank-stabilised scaling: Kalajdzievski,
 "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023.
@@ -53,7 +53,7 @@ class LoraSettings:
     """Number and shape of the agents; the words are PEFT's.
 
     Args:
-        num_agents: K; with `agents` their number.
+        num_agents: K; with `agents` it is their number.
         rank: r of each adapter.
         alpha: see `AgentLora.scaling`.
         dropout: probability of dropping an input of an adapter.

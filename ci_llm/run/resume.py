@@ -291,7 +291,7 @@ class RunCheckpoint:
 def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
     """Name and settings of every agent, as plain values."""
     return [
-        {NAME: name, **{key: getattr(own, key) for key in OWN_KEYS}}
+        {NAME: name, **{key: list(v) if isinstance(v := getattr(own, key), tuple) else v for key in OWN_KEYS}}
         for name, own in zip(config.agent_names, config.each_agent, strict=True)
     ]
 
