@@ -372,6 +372,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
         **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
+        **({"names": config.agent_names} if config.agents else {}),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,

@@ -77,12 +77,13 @@ def test_killed_and_resumed(trials: Trials, mixed: Path) -> None:
 
 
 def test_two_processes_killed_and_resumed(trials: Trials) -> None:
-    cell = Cell(ranks=2)
-    undisturbed = account(complete(trials, cell, *MIXED))
-    folder = trials.new_folder()
-    assert trials.train(cell, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **keys(*MIXED)) == [-9, -9]
-    assert trials.train(cell, folder, **keys(*MIXED)) == [0, 0], (folder / "log").read_text()
-    assert not differences(undisturbed, account(folder))
+    """Each writes its part of a checkpoint."""
+    cell, own = Cell(ranks=2), keys(*MIXED) | {"checkpoint_backend": "distributed"}
+    undisturbed, folder = trials.new_folder(), trials.new_folder()
+    assert trials.train(cell, undisturbed, **own) == [0, 0], (undisturbed / "log").read_text()
+    assert trials.train(cell, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **own) == [-signal.SIGKILL] * 2
+    assert trials.train(cell, folder, **own) == [0, 0], (folder / "log").read_text()
+    assert not differences(account(undisturbed), account(folder))
 
 
 def test_other_settings_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: Path) -> None:
@@ -100,7 +101,9 @@ def test_what_the_run_leaves_names_every_agents_settings(mixed: Path) -> None:
     assert len({*meta["parameters_per_agent"]}) == 4
     configs = [json.loads((final / f"agent{k}/adapter_config.json").read_text()) for k in range(4)]
     assert [config["r"] for config in configs] == [3, 2, 2, 8]
-    assert "small: seed 1" in (mixed / "run/training.log").read_text()
+    evaluation = json.loads((mixed / "run/evaluation.json").read_text())
+    assert evaluation["names"] == ["small", "dropping", "few layers", "large"]
+    assert "small: learning_rate 0.001" in (mixed / "run/training.log").read_text()
     crowd = Crowd.from_pretrained(mixed / "run")
     assert [agent.rank for agent in crowd.agents.each] == [3, 2, 2, 8]
     assert len(crowd.generate("Tom has 3 apples.", max_new_tokens=3)) == 1
