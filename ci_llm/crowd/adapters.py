@@ -78,15 +78,20 @@ class AgentStorage:
         """The rows of `storage` [K, P] without their padding."""
         return [row[:size] for row, size in zip(storage, self.sizes, strict=True)]
 
+    def _places(self, k: int) -> Iterator[tuple[str, int, int, int]]:
+        """(name, start, middle, end) of each module that agent k adapts: its row has A from start on, B from middle."""
+        start, rank = 0, self.each[k].rank
+        for name in self.adapted_by(k):
+            middle = start + rank * self.layers[name].in_features
+            end = middle + rank * self.layers[name].out_features
+            yield name, start, middle, end
+            start = end
+
     def _views(self, storage: Tensor, k: int) -> Iterator[tuple[StackedLoRALinear, Tensor, Tensor]]:
         """(module, A [r, in], B [out, r]) of agent k for each module it adapts, in order, as views of `storage`."""
-        start, r, row = 0, self.each[k].rank, storage[k]
-        for name, module in self.layers.items():
-            if name in self._adapted[k]:
-                middle = start + r * module.in_features
-                end = middle + module.out_features * r
-                yield module, row[start:middle].view(r, -1), row[middle:end].view(-1, r)
-                start = end
+        row, rank = storage[k], self.each[k].rank
+        for name, start, middle, end in self._places(k):
+            yield self.layers[name], row[start:middle].view(rank, -1), row[middle:end].view(-1, rank)
 
     def _alike(self) -> Iterator[tuple[int, int]]:
         """Neighbours `first`, ..., `end - 1` whose adapters have the same shape in every module."""
@@ -96,32 +101,26 @@ class AgentStorage:
             first, end = end, end + len(list(members))
             yield first, end
 
-    def _group(self, first: int, end: int, name: str, start: int) -> tuple[AgentGroup, int]:
-        """The group of these neighbours on one module, whose numbers begin at `start`; and where the next begin."""
-        agent, module = self.each[first], self.layers[name]
-        if name not in self._adapted[first]:
-            return AgentGroup(first, end), start
-        n, r = end - first, agent.rank
-        middle = start + r * module.in_features
-        stop = middle + module.out_features * r
-
-        def stacked(storage: Tensor) -> tuple[Tensor, Tensor]:
-            a, b = storage[first:end, start:middle], storage[first:end, middle:stop]
-            return a.view(n, r, module.in_features), b.view(n, module.out_features, r)
-
-        masks = None if self._masks is None else stacked(self._masks)
-        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, stacked(self.weights), masks), stop
-
     def _bind_groups(self) -> None:
         """Give every module its groups: views of the weights and of the masks that are in force."""
         groups: dict[str, list[AgentGroup]] = {name: [] for name in self.layers}
         for first, end in self._alike():
-            start = 0
-            for name in self.layers:
-                group, start = self._group(first, end, name, start)
-                groups[name].append(group)
+            adapters = {name: self._group(first, end, *place) for name, *place in self._places(first)}
+            for name, found in groups.items():
+                found.append(adapters.get(name, AgentGroup(first, end)))
         for name, module in self.layers.items():
             module.groups = tuple(groups[name])
+
+    def _group(self, first: int, end: int, start: int, middle: int, stop: int) -> AgentGroup:
+        """The group of these neighbours on a module that they adapt; for the places see `_places`."""
+        agent, n = self.each[first], end - first
+
+        def stacked(storage: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = storage[first:end, start:middle], storage[first:end, middle:stop]
+            return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
+
+        masks = None if self._masks is None else stacked(self._masks)
+        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, stacked(self.weights), masks)
 
     def _bind_weights(self) -> None:
         """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""
