@@ -15,6 +15,7 @@ from ci_llm.config.parsing import NESTED_MAPPING, Entry, Items, Mapped, Raw, Sca
 from ci_llm.errors import ConfigError
 
 _HINT = "write one `key: value` per line, with a space after the colon and none before the key"
+DEEPEST = 3  # `agents: [{lora_target_modules: [q_proj]}]`: a list in a mapping in a list
 _PLAIN_NAMES = ("str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in _PLAIN_NAMES)
 
@@ -80,24 +81,24 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         raise ConfigError("the YAML is nested too deeply", where=name, hint=_HINT) from error
 
 
-def _entries(node: yaml.MappingNode, name: str) -> list[Entry]:
-    return [Entry(_key_text(key), _raw(value, name), _place(name, key)) for key, value in node.value]
+def _entries(node: yaml.MappingNode, name: str, depth: int = 0) -> list[Entry]:
+    return [Entry(_key_text(key), _raw(value, name, depth), _place(name, key)) for key, value in node.value]
 
 
-def _raw(node: yaml.Node, name: str) -> Scalar | Items | Unusable:
+def _raw(node: yaml.Node, name: str, depth: int = 0) -> Scalar | Items | Unusable:
     if node.tag not in _PLAIN_TAGS:
         return Unusable(f"the YAML tag {node.tag}")
-    if isinstance(node, yaml.SequenceNode):
-        return Items(tuple(_item(child, name) for child in node.value))
     if isinstance(node, yaml.ScalarNode):
         return Scalar(node.value, quoted=node.style is not None)
-    return NESTED_MAPPING
+    if isinstance(node, yaml.SequenceNode) and depth < DEEPEST:
+        return Items(tuple(_item(child, name, depth + 1) for child in node.value))
+    return NESTED_MAPPING if isinstance(node, yaml.MappingNode) else Unusable("a nested list")
 
 
-def _item(node: yaml.Node, name: str) -> Scalar | Items | Mapped | Unusable:
-    if isinstance(node, yaml.MappingNode) and node.tag in _PLAIN_TAGS:
-        return Mapped(tuple(_entries(node, name)))
-    return _raw(node, name)
+def _item(node: yaml.Node, name: str, depth: int) -> Scalar | Items | Mapped | Unusable:
+    if isinstance(node, yaml.MappingNode) and node.tag in _PLAIN_TAGS and depth < DEEPEST:
+        return Mapped(tuple(_entries(node, name, depth + 1)))
+    return _raw(node, name, depth)
 
 
 def _key_text(node: yaml.Node) -> str:
