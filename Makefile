@@ -5,8 +5,11 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# What `make coverage` runs.
+MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/test_interrupts.py \
+	tests/supervisor/test_policy.py tests/supervisor/test_classify.py
 
-.PHONY: install install-dev train test campaign test-slurm check lint bench clean
+.PHONY: install install-dev train test campaign test-slurm check fast lint coverage mutation bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -29,9 +32,17 @@ train: install
 	$(BIN)/python train.py
 
 # Everything; last what starts ten nodes of a real SLURM, which would slow the others down.
-test: install-dev
-	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm
+test: coverage
+	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm $(MEASURED:%=--ignore=%)
 	$(PYTEST) tests/slurm
+
+# The tests of what a run cannot do without, with the coverage of its branches; files and floor are in pyproject.toml.
+coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
+coverage: install-dev
+	$(BIN)/python -m coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist loadgroup $(MEASURED)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
 
 # Everything again, and in full what `make test` samples: crash points, random histories, combinations of a matrix.
 campaign: install-dev
@@ -41,14 +52,21 @@ campaign: install-dev
 test-slurm: install-dev
 	$(PYTEST) tests/slurm
 
-# Lint, types and the fast tests.
-check: lint
+# Lint, types and the fast tests, side by side: the tests wait now and then.
+check: install-dev
+	@$(MAKE) --no-print-directory -j 2 lint fast
+
+fast: install-dev
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not slow" -q
 
 lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Of small changes to the files on which most depends, the share that their tests notice; about an hour.
+mutation: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutate
 
 bench: install-dev
 	$(BIN)/python -m benchmarks

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from tests.support import crews
-from tests.support.forkserver import ForkServer
+from tools.testbed import crews
+from tools.testbed.forkserver import ForkServer
 
 PACKAGE = logging.getLogger("ci_llm")
 
@@ -50,7 +50,7 @@ def write(folder: Path, **options: Any) -> None:
 def write_in_parts(folder: Path) -> None:
     """Steps 1 and 2 by three processes, each of which writes its part."""
     log = folder.with_name(f"{folder.name}.log")
-    with ForkServer("tests.support.crews") as server:
+    with ForkServer("tools.testbed.crews") as server:
         arguments = {"directory": str(folder), "steps": [1, 2], "backend": "distributed", "behind": True}
         if any(server.run(crews.saving, log, ranks=3, **arguments)):
             raise SystemExit(log.read_text())

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
-from tests.support.crews import enter
-from tests.support.forkserver import ForkServer
+from tools.testbed.crews import enter
+from tools.testbed.forkserver import ForkServer
 
 AGENTS, TENSORS = 4, 224
 BACKENDS = ("vanilla", "distributed")

@@ -34,9 +34,9 @@ from benchmarks.crash_sweep import BROKEN, EIO, ENOSPC, KILL, RAISED, SAID_NO, S
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CiLlmError
-from tests.support.crews import enter, same, state
-from tests.support.disks import CHANGES
-from tests.support.forkserver import ForkServer
+from tools.testbed.crews import enter, same, state
+from tools.testbed.disks import CHANGES
+from tools.testbed.forkserver import ForkServer
 
 RANKS = 2
 KILLED = -signal.SIGKILL

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rivals
-from tests.support.forkserver import ForkServer
-from tests.support.trials import LOST_STEPS, MOMENTS, WITNESSED, Cell, Fate, Trials, differences, matrix, witnessed
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import LOST_STEPS, MOMENTS, WITNESSED, Cell, Fate, Trials, differences, matrix, witnessed
 
 Facts = dict[str, Any]
 
@@ -165,7 +165,7 @@ def main() -> int:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         environment = {"HF_DATASETS_CACHE": f"{scratch}/cache"}
-        with ForkServer("tests.support.trials", "benchmarks.rivals", environment=environment) as server:
+        with ForkServer("tools.testbed.trials", "benchmarks.rivals", environment=environment) as server:
             listed = [system for system in systems(server, Path(scratch)) if chosen.only in system.name]
             for system in listed:
                 for cell in cells(chosen.quick):

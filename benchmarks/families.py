@@ -47,7 +47,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
-from tests.support.tiny import example
+from tools.testbed.tiny import example
 
 TIME_LIMIT_S = 120
 MOST_PARAMETERS = 20_000_000

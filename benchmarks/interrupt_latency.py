@@ -33,8 +33,8 @@ from ci_llm.cli.main import main as command
 from ci_llm.config import Config
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
-from tests.support.forkserver import ForkServer
-from tests.support.moments import STRUCK, interfere
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import STRUCK, interfere
 
 FORWARD_PASS = 8
 ROWS, ROW_TOKENS = 12, 80

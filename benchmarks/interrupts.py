@@ -22,8 +22,8 @@ from pathlib import Path
 
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput
-from tests.support.forkserver import ForkServer
-from tests.support.moments import STRUCK, arguments, train_for_a_while
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import STRUCK, arguments, train_for_a_while
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 EARLY_S = 0.01  # before this a process has not even looked at its command line
@@ -98,7 +98,7 @@ def trials(server: ForkServer, home: Path, ranks: int, count: int, draw: random.
 
 def rows(count: int, seed: int) -> Iterator[Tally]:
     draw = random.Random(seed)
-    with ForkServer("tests.support.moments") as server, tempfile.TemporaryDirectory() as scratch:
+    with ForkServer("tools.testbed.moments") as server, tempfile.TemporaryDirectory() as scratch:
         for ranks, part in ((1, count - count // 4), (2, count // 4)):
             home = Path(scratch, str(ranks))
             home.mkdir()

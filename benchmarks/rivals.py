@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tests.support.trials import ROWS_PER_MICRO_BATCH, STEPS, Cell, Fate, Witness
+from tools.testbed.trials import ROWS_PER_MICRO_BATCH, STEPS, Cell, Fate, Witness
 
 VOCABULARY = 128
 ROW_TOKENS = 16

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import campaign
-from tests.support.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,7 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run in full what is a sample otherwise")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "server" in getattr(item, "fixturenames", ()):  # its start costs more than most tests
+            item.add_marker(pytest.mark.slow)
     if not campaign.in_full:
         left_out = [item for item in items if item.get_closest_marker("campaign")]
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
@@ -50,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """The fork server of all tests that need no environment of their own."""
-    with ForkServer("tests.support.trials") as started:
+    with ForkServer("tools.testbed.trials") as started:
         yield started
 
 

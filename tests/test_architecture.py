@@ -20,8 +20,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
     ("dry_run", "supervisor"),
-    ("run", "integrations"),
-    ("crowd", "logs", "report"),
+    ("run", "evaluation", "integrations"),
+    ("crowd", "logs", "report", "watch"),
     ("checkpoints", "data"),
     ("distributed",),
     ("cluster", "config", "embedded"),
@@ -35,7 +35,7 @@ OWNERS = {
     "accelerate": {"distributed/processes.py"},
     "yaml": {"config/yaml_file.py", "supervisor/script_config.py"},
     "signal": {"interrupts.py"},
-    "peft": {"crowd/adapters.py"},
+    "peft": {"crowd/adapters.py", "crowd/merging.py"},
     "subprocess": {"cluster/slurm.py", "supervisor/shim.py"},
     "pickle": {"crowd/base.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
@@ -44,13 +44,13 @@ OWNERS = {
 }
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+#: Every file of the package by its path in it: its text and its tree.
+TEXTS = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {file: ast.parse(text) for file, text in TEXTS.items()}
 
 
-def imported(path: Path) -> list[str]:
+def imported(tree: ast.Module) -> list[str]:
     """Every module a file imports, at its top or inside a function; typing-only imports are no arrows."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(node)
         for block in ast.walk(tree)
@@ -77,49 +77,76 @@ def floor(of: str) -> int:
     return next(len(FLOORS) - number for number, rooms in enumerate(FLOORS) if of in rooms)
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path) -> None:
-    relative = path.relative_to(PACKAGE)
-    own = relative.parts[0].removesuffix(".py")
-    for name in imported(path):
-        if name == "ci_llm" or not name.startswith("ci_llm."):
-            continue
-        other = room(name)
-        assert other == own or floor(other) < floor(own), f"{relative} imports {name}, which is not below it"
+def test_imports_go_down() -> None:
+    wrong = [
+        f"{file} imports {name}, which is not below it"
+        for file, tree in TREES.items()
+        for name in imported(tree)
+        if name.startswith("ci_llm.")
+        and room(name) != (own := file.split("/")[0].removesuffix(".py"))
+        and floor(room(name)) >= floor(own)
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_dangerous_imports_have_one_owner(path: Path) -> None:
-    relative = str(path.relative_to(PACKAGE))
-    tops = {name.split(".")[0] for name in imported(path)}
-    assert not [name for name in tops & set(OWNERS) if relative not in OWNERS[name]]
+#: What else is in the repository, and what of it each folder may import.
+AROUND = {
+    "ci_llm": set(),
+    "examples": set(),
+    "tools": set(),
+    "benchmarks": {"examples", "tools"},
+    "tests": {"benchmarks", "examples", "tools"},
+}
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_one_room_renames_syncs_or_seeds(path: Path) -> None:
-    relative, code = str(path.relative_to(PACKAGE)), path.read_text(encoding="utf-8")
-    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)}
-    assert not calls & {"pickle.load", "pickle.loads", "pickle.Unpickler"}
-    if relative != "core/durable.py":
-        assert not calls & {"os.rename", "os.replace", "os.fsync", "os.fdatasync"}
-    if relative != "core/determinism.py":
-        assert not calls & {"torch.manual_seed", "random.seed", "np.random.seed", "torch.set_rng_state"}
+def test_what_users_run_and_what_benchmarks_measure_imports_no_tests() -> None:
+    names = re.compile(rf"^ *(?:from|import) ({'|'.join(set(AROUND) - {'ci_llm'})})\b", re.MULTILINE)
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for folder, allowed in AROUND.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in set(names.findall(path.read_text(encoding="utf-8"))) - {folder} - allowed
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_file_says_its_charter_and_stays_one_idea(path: Path) -> None:
-    code = path.read_text(encoding="utf-8")
-    docstring = ast.get_docstring(ast.parse(code))
-    assert docstring is not None
-    assert len(docstring.splitlines()[0]) > 10
-    assert code.count("\n") <= 420
+def test_dangerous_imports_have_one_owner() -> None:
+    wrong = [
+        f"{file} imports {name}"
+        for file, tree in TREES.items()
+        for name in {name.split(".")[0] for name in imported(tree)} & set(OWNERS)
+        if file not in OWNERS[name]
+    ]
+    assert wrong == []
+
+
+NOWHERE = {"pickle.load", "pickle.loads", "pickle.Unpickler"}
+ONE_ROOM = {
+    "core/durable.py": {"os.rename", "os.replace", "os.fsync", "os.fdatasync"},
+    "core/determinism.py": {"torch.manual_seed", "random.seed", "np.random.seed", "torch.set_rng_state"},
+}
+
+
+def test_only_one_room_renames_syncs_or_seeds() -> None:
+    wrong = []
+    for file, tree in TREES.items():
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        elsewhere = set().union(*(names for owner, names in ONE_ROOM.items() if owner != file))
+        wrong += [f"{file} calls {name}" for name in calls & (NOWHERE | elsewhere)]
+    assert wrong == []
+
+
+def test_a_file_says_its_charter_and_stays_one_idea() -> None:
+    charters = {file: (ast.get_docstring(tree) or "").partition("\n")[0] for file, tree in TREES.items()}
+    assert [file for file, charter in charters.items() if len(charter) <= 10] == []
+    assert [file for file, text in TEXTS.items() if text.count("\n") > 420] == []
 
 
 def test_functions_fit_a_screen() -> None:
     lengths = {
-        f"{path.relative_to(PACKAGE)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path in files()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{file}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }
     ordered = sorted(lengths.values())
@@ -130,14 +157,15 @@ def test_functions_fit_a_screen() -> None:
 def test_a_run_as_a_whole_is_taken_by_few() -> None:
     """`Run` knows every part of a run. Only the files that work on the whole take it; others take what they use."""
     takers = [
-        (path.name, node.name)
-        for path in sorted((PACKAGE / "run").glob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        (file, node.name)
+        for file, tree in TREES.items()
+        if file.startswith("run/")
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         for argument in ast.walk(node.args)
         if isinstance(argument, ast.arg) and argument.annotation and ast.unparse(argument.annotation) == "Run"
     ]
-    assert {file for file, _ in takers} <= {"job.py", "loop.py", "setup.py"}
+    assert {file for file, _ in takers} <= {"run/job.py", "run/loop.py", "run/setup.py"}
     assert len(takers) <= 25
 
 
@@ -198,6 +226,8 @@ LIGHT = (
     "ci_llm.core.run_status",
     "ci_llm.report.page",
     "ci_llm.report.compare",
+    "ci_llm.watch.board",
+    "ci_llm.watch.scene",
     "ci_llm.cli.main",
 )
 

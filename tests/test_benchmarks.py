@@ -6,11 +6,21 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import __main__ as listing
-from benchmarks import campaign, checkpoint_growth, checkpoint_stall, checkpoint_writers, crowd, gsm8k, step
+from benchmarks import (
+    campaign,
+    checkpoint_growth,
+    checkpoint_stall,
+    checkpoint_writers,
+    crowd,
+    gsm8k,
+    step,
+    uncertainty,
+)
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
 from ci_llm.crowd.scoring import Scores
 
@@ -133,3 +143,15 @@ def test_what_a_fault_costs_is_read_off_the_ledger() -> None:
         "kill": [1],
         "terminate": [0],
     }
+
+
+def test_doubts_are_judged_by_the_wrong_answers_that_they_find() -> None:
+    wrong = np.array([1.0, 1.0, 0.0, 0.0])
+    assert uncertainty.auroc(np.array([0.9, 0.8, 0.2, 0.1]), wrong) == 1
+    assert uncertainty.auroc(np.array([0.9, 0.2, 0.2, 0.1]), wrong) == 0.875
+    assert uncertainty.auroc(np.zeros(4), wrong) == 0.5
+    low, high = uncertainty.interval(np.array([0.9, 0.2, 0.3, 0.1] * 25), np.tile(wrong, 25))
+    assert low < 0.75 < high
+    assert uncertainty.calibration_error(np.array([0.75] * 4), np.array([1.0, 1, 1, 0])) == 0
+    assert uncertainty.calibration_error(np.array([0.15, 0.95]), np.array([1.0, 1.0])) == pytest.approx(0.45)
+    assert uncertainty.at_coverage(np.array([0.1, 0.2, 0.3, 0.4, 0.5]), np.array([1.0, 1, 1, 1, 0])) == 1

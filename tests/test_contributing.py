@@ -38,6 +38,13 @@ from ci_llm.crowd.generation import Decoding
 chosen = aggregate(torch.tensor([[0.6, 0.4], [0.1, 0.9]]).log(), Decoding(aggregator=name).aggregator)
 torch.testing.assert_close(chosen.exp(), torch.tensor([0.1, 0.9]))
 """,
+    "metrics/first_line.py": """
+import sys
+from ci_llm.crowd.metrics import METRICS, answer_reader
+assert "torch" not in sys.modules
+assert "first_line" in METRICS
+assert answer_reader([], "first_line")(" \\n Paris \\nbecause") == "Paris"
+""",
     "trackers/aim.py": """
 from types import SimpleNamespace
 from ci_llm.config import load_config

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.embedded import BASE_FOLDER, rows, stories
 from ci_llm.errors import DataError
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 EQUATION = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
 SIZES = {"train": 1500, "validation": 320, "test": 1000}

@@ -225,6 +225,7 @@ with Interrupts(announce=announce, abort_grace_s=float(sys.argv[1])) as interrup
 """
 
 
+@pytest.mark.slow
 def test_a_signal_is_announced_while_the_main_thread_is_in_one_long_call() -> None:
     with Child.python(STUCK, "60", "0") as child:
         child.read_until("inside")

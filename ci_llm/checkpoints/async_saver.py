@@ -68,7 +68,8 @@ class AsyncSaver:
 
     def watch(self, optimizer: Any) -> None:
         """Let the thread copy what `optimizer` owns: its next step waits until that is copied."""
-        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the real one
+        # Accelerate's wrapper never runs the constructor of torch's Optimizer, and so it can carry no hook.
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._optimizers.append(inner)
         self._hooks.append(inner.register_step_pre_hook(lambda *_: self.wait_until_copied()))
 
@@ -90,7 +91,8 @@ class AsyncSaver:
         """
         began = time.perf_counter()
         try:
-            self.wait()  # its copy lies in the arena until it is written
+            # The arena has room for one copy, and the one before lies in it until it is written.
+            self.wait()
             copy, copied = Copy(self._arena, task.entries, owned_memory(self._optimizers)), threading.Event()
             self._job = self._pool.submit(_run, copy, copied, task, done)
         except BaseException:
@@ -99,6 +101,7 @@ class AsyncSaver:
             self._pool = _one_thread()
             task.give_up()
             raise
+        # Only now: had `submit` failed, the next step of an optimizer would wait for an event that nobody sets.
         self._copied = copied
         self.stall_s = waited_s + time.perf_counter() - began
 
@@ -121,7 +124,7 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Wait for the end of the thread, whatever the result; the optimizers are free again."""
-        self._pool.shutdown()
+        self._pool.shutdown()  # first, because a copy may still be under way
         for hook in self._hooks:
             hook.remove()
 

@@ -45,6 +45,8 @@ HEARTBEATS_PER_TIMEOUT = 6
 #: How often an attempt tries again after another one was faster.
 MAX_RACES = 20
 
+# Folders that were taken over keep their number and count for the next one: a number never comes again, and so an old
+# attempt that wakes up finds nothing under its own path.
 _ATTEMPT = re.compile(r"\.attempt-(\d+)$")
 _NUMBERED = re.compile(r"\.(?:attempt|taken-over)-(\d+)(?:-|$)")
 _LEFTOVER = re.compile(r"\.(?:taken-over|claim)-")
@@ -193,10 +195,11 @@ def _evict_dead(directory: Path, token: str, me: Owner, timeout_s: float, disk: 
     """Rename the folders of dead attempts away; returns a line about the last one that had not ended by itself."""
     takeover = None
     for folder in sorted(_attempts(directory), key=_number):
-        beats = [entry.stat().st_mtime for entry in folder.iterdir() if entry.is_dir()]
-        if beats:  # it has not ended
-            silent_s = _disk_time(directory, token, disk) - max(beats)
+        heartbeats = [entry.stat().st_mtime for entry in folder.iterdir() if entry.is_dir()]
+        if heartbeats:  # its work folder is there, so it has not ended by itself
+            silent_s = _disk_time(directory, token, disk) - max(heartbeats)
             takeover = _why_over(_owner_of(folder), me, silent_s, timeout_s, folder)
+        # The token makes the name one of its own: of two that evict the same attempt, one finds the source gone.
         disk.rename(folder, directory / f".taken-over-{_number(folder)}-{token}")
     return takeover
 

@@ -20,11 +20,17 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   python safe_train.py [...] [-- command ...]         supervise a training and relaunch it (ci-llm supervise)
   ci-llm status [RUN | key=value ...]                 the state of a run: exit code 0 completed,
                                                       75 interrupted, 3 running, 1 failed or vanished
+  ci-llm watch RUN ...                                runs side by side while they train, until they end
   ci-llm checkpoints list RUN                         list checkpoints: step, time, size, whether they verify
   ci-llm checkpoints verify PATH                      compare every byte with its digest
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
   ci-llm checkpoints prune RUN --keep N               remove all but the newest N
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
+  ci-llm generate RUN "prompt" | --file F | -         ask the crowd: its answer, how sure it is, each agent's
+  ci-llm chat RUN                                     talk to the crowd
+  ci-llm evaluate RUN [--data F] [--failed]           ask agents and crowd the rows of a data set: scores with
+                                                      intervals, and a file with every answer
+  ci-llm export RUN --to DIR [--merge svd]            write PEFT folders, or one adapter made of all agents
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
@@ -37,8 +43,13 @@ COMMANDS: Final = {
     "train": "ci_llm.cli.train:train",
     "check": "ci_llm.cli.train:check",
     "status": "ci_llm.cli.status:status",
+    "watch": "ci_llm.cli.watch:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
+    "generate": "ci_llm.cli.generate:generate",
+    "chat": "ci_llm.cli.chat:chat",
+    "evaluate": "ci_llm.cli.evaluate:evaluate_run",
+    "export": "ci_llm.cli.export:export",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
 }

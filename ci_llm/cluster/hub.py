@@ -11,7 +11,11 @@ import re
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
+
+from ci_llm.errors import BadInput
 
 OFFLINE: Final = "HF_HUB_OFFLINE"
 TIMEOUT_S: Final = 5.0
@@ -56,3 +60,39 @@ def go_offline_if_unreachable(*names: str) -> str | None:
     if reason is not None:
         os.environ[OFFLINE] = "1"
     return reason
+
+
+def fetch(repository: str, patterns: Sequence[str]) -> Path:
+    """Files of a model on the hub, from the local cache where the hub is unreachable; the folder they are in.
+
+    Args:
+        repository: as `user/name`.
+        patterns: of the files' names.
+
+    Raises:
+        BadInput: there is no such model, it may not be read, or it is not in the cache and the hub is unreachable.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    offline = f"{OFFLINE} is set" if os.environ.get(OFFLINE, "0") not in ("", "0") else why_unreachable()
+    name, login = f"{repository} (no folder has this name)", "hf auth login, if it is private"
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(patterns), local_files_only=offline is not None))
+    except LocalEntryNotFoundError as error:
+        reason = offline or str(error).splitlines()[0]
+        what = f"there is no such folder, the hub cannot be asked ({reason}), and its local cache does not hold it"
+        raise BadInput(what, where=name, hint="give a folder that exists, or connect to the hub") from error
+    except GatedRepoError as error:
+        raise BadInput("this model on the hub may not be read", where=name, hint="hf auth login") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise BadInput("there is no such folder, and no such model on the hub", where=name, hint=login) from error
+    except HfHubHTTPError as error:
+        what = f"the hub refuses: {str(error).splitlines()[0]}"
+        raise BadInput(what, where=name, hint="try again later, or give a folder") from error

@@ -280,6 +280,10 @@ class LogKeys(Keys):
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = free(
         ("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list"
     )
+    progress_bar: bool = free(
+        True, "show a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
+    )
+    show_loss_curve: bool = free(False, "draw the losses in characters after every evaluation")
     write_report: bool = free(
         True, "write report.html when a run has ended or was interrupted, if matplotlib is installed"
     )

@@ -1,8 +1,9 @@
 """Durable files: after a crash at any line a reader finds the old content or the new content, and never a part of it.
 
 A new file is written under another name, synced, renamed, and its folder is synced: a rename is atomic, and a name is
-durable only after the sync of its folder. This is the only module that renames or syncs. Every change of a disk goes
-through a `Filesystem`, so that a test can crash before the n-th change, or drop and reorder changes before a sync.
+durable only after the sync of its folder. Only `append` may leave a part: of what was added last. This is the only
+module that renames or syncs. Every change of a disk goes through a `Filesystem`, so that a test can crash before the
+n-th change, or drop and reorder changes before a sync.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ class Filesystem:
     def create(self, path: Path) -> int:
         """Open a file that must not exist yet, for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def extend(self, path: Path) -> int:
+        """Open an existing file for writing at its end."""
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def truncate(self, handle: int, size: int) -> None:
+        os.ftruncate(handle, size)
 
     def write(self, handle: int, data: Bytes) -> int:
         """Write some of `data`; returns how many bytes."""
@@ -150,6 +158,34 @@ def _write_all(handle: int, data: memoryview, disk: Filesystem) -> int:
     return done
 
 
+def append(path: Path, data: Bytes, *, disk: Filesystem = DISK) -> None:
+    """Add `data` to the end of an existing file and sync it. After a crash a part of `data` may be there.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    handle = disk.extend(path)
+    try:
+        _write_all(handle, memoryview(data).cast("B"), disk)
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
+
+
+def cut(path: Path, size: int, *, disk: Filesystem = DISK) -> None:
+    """Leave only the first `size` bytes of an existing file, durably.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    handle = disk.extend(path)
+    try:
+        disk.truncate(handle, size)
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
+
+
 def make_folders(path: Path, *, disk: Filesystem = DISK) -> None:
     """Create `path` and its missing parents, durably. An existing folder is no error."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -163,6 +199,36 @@ def commit_folder(source: Path, target: Path, *, disk: Filesystem = DISK) -> Non
     """Rename a complete, synced folder to its final name, durably. `target` must not exist, or be empty."""
     disk.rename(source, target)
     disk.sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, disk: Filesystem = DISK) -> Iterator[Path]:
+    """A draft beside `target`, to be filled by anybody; it becomes `target`, synced and whole, or goes away.
+
+    Raises:
+        OSError: the disk refuses; or `target` has come into being meanwhile, and is no empty folder.
+    """
+    make_folders(target.parent, disk=disk)
+    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}{PARTIAL}"
+    disk.mkdir(draft)
+    try:
+        yield draft
+        for folder, _, names in os.walk(draft):
+            for name in names:
+                _sync_file(Path(folder, name), disk)
+        sync_tree(draft, disk=disk)
+        commit_folder(draft, target, disk=disk)
+    finally:
+        if draft.exists():
+            remove_tree(draft, disk=disk)
+
+
+def _sync_file(path: Path, disk: Filesystem) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
 
 
 def sync_tree(path: Path, *, disk: Filesystem = DISK) -> None:

@@ -40,6 +40,7 @@ class Status:
     Attributes:
         reason: why the run is not running: "signal:SIGTERM", "walltime", "nonfinite", "error:...".
         step: optimizer steps done.
+        total_steps: optimizer steps of the whole run.
         started, heartbeat: unix seconds of the start of the attempt and of the last write.
         pid_space: the scope of `pid`: one boot of one machine, and the PID namespace of a container.
         next_command: the command that resumes the run.
@@ -63,6 +64,7 @@ class Status:
     micro_batch_size: int | None = None
     warning: str | None = None
     first_loss: float | None = None
+    total_steps: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -81,8 +83,8 @@ class RunStatus:
             written any more.
         interval_s: seconds between heartbeats.
 
-    `step`, `best_step`, `micro_batch_size`, `warning` and `first_loss` may be set at any time, at no cost: the next
-    heartbeat writes them.
+    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss` and `total_steps` may be set at any time, at no
+    cost: the next heartbeat writes them.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class RunStatus:
         self.micro_batch_size: int | None = None
         self.warning: str | None = None
         self.first_loss: float | None = None
+        self.total_steps: int | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
@@ -144,6 +147,7 @@ class RunStatus:
                 micro_batch_size=self.micro_batch_size,
                 warning=self.warning,
                 first_loss=self.first_loss,
+                total_steps=self.total_steps,
             )
             write_json(self._path, asdict(current))
         return self._active

@@ -5,18 +5,21 @@ Legend: K agents, n questions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
+from ci_llm.crowd.answers import majority
 from ci_llm.crowd.generation import Decoding, num_positions
+from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
 from ci_llm.crowd.scoring import paired_gain
+from ci_llm.crowd.uncertainty import Uncertainty, of_text
 from ci_llm.data.encoder import Example
 
 
@@ -32,40 +35,76 @@ class Questions:
     """Questions with their right answers, the same on every process.
 
     Attributes:
+        rows: the number of each question's row.
         prompts: token ids of the questions.
-        answers: the right answers, normalised.
-        style: how answers of this task are written.
+        references: the right answers, as the rows have them.
+        read: finds the answer in a text, normalised.
         ends: token ids that end an answer in these rows.
+        left_out: how many rows have no question, or leave no place for an answer.
     """
 
+    rows: list[int]
     prompts: list[list[int]]
-    answers: list[str]
-    style: AnswerStyle
+    references: list[str]
+    read: Reader
     ends: frozenset[int]
+    left_out: int = 0
 
     @classmethod
-    def of(cls, rows: Examples, prompter: Prompter, crowd: Crowd, count: int, max_seq_length: int) -> Questions:
+    def of(
+        cls,
+        rows: Examples,
+        prompter: Prompter,
+        crowd: Crowd,
+        count: int,
+        max_seq_length: int,
+        metric: str = "exact_match",
+    ) -> Questions:
         """Up to `count` rows, evenly spread over the rows with a question whose last answer is complete.
 
         Args:
             max_seq_length: a row of so many tokens may have been cut and is left out, as is a row that leaves the base
                 no position for an answer.
+            metric: a module of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
         usable = [number for number in range(len(rows)) if _is_usable(rows[number], limit)]
         count = min(count, len(usable))
-        chosen = [rows[usable[i * len(usable) // count]] for i in range(count)]
+        numbers = [usable[i * len(usable) // count] for i in range(count)]
+        chosen = [rows[number] for number in numbers]
         references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in chosen]
-        style = style_of(references)
         return cls(
+            rows=numbers,
             prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
-            answers=[final_answer(text, style) for text in references],
-            style=style,
+            references=references,
+            read=answer_reader(references, metric),
             ends=prompter.ends_of(chosen),
+            left_out=len(rows) - len(usable),
         )
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """The right answers, normalised."""
+        return [self.read(text) for text in self.references]
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One question with the answer of the crowd, for people.
+
+    Attributes:
+        answer: all that the crowd wrote.
+        wanted: the right final answer.
+        right: [K+2] of whom the final answer is right: K agents, the crowd, the vote.
+    """
+
+    question: str
+    answer: str
+    wanted: str
+    right: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -74,14 +113,18 @@ class AnswerScores:
 
     Attributes:
         right: [K+2, n] bool: K agents, the crowd, the vote.
+        example: the first question; None if there is none.
     """
 
     right: Tensor
+    example: Solved | None = None
 
     @classmethod
     def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
         """The questions of all parts, in order."""
-        return cls(torch.cat([part.right for part in parts], dim=1))
+        listed = list(parts)
+        example = next((part.example for part in listed if part.example is not None), None)
+        return cls(torch.cat([part.right for part in listed], dim=1), example)
 
     def record(self) -> dict[str, Any]:
         """`n` and `exact_match` of `evaluation.json`; the gains are paired over rows, with 95 % intervals."""
@@ -101,6 +144,58 @@ class AnswerScores:
         }
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What a batch of B questions was answered.
+
+    Attributes:
+        numbers: B indices into the questions.
+        agents: [K][B] texts.
+        crowd: [B] texts.
+        right: [K+2, B] bool: K agents, the crowd, the vote.
+        uncertainty: [B] how sure the crowd was; empty if it was not asked for.
+    """
+
+    numbers: Sequence[int]
+    agents: list[list[str]]
+    crowd: list[str]
+    right: Tensor
+    uncertainty: list[Uncertainty]
+
+
+def answer_questions(
+    crowd: Crowd,
+    prompter: Prompter,
+    questions: Questions,
+    batches: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    aggregator: str,
+    uncertainty: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Answers]:
+    """Generate the answers of the agents and of the crowd greedily, batch by batch.
+
+    Args:
+        crowd: K agents generate 2·K rows for each question at a time.
+        batches: indices into `questions`.
+        max_new_tokens: at most so many tokens per answer.
+        aggregator: a module of `ci_llm.crowd.aggregators`.
+        uncertainty: also say how sure the crowd was of each answer.
+        stop: called before every token; True ends all texts at that point.
+    """
+    decoding = Decoding(max_new_tokens, questions.ends, aggregator)
+    for batch in batches:
+        prompts = [questions.prompts[i] for i in batch]
+        generated = crowd.generate_ids(prompts, decoding, include_agents=True, uncertainty=uncertainty, stop=stop)
+        *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
+        answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
+        answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
+        wanted = [questions.answers[i] for i in batch]
+        right = torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers])
+        yield Answers(batch, agents, together, right, [of_text(tokens) for tokens in generated.tokens])
+
+
 def score_answers(
     crowd: Crowd,
     prompter: Prompter,
@@ -111,34 +206,27 @@ def score_answers(
     aggregator: str,
     stop: Callable[[], bool] = lambda: False,
 ) -> AnswerScores | None:
-    """Generate the answers of the agents and of the crowd greedily, and score them.
+    """Score the answers of `answer_questions`, whose arguments these are.
 
     Args:
-        crowd: K agents generate 2·K rows for each question at a time.
         questions: the same on every process.
-        batches: indices into `questions`, this process's share.
-        max_new_tokens: at most so many tokens per answer.
-        aggregator: a module of `ci_llm.crowd.aggregators`.
-        stop: called before every token and after every batch.
+        batches: this process's share.
+        stop: called after every batch as well.
 
     Returns:
         the scores in the order of `batches`; None if `stop` returned True.
     """
-    decoding = Decoding(max_new_tokens, questions.ends, aggregator)
-    parts = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)]
-    for batch in batches:
-        prompts = [questions.prompts[i] for i in batch]
-        generated = crowd.generate_ids(prompts, decoding, include_agents=True, stop=stop)
+    parts, example = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)], None
+    how: Any = {"max_new_tokens": max_new_tokens, "aggregator": aggregator, "stop": stop}
+    for answers in answer_questions(crowd, prompter, questions, batches, **how):
         if stop():
             return None
-        wanted = [questions.answers[i] for i in batch]
-        answers = [
-            [final_answer(prompter.text(ids), questions.style) for ids in texts]
-            for texts in (*generated.agents, generated.crowd)
-        ]
-        answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
-        parts.append(torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers]))
-    return AnswerScores(torch.cat(parts, dim=1))
+        parts.append(answers.right)
+        if example is None and len(answers.numbers):
+            first = answers.numbers[0]
+            question, wanted = prompter.text(questions.prompts[first]), questions.answers[first]
+            example = Solved(question, answers.crowd[0], wanted, tuple(answers.right[:, 0].tolist()))
+    return AnswerScores(torch.cat(parts, dim=1), example)
 
 
 def _is_usable(row: Example, limit: int) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 import xxhash
@@ -27,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ci_llm.cluster.hub import may_be_on_hub
+from ci_llm.core.work import counted
 from ci_llm.crowd.quantized import Quantization, quantized_loading, stored_quantization
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
@@ -87,6 +89,7 @@ def load_base(
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_tqdm_hook(_count_weights)
     config = load_architecture(model_name)
     dtype = _dtype(model_dtype, torch.device(device))
     stored = stored_quantization(config)
@@ -114,6 +117,13 @@ def load_base(
         return Base(model, tokenizer, name, fingerprint, fingerprint_of_files(name, f"{kind}\n", rounded=True))
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
     return Base(model.to(device), tokenizer, name, fingerprint, rounded)
+
+
+def _count_weights(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """In place of a bar of Transformers: the weights that it loads count as work, which a run's log shows."""
+    if len(arguments) == 1 and options.get("desc") == "Loading weights":
+        return counted(arguments[0], "load", len(arguments[0]), "weights")
+    return bar(*arguments, **options)
 
 
 def _require_whole(model_name: str, absent: list[str]) -> None:

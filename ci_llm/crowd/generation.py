@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
     LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -30,7 +29,9 @@ from transformers.generation import (
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import AGGREGATORS, aggregate
 from ci_llm.crowd.base import positions_of
+from ci_llm.crowd.endings import EndWhenOver, StopOnRequest
 from ci_llm.crowd.numerics import distance, tolerance
+from ci_llm.crowd.uncertainty import TokenUncertainty, token_uncertainty
 from ci_llm.errors import BadInput, DataError, ModelError
 
 TokenIds = Sequence[int]
@@ -90,10 +91,22 @@ class Generated:
     Attributes:
         crowd: [B] texts of the crowd.
         agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
+        tokens: [B] how sure the crowd was of every token of its text, and of the end if it chose one; empty without
+            `uncertainty`.
     """
 
     crowd: list[list[int]]
     agents: list[list[list[int]]]
+    tokens: list[list[TokenUncertainty]] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Generated]) -> Generated:
+        """The texts of all parts, in order; every part has the same agents."""
+        return cls(
+            crowd=[text for part in parts for text in part.crowd],
+            agents=[[text for part in parts for text in part.agents[k]] for k in range(len(parts[0].agents))],
+            tokens=[tokens for part in parts for tokens in part.tokens],
+        )
 
 
 def generate_ids(
@@ -104,8 +117,10 @@ def generate_ids(
     *,
     pad_id: int,
     include_agents: bool = False,
+    uncertainty: bool = False,
     first_prompt: int = 0,
     stop: Callable[[], bool] = lambda: False,
+    is_over: Callable[[TokenIds], bool] | None = None,
 ) -> Generated:
     """Continue every prompt by the crowd, and on request also by each agent alone, all in one batch.
 
@@ -117,18 +132,22 @@ def generate_ids(
         prompts: B lists of token ids.
         pad_id: token id that fills the left side of shorter prompts.
         include_agents: also continue every prompt by each agent alone, greedily.
+        uncertainty: also return how sure the crowd was of each token, from the distributions of this same pass.
         first_prompt: number of the first prompt in a longer list that is generated in parts; it keys the generators.
         stop: called before every token; True ends all texts at that point.
+        is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
 
     Raises:
         DataError: a prompt is empty, or longer than the base can read.
         ModelError: every agent's logits hold NaN.
     """
-    free = _free_positions(model, prompts, first_prompt)
+    free = free_positions(model, prompts, first_prompt)
     # With the agents' own texts every prompt stands twice: first for each agent alone, then for the crowd.
     rows = [*prompts, *prompts] if include_agents else list(prompts)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
-    choice = _CrowdChoice(num_agents, len(rows) - len(prompts), decoding, first_prompt)
+    first = len(rows) - len(prompts)
+    choice = _CrowdChoice(num_agents, first, decoding, first_prompt, uncertainty=uncertainty)
+    over = EndWhenOver(num_agents, first, ids.shape[1], decoding.ends, is_over or (lambda text: False))
     with _blank_generation_config(model):
         everything = model.generate(
             input_ids=ids,
@@ -141,13 +160,11 @@ def generate_ids(
                 use_cache=True,
             ),
             logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList([_StopOnRequest(stop)]),
+            stopping_criteria=StoppingCriteriaList([StopOnRequest(stop), *([over] if is_over else [])]),
         )
-    new = everything[:, ids.shape[1] :].view(num_agents, len(rows), -1).tolist()
-    # The crowd's rows are equal under every agent, so those of the first agent are taken.
-    texts = [[_until(decoding.ends, row) for row in agent] for agent in new]
-    own = [agent[: len(prompts)] for agent in texts] if include_agents else []
-    return Generated(crowd=texts[0][-len(prompts) :], agents=own)
+    new = everything[:, ids.shape[1] :].unflatten(0, (num_agents, len(rows))).tolist()
+    whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(agent)] for k, agent in enumerate(new)]
+    return _generated(whole, first, decoding.ends, choice)
 
 
 def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
@@ -176,11 +193,36 @@ def num_positions(model: PreTrainedModel) -> int:
     return sys.maxsize if limit is None else limit
 
 
+def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], first_prompt: int = 0) -> int:
+    """How many new tokens the base has positions for after the longest prompt.
+
+    Raises:
+        DataError: a prompt is empty, or longer than the base can read.
+    """
+    lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
+    longest = max(lengths)
+
+    def where(length: int) -> str:
+        return f"prompt {first_prompt + lengths.index(length)} (counted from 0)"
+
+    if not min(lengths):
+        raise DataError("a prompt is empty", where=where(0), hint="leave it out")
+    if longest >= limit:
+        raise DataError(
+            f"a prompt has {longest} tokens, and the base reads {limit}", where=where(longest), hint="shorten it"
+        )
+    return limit - longest
+
+
 class _CrowdChoice(LogitsProcessor):  # type: ignore[misc]
     """Replaces the K distributions of a row by the crowd's choice, except in the first `first` rows of every agent."""
 
-    def __init__(self, num_agents: int, first: int, decoding: Decoding, first_prompt: int) -> None:
+    def __init__(
+        self, num_agents: int, first: int, decoding: Decoding, first_prompt: int, *, uncertainty: bool = False
+    ) -> None:
         self._num_agents, self._first, self._decoding, self._first_prompt = num_agents, first, decoding, first_prompt
+        self._uncertainty = uncertainty
+        self._recorded: list[Tensor] = []  # [4, B] for every token
         self._warpers = decoding.warpers()
         self._generators: list[torch.Generator] = []
 
@@ -188,10 +230,21 @@ class _CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         """[K·R, V] logits -> [K·R, V], with 0 at the chosen token and -inf elsewhere in the crowd's rows."""
         per_agent = scores.view(self._num_agents, -1, scores.shape[-1])  # [K, R, V]
         own, shared = per_agent[:, : self._first], per_agent[:, self._first :]
-        crowd = aggregate(_without_nan(shared).log_softmax(-1), self._decoding.aggregator)  # [B, V]
+        log_probs = _without_nan(shared).log_softmax(-1)
+        crowd = aggregate(log_probs, self._decoding.aggregator)  # [B, V]
         chosen = self._draw(input_ids, crowd) if self._decoding.do_sample else crowd.argmax(-1)
+        if self._uncertainty:
+            self._recorded.append(token_uncertainty(log_probs, crowd, chosen))
         forced = torch.full_like(crowd, float("-inf")).scatter_(-1, chosen[:, None], 0.0)
         return torch.cat([own, forced.expand(self._num_agents, -1, -1)], dim=1).view_as(scores)
+
+    def recorded(self, counts: Sequence[int]) -> list[list[TokenUncertainty]]:
+        """How sure the crowd was of the first `counts[b]` tokens of each of the B texts; [] if that was not wanted."""
+        if not self._uncertainty:
+            return []
+        log_probs, *entropies = torch.stack(self._recorded, dim=-1).double().cpu()  # 4 x [B, T]
+        numbers = torch.stack([log_probs.exp(), *entropies], dim=-1).tolist()  # [B][T][4]
+        return [[TokenUncertainty(*token) for token in text[:n]] for text, n in zip(numbers, counts, strict=True)]
 
     def _draw(self, input_ids: Tensor, crowd: Tensor) -> Tensor:
         """One token per row, [B, V] -> [B], by inverse transform sampling.
@@ -224,14 +277,15 @@ def _without_nan(per_agent: Tensor) -> Tensor:
     return per_agent[~has_nan]
 
 
-class _StopOnRequest(StoppingCriteria):  # type: ignore[misc]
-    """Ends every row as soon as `stop` returns True."""
-
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self._stop = stop
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        return torch.full((len(input_ids),), self._stop(), dtype=torch.bool, device=input_ids.device)
+def _generated(
+    whole: Sequence[Sequence[list[int]]], first: int, ends: frozenset[int], choice: _CrowdChoice
+) -> Generated:
+    """Sort the new tokens [K][R], ends included: the first `first` rows are the agent's own, the others the crowd's."""
+    texts = [[_until(ends, tokens) for tokens in agent] for agent in whole]
+    # The crowd's rows are equal under every agent, so those of the first agent are taken.
+    crowd = texts[0][first:]
+    counts = [min(len(text) + 1, len(tokens)) for text, tokens in zip(crowd, whole[0][first:], strict=True)]
+    return Generated(crowd, [agent[:first] for agent in texts] if first else [], choice.recorded(counts))
 
 
 @contextmanager
@@ -242,23 +296,6 @@ def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = kept
-
-
-def _free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], first_prompt: int) -> int:
-    """How many new tokens the base has positions for after the longest prompt."""
-    lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
-    longest = max(lengths)
-
-    def where(length: int) -> str:
-        return f"prompt {first_prompt + lengths.index(length)} (counted from 0)"
-
-    if not min(lengths):
-        raise DataError("a prompt is empty", where=where(0), hint="leave it out")
-    if longest >= limit:
-        raise DataError(
-            f"a prompt has {longest} tokens, and the base reads {limit}", where=where(longest), hint="shorten it"
-        )
-    return limit - longest
 
 
 def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:

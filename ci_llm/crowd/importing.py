@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from ci_llm.crowd.base import load_base
 from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.pretrained import require_free
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.crowd.recognise import META
 from ci_llm.crowd.targets import shortest_names
@@ -31,8 +31,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         ForeignCheckpoint: an adapter does not fit the base.
         CheckpointError: `target` cannot be written.
     """
-    if os.path.lexists(target):
-        raise ModelError("this path exists already", where=str(target), hint="give a path that does not exist")
+    require_free(target)
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))

@@ -36,6 +36,7 @@ def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
         adapter = adapters[k % len(adapters)]
         _check_scale(crowd.agents.each[k], adapter)
         crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
+    crowd.common_start = len(adapters) == 1
     every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
     return f"starting from {folder}: {every}"
 

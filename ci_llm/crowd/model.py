@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import adapter_config, attach
+from ci_llm.crowd.asking import Answer, Choices, answers, decoding_of, prompter_of, stream, texts
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.generation import Decoding, Generated, TokenIds, generate_ids, is_padding_invariant
@@ -24,11 +25,15 @@ from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
-from ci_llm.crowd.pretrained import open_pretrained
+from ci_llm.crowd.pretrained import open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.crowd.streaming import Stream, stop_strings_of
 from ci_llm.data.batches import Batch, padded
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.errors import ModelError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
@@ -62,6 +67,10 @@ class Crowd(nn.Module):
         base_name: hub id or folder under which `from_pretrained` will find the base again.
         pad_id: token id that fills padded rows.
 
+    Attributes:
+        prompter: words prompts for `generate`; None until somebody sets it.
+        common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
+
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
     """
@@ -72,6 +81,7 @@ class Crowd(nn.Module):
         self.base_name = base_name
         self.pad_id = pad_id
         self.prompter: Prompter | None = None
+        self.common_start = not settings.initialize_adapters_rand
         self.agents = attach(model, settings)
         self.model = model
         self._native_attention = model.config._attn_implementation
@@ -82,13 +92,35 @@ class Crowd(nn.Module):
     def from_pretrained(
         cls, folder: Path | str, *, device: torch.device | str | None = None, base_model: str | None = None
     ) -> Crowd:
-        """Open a saved crowd, ready to `generate`; see `open_pretrained` for the arguments and errors."""
-        saved = open_pretrained(Path(folder), device, base_model)
+        """Open a saved crowd, ready to `generate`: a run, a checkpoint, what `save_pretrained` wrote, or a hub id.
+
+        See `open_pretrained` for the arguments and errors.
+        """
+        saved = open_pretrained(folder, device, base_model)
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
-        crowd.prompter = saved.prompter
+        crowd.prompter, crowd.common_start = saved.prompter, saved.common_start
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, str(folder))
         return crowd.eval()
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write the agents for `from_pretrained`, each as a PEFT folder `agent<k>`, and the tokenizer; no base weights.
+
+        Args:
+            folder: must not exist. Afterwards it is whole, or not there.
+
+        Raises:
+            ModelError: it exists. CheckpointError: it cannot be written.
+        """
+        save_crowd(self, Path(folder))
+
+    def detach(self) -> PreTrainedModel:
+        """The base by itself again, with its own layers and attention. The crowd cannot be used any more."""
+        for name, layer in self.agents.layers.items():
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, layer.base_layer)
+        self.model.config._attn_implementation = self._native_attention
+        return self.model
 
     @property
     def route(self) -> Route:
@@ -172,6 +204,26 @@ class Crowd(nn.Module):
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
         self.model.activation_checkpointing_enable({"use_reentrant": False})
 
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        details: Literal[False] = ...,
+        stop_strings: str | Sequence[str] = ...,
+        batch_size: int = ...,
+        **choices: Unpack[Choices],
+    ) -> list[str]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        details: Literal[True],
+        stop_strings: str | Sequence[str] = ...,
+        batch_size: int = ...,
+        **choices: Unpack[Choices],
+    ) -> list[Answer]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -183,8 +235,10 @@ class Crowd(nn.Module):
         top_p: float = 1.0,
         top_k: int | None = None,
         seed: int | None = None,
+        stop_strings: str | Sequence[str] = (),
         batch_size: int = 16,
-    ) -> list[str]:
+        details: bool = False,
+    ) -> list[str] | list[Answer]:
         """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
 
         Args:
@@ -193,31 +247,49 @@ class Crowd(nn.Module):
             aggregator: a module of `ci_llm.crowd.aggregators`: probability or logit.
             do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise take the most probable one.
             seed: of sampling; None takes another one in each call.
+            stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
+            details: also let each agent answer alone, and say how sure the crowd is.
 
         Returns:
-            one answer per prompt, in order.
+            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
 
         Raises:
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
             BadInput: a value is out of range, or a prompt cannot be used.
         """
-        if self.prompter is None:
-            raise ModelError(
-                "this crowd has no tokenizer",
-                where="Crowd.generate",
-                hint="set crowd.prompter = ci_llm.Prompter(tokenizer), or take Crowd.generate_ids",
-            )
-        if batch_size < 1:
-            raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
-        seed = torch.Generator().seed() if seed is None else seed
-        ends = self.prompter.ends
-        decoding = Decoding(max_new_tokens, ends, aggregator, do_sample, temperature, top_p, top_k, seed)
-        rows = [self.prompter.ids(prompt) for prompt in prompts_of(prompts)]
-        answers: list[list[int]] = []
-        for at in range(0, len(rows), batch_size):
-            answers += self.generate_ids(rows[at : at + batch_size], decoding, first_prompt=at).crowd
-        return [self.prompter.text(ids) for ids in answers]
+        decoding = decoding_of(
+            prompter_of(self),
+            max_new_tokens=max_new_tokens,
+            aggregator=aggregator,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+        )
+        how = (prompts_of(prompts), decoding, stop_strings_of(stop_strings), batch_size)
+        return list(answers(self, *how)) if details else texts(self, *how)
+
+    def stream(
+        self, prompt: Prompt, *, stop_strings: str | Sequence[str] = (), **choices: Unpack[Choices]
+    ) -> Stream[Answer]:
+        """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
+
+        The pieces together are the answer that `generate` gives. They come from a thread, which ends with the loop,
+        with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
+
+        Args:
+            prompt, stop_strings, choices: as for `generate`.
+
+        Returns:
+            an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.
+
+        Raises:
+            ModelError, BadInput: as `generate`.
+        """
+        decoding = decoding_of(prompter_of(self), **choices)
+        return stream(self, prompt, decoding, stop_strings_of(stop_strings))
 
     def generate_ids(
         self,
@@ -225,8 +297,10 @@ class Crowd(nn.Module):
         decoding: Decoding,
         *,
         include_agents: bool = False,
+        uncertainty: bool = False,
         first_prompt: int = 0,
         stop: Callable[[], bool] = lambda: False,
+        is_over: Callable[[TokenIds], bool] | None = None,
     ) -> Generated:
         """`generate` for one batch of token ids; see `ci_llm.crowd.generation.generate_ids`.
 
@@ -237,7 +311,7 @@ class Crowd(nn.Module):
         route, training = self.route, self.training
         self.route = "padded"  # packed attention has no cache of keys and values; the model's own attention has
         self.eval()
-        how: dict[str, Any] = {"pad_id": self.pad_id, "include_agents": include_agents, "stop": stop}
+        how: dict[str, Any] = {"pad_id": self.pad_id, "include_agents": include_agents, "uncertainty": uncertainty}
         try:
             if self._padding_invariant is None and len({*map(len, prompts)}) > 1:
                 self._padding_invariant = is_padding_invariant(self.model, self.num_agents, self.pad_id)
@@ -249,6 +323,8 @@ class Crowd(nn.Module):
                     prompts[at : at + size],
                     decoding,
                     first_prompt=first_prompt + at,
+                    stop=stop,
+                    is_over=is_over,
                     **how,
                 )
                 for at in range(0, len(prompts), size)
@@ -258,11 +334,7 @@ class Crowd(nn.Module):
         finally:
             self.route = route
             self.train(training)
-        agents = range(self.num_agents if include_agents else 0)
-        return Generated(
-            crowd=[text for part in parts for text in part.crowd],
-            agents=[[text for part in parts for text in part.agents[k]] for k in agents],
-        )
+        return Generated.joined(parts)
 
     @contextmanager
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:
@@ -296,6 +368,7 @@ class Crowd(nn.Module):
             "base_fingerprint": fingerprint,
             "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
             "prompt_form": self.prompter.form if self.prompter else "chat",
+            "common_start": self.common_start,
             "lora": self.settings.to_dict(),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
             **({} if (stored := stored_quantization(self.model.config)) is None else {"quantization": stored}),

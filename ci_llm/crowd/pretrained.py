@@ -1,23 +1,37 @@
-"""Open a saved crowd: from a checkpoint's folder to base, agents and prompts, each file verified."""
+"""A saved crowd: opened, from a folder or the hub to base, agents and prompts, each file verified; and written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ci_llm.checkpoints.manifest import digest, read_manifest
+from ci_llm.checkpoints.checkpoint import write_checkpoint
+from ci_llm.checkpoints.folders import is_named_checkpoint
+from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
 from ci_llm.checkpoints.state_files import read_snapshot
-from ci_llm.crowd.base import Base, load_base, short_name
+from ci_llm.cluster.hub import fetch, may_be_on_hub
+from ci_llm.crowd.base import Base, fingerprint_of, fingerprint_of_files, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
-from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.recognise import META, require_checkpoint
-from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.crowd.prompts import Prompter, tokenizer_files
+from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.crowd.recognise import META, SAVED, require_checkpoint
+from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint, ModelError
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.model import Crowd
+
+#: The files of a saved crowd, for the hub.
+FILES: Final = (MANIFEST, f"{META}.json", "config.yaml", "agent*/adapter_*", "tokenizer/*")
 
 
 @dataclass(frozen=True)
@@ -28,22 +42,32 @@ class Pretrained:
         base: found and loaded, with the fingerprint that the checkpoint recorded.
         settings: of the agents.
         agents: K dicts of tensors by PEFT's names.
+        configs: K contents of `adapter_config.json`, which name the base that was opened.
         prompter: with the tokenizer and the form of prompts of the training.
+        common_start: whether all agents began with the same weights, as far as it is on record.
+        step: the optimizer steps taken; 0 for agents that no run has trained.
+        run_config: `config.yaml` of the run that trained them; None if no run did.
     """
 
     base: Base
     settings: LoraSettings
     agents: list[Mapping[str, Tensor]]
+    configs: list[Mapping[str, Any]]
     prompter: Prompter
+    meta: Mapping[str, Any]
+    common_start: bool
+    step: int
+    run_config: str | None
 
 
 def open_pretrained(
-    folder: Path, device: torch.device | str | None = None, base_model: str | None = None
+    source: Path | str, device: torch.device | str | None = None, base_model: str | None = None
 ) -> Pretrained:
     """Read a crowd from a committed checkpoint. Other parts of the checkpoint, such as the optimizer, are not read.
 
     Args:
-        folder: a checkpoint, or the folder of a run: its `final_checkpoint`, or else its newest step.
+        source: a checkpoint, or the folder of a run: its `final_checkpoint`, or else its newest step; or a model on the
+            hub, as a string `user/name` that is no folder here.
         device: where the base goes; by default CUDA if there is one, otherwise the CPU.
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
 
@@ -53,34 +77,66 @@ def open_pretrained(
         ForeignCheckpoint: it holds no crowd, or the base has other weights than the one that was trained on.
         ModelError: the base is not found.
     """
-    folder = require_checkpoint(folder, str(folder), final_first=True)
-    state = _verified(folder)
-    if META not in state:
-        raise ForeignCheckpoint(
-            "this checkpoint holds no crowd", where=str(folder), hint="give one written by train.py"
-        )
-    meta = state[META]
-    base = _base(meta, folder, device, base_model)
-    settings = LoraSettings.from_dict(meta["lora"])
-    agents = [state[f"agent{k}/adapter_model"] for k in range(settings.num_agents)]
-    return Pretrained(base, settings, agents, Prompter(_tokenizer(folder, base), meta["prompt_form"]))
+    with _located(source) as place:
+        folder = require_checkpoint(place, str(source), final_first=True)
+        step, state = _verified(folder)
+        if META not in state:
+            raise ForeignCheckpoint(
+                "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"
+            )
+        meta = state[META]
+        base = _base(meta, str(source), device, base_model)
+        tokenizer = _tokenizer(folder, base)
+    lora = meta["lora"]
+    settings = LoraSettings.from_dict(lora)
+    agents = range(settings.num_agents)
+    return Pretrained(
+        base=base,
+        settings=settings,
+        agents=[state[f"agent{k}/adapter_model"] for k in agents],
+        configs=[{**state[f"agent{k}/adapter_config"], "base_model_name_or_path": base.name} for k in agents],
+        prompter=Prompter(tokenizer, meta["prompt_form"]),
+        meta=meta,
+        common_start=meta.get("common_start", not lora["initialize_adapters_rand"]),
+        step=step,
+        run_config=state["config.yaml"].decode() if "config.yaml" in state else None,
+    )
 
 
-def _verified(folder: Path) -> dict[str, Any]:
-    """The keys of the checkpoint that a crowd is built from; every byte is compared with the manifest."""
+@contextmanager
+def _located(source: Path | str) -> Iterator[Path]:
+    """The folder that a source means.
+
+    The hub's cache is a folder of links. A checkpoint holds none, so a crowd from there is read as a copy.
+    """
+    if not (isinstance(source, str) and _may_be_repository(source)):
+        yield Path(source)
+        return
+    cached = fetch(source, FILES)
+    with TemporaryDirectory() as scratch:
+        yield Path(shutil.copytree(cached, Path(scratch, cached.name)))
+
+
+def _may_be_repository(name: str) -> bool:
+    return name.count("/") == 1 and may_be_on_hub(name) and not is_named_checkpoint(Path(name))
+
+
+def _verified(folder: Path) -> tuple[int, dict[str, Any]]:
+    """The step, and the keys of the checkpoint that a crowd is built from; every byte is compared with the manifest."""
     manifest = read_manifest(folder)
-    forms = {
-        key: form
-        for key, form in manifest.forms.items()
-        if key == META or key.startswith("tokenizer/") or key.endswith("/adapter_model")
-    }
+    forms = {key: form for key, form in manifest.forms.items() if _is_of_crowd(key)}
     files = {}
     for name, record in manifest.files.items():
         if any(name.removeprefix(key) in ("", ".json", ".safetensors") for key in forms):
             files[name] = _read(folder / name)
             if digest([files[name]]) != record.digest:
                 raise DamagedCheckpoint(f"{name} has another digest than the manifest says", where=str(folder))
-    return read_snapshot(forms, files)
+    return manifest.step, read_snapshot(forms, files)
+
+
+def _is_of_crowd(key: str) -> bool:
+    endings = ("/adapter_model", "/adapter_config")
+    return key in (META, "config.yaml") or key.startswith("tokenizer/") or key.endswith(endings)
 
 
 def _read(path: Path) -> bytes:
@@ -90,7 +146,7 @@ def _read(path: Path) -> bytes:
         raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror}", where=str(path.parent)) from error
 
 
-def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | None, base_model: str | None) -> Base:
+def _base(meta: Mapping[str, Any], where: str, device: torch.device | str | None, base_model: str | None) -> Base:
     recorded = str(meta["base_model_name_or_path"])
     name = base_model or short_name(recorded)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,7 +155,7 @@ def _base(meta: Mapping[str, Any], folder: Path, device: torch.device | str | No
         raise ForeignCheckpoint(
             f"the agents were trained on {short_name(recorded)} with fingerprint {meta['base_fingerprint']}; "
             f"{name} has {base.fingerprint}",
-            where=str(folder),
+            where=where,
             hint="give the base they were trained on: Crowd.from_pretrained(folder, base_model=...)",
         )
     return base
@@ -111,3 +167,52 @@ def _tokenizer(folder: Path, base: Base) -> PreTrainedTokenizerBase:
         return base.tokenizer
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(saved, trust_remote_code=False)
     return tokenizer
+
+
+def save_crowd(crowd: Crowd, folder: Path) -> None:
+    """`Crowd.save_pretrained`."""
+    tokenizer = tokenizer_files(crowd.prompter.tokenizer) if crowd.prompter else {}
+    model = crowd.model
+    if stored := stored_quantization(model.config):
+        fingerprint = fingerprint_of_files(crowd.base_name, f"{stored} of {model.dtype}\n")
+    else:
+        fingerprint = fingerprint_of(model)
+    write_crowd(folder, crowd.adapter_files(), crowd.meta(fingerprint), tokenizer)
+
+
+def write_crowd(
+    folder: Path,
+    agents: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    tokenizer: Mapping[str, bytes],
+    *,
+    step: int = 0,
+    card: bytes | None = None,
+) -> None:
+    """Commit a folder that `open_pretrained` opens, and plain PEFT its agents.
+
+    Args:
+        agents: `agent<k>/adapter_model` -> tensors, `agent<k>/adapter_config` -> values.
+        meta: see `Crowd.meta`.
+        tokenizer: file name -> content; it goes beside every agent too, so that each can be used alone.
+        card: README.md.
+
+    Raises:
+        ModelError: the folder exists. CheckpointError: it cannot be written.
+    """
+    require_free(folder)
+    places = ["tokenizer", *(f"agent{k}" for k in range(meta["num_agents"]))] if tokenizer else []
+    files = {f"{place}/{name}": data for place in places for name, data in tokenizer.items()}
+    if card is not None:
+        files["README.md"] = card
+    write_checkpoint(folder, {**agents, META: meta, **files}, step=step, info={SAVED: "crowd"})
+
+
+def require_free(folder: Path) -> None:
+    """Refuse a path that something has already, a link to nothing included.
+
+    Raises:
+        ModelError: it exists.
+    """
+    if os.path.lexists(folder):
+        raise ModelError("this path exists already", where=str(folder), hint="give a path that does not exist")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ci_llm.data.chat_template import BUILT_IN_TEMPLATE, chat_template
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
 from ci_llm.data.rows import Chat, Message, Rows
 from ci_llm.errors import DataError
@@ -46,6 +49,11 @@ class Prompter:
             DataError: the template fails.
         """
         return self.ends_of([self._with_placeholder((Message("user", "Q"),))] if self.form == "chat" else [])
+
+    @property
+    def tells_turns_apart(self) -> bool:
+        """Whether a prompt shows who said what, so that a conversation can have several turns."""
+        return self.form == "chat" and self._encoder.template != BUILT_IN_TEMPLATE
 
     def ends_of(self, examples: Iterable[Example]) -> frozenset[int]:
         """EOS, and every special token at the end of the last answer of one of the examples."""
@@ -109,6 +117,15 @@ def form_of(rows: Rows) -> PromptForm:
     """What a string is for agents trained on these rows: "text" for plain text or completions, else "chat"."""
     first = next(row for row in rows if row is not None)
     return "chat" if isinstance(first, Chat) else "text"
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """The files of a tokenizer by name, with the chat template that was in force."""
+    tokenizer.chat_template = chat_template(tokenizer)
+    with TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+        return {str(path.relative_to(scratch)): path.read_bytes() for path in files}
 
 
 def _messages(prompt: Prompt) -> tuple[Message, ...]:

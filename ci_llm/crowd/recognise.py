@@ -13,6 +13,8 @@ from ci_llm.errors import BadInput
 
 #: The key of a checkpoint under which a crowd describes itself.
 META = META_FILE.removesuffix(".json")
+#: In the info of a manifest: these are agents for use, and no state of a training.
+SAVED = "saved"
 #: The sub-folder that the hooks for Accelerate write into.
 HOOKS_FOLDER = "ci_llm"
 #: The keys that together only a checkpoint of train.py holds.
@@ -60,8 +62,13 @@ def _what_else(folder: Path) -> tuple[str, str]:
     if there := sorted({step for step, _ in committed(folder.parent)}):
         steps = ", ".join(map(str, there))
         return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
+    if (folder / "status.json").is_file():
+        return (
+            "this run has not saved a checkpoint yet",
+            f"ci-llm status {folder} says how it stands; save_steps and save_interval_seconds say when it saves",
+        )
     return (
-        "there is no checkpoint at this path",
+        "there is no checkpoint at this path" + ("" if folder.exists() else ": it does not exist"),
         "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint",
     )
 
@@ -79,6 +86,9 @@ def require_run(manifest: Manifest, folder: Path, where: str) -> None:
         hint = f"that loop resumes from it: CheckpointManager({str(folder.parent)!r}).restore({manifest.step})"
     elif "imported_from" in manifest.info:
         what = "this is a crowd of imported adapters, which has no state to resume from"
+        hint = f"init_from={folder} starts agents from it"
+    elif SAVED in manifest.info:
+        what = "this is a saved crowd, which has no state to resume from"
         hint = f"init_from={folder} starts agents from it"
     else:
         what = "this checkpoint belongs to an Accelerate loop with `register_hooks`, and not to a run of train.py"

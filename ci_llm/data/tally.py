@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
 from ci_llm.data.rows import Chat, Row, Rows
 from ci_llm.errors import DataError
@@ -30,7 +31,7 @@ class Tally:
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
-        for number, row in enumerate(rows):
+        for number, row in enumerate(counted(rows, "tokenise", len(rows), "rows")):
             self.rows += 1
             try:
                 whole = encoder.encode(row) if row else None

@@ -87,8 +87,13 @@ class TokenizedRows:
         """What each row's last answer is; None where the rows are plain text."""
         return _all_or_none(row.answer for row in self._canonical())
 
+    @cached_property
+    def row_numbers(self) -> list[int]:
+        """The number in `rows` of each tokenised row."""
+        return list(self._table["row"].to_pylist())
+
     def _canonical(self) -> Iterator[Row]:
-        return (row for row in map(self.rows.__getitem__, self._table["row"].to_pylist()) if row is not None)
+        return (row for row in map(self.rows.__getitem__, self.row_numbers) if row is not None)
 
     @cached_property
     def _table(self) -> Any:

@@ -108,8 +108,9 @@ class SideChannel:
         try:
             message = _FINE + work()
         except PeerLost:
-            raise
+            raise  # there is nobody left to tell
         except BaseException:
+            # KeyboardInterrupt and SystemExit too: the others are in this collective already, whatever ended the work.
             self.exchange(_FAILED)
             raise
         received = self.exchange(message)
@@ -160,7 +161,7 @@ class SaveResultChannel:
 
     def receive(self, step: int) -> bool:
         """On every other process: whether `step` was saved. False if process 0 is gone: the next collective fails."""
-        message = torch.zeros(2, dtype=torch.int64)
+        message = torch.zeros(2, dtype=torch.int64)  # stays so if process 0 is gone, and then says "not saved"
         with contextlib.suppress(RuntimeError):
             dist.recv(message, 0, group=self._group)
             while message[0] < step:  # the result of an earlier save that nobody here has waited for

@@ -74,6 +74,12 @@ class MetricsFile(AppendedFile):
         records = (json.loads(line) for line in lines if _step_of(line) == step)
         return {name: value for record in records for name, value in record.items()}
 
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a number, in order."""
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        records = [json.loads(line) for line in lines if _step_of(line) < math.inf]
+        return [(record["step"], record[name]) for record in records if isinstance(record.get(name), float | int)]
+
     def last(self) -> dict[str, Any]:
         """`step` and `time` of the last whole record; empty if there is none."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []

@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from ci_llm.checkpoints.store import SaveResult
+from ci_llm.core import work
 from ci_llm.logs.files import AppendedFile, MetricsFile
-from ci_llm.logs.terminal import ProgressLine, Terminal
+from ci_llm.logs.live_area import View
+from ci_llm.logs.loss_curve import draw_curves
+from ci_llm.logs.progress import Position, ProgressLines, Speed
+from ci_llm.logs.terminal import Terminal
 from ci_llm.logs.tracking import Trackers
+
+logger = logging.getLogger(__name__)
 
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"
 METRICS_NAME: Final = "metrics.jsonl"
+WIDEST_CURVE: Final = 100  # columns
 
 
 class RunLog:
@@ -40,6 +49,7 @@ class RunLog:
         folder: the run's folder.
         is_main: whether this process writes; the others drop their records.
         terminal: for the lines that people read; standard output by default.
+        live: whether a terminal shall have a live area; without one it gets lines of progress, as a file does.
         interval_s: seconds between two lines of progress.
         clock: seconds, monotonic.
     """
@@ -50,20 +60,23 @@ class RunLog:
         *,
         is_main: bool = True,
         terminal: TextIO | None = None,
+        live: bool = True,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._is_main = Path(folder), is_main
-        self._terminal = Terminal(terminal or sys.stdout)
-        self._progress_line = ProgressLine(interval_s, clock)
+        self._speed, self._progress_lines = Speed(clock), ProgressLines(interval_s, clock)
+        self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=live and is_main)
         self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
         self._attempt: int | None = None
+        self._last_saved = -1
         self._origin: dict[str, int] = {}
         self._pending: list[str] = []  # lines for training.log that came before `open`
         self._trackers: Trackers | None = None
         self._lock = threading.RLock()
         self._handler = RunHandler(self._handle, self._lock)
         self._handler.attach()
+        work.listeners.append(self._take_work)
 
     def open(self, attempt: int, *, still_held: Callable[[], bool] = lambda: True) -> None:
         """Start to write files, in a folder that exists.
@@ -101,24 +114,61 @@ class RunLog:
             if self._trackers is not None:
                 self._trackers.log(step, values)
 
-    def progress(self, step: int, total: int, losses: Sequence[float] = ()) -> None:
-        """Show how many steps are done. Cheap enough for every step.
+    def track(self, step: int, values: Mapping[str, object]) -> None:
+        """Send the numbers among `values` to the trackers only, for what the run's folder holds in another file."""
+        with self._lock:
+            if self._trackers is not None:
+                self._trackers.log(step, values)
 
-        Args:
-            step: optimizer steps done.
-            total: optimizer steps of the run.
-            losses: of each agent, in nats per target token.
-        """
+    def report_save(self, result: SaveResult | None) -> None:
+        """A line for each step that was saved, when its result is given for the first time."""
+        if result is not None and result.saved and result.step > self._last_saved:
+            self._last_saved = result.step
+            logger.info(f"saved     step {result.step}, {result.nbytes / 1e6:.3g} MB in {result.seconds:.2g} s")
+
+    def show_loss_curve(self) -> None:
+        """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""
         if not self._is_main:
             return
+        curves = {"o": self._metrics.points("train/task_loss"), "x": self._metrics.points("eval/crowd/nll")}
+        if drawn := draw_curves(curves, min(shutil.get_terminal_size().columns - 1, WIDEST_CURVE)):
+            self._terminal.show(f"{drawn}\n{'':10}o training loss, mean of the agents   x loss of the crowd, held out")
+
+    def begin_progress(self, position: Position) -> None:
+        """Show where the run begins."""
+        if self._is_main:
+            self._speed.mark(position)
+            self._terminal.take_position(position)
+
+    def progress(self, position: Position) -> None:
+        """Show where the run stands. Cheap enough for every step."""
+        self.begin_progress(position)
+        if self._is_main:
+            self._show_progress(self._progress_lines.of_step(position, self._speed))
+
+    def end_progress(self) -> None:
+        """Show no progress any more: the run ends now, and what follows are lines."""
+        self._terminal.take_position(None)
+
+    def _take_work(self, work: work.Work) -> None:
+        """Show how far work is, such as an evaluation."""
+        if not self._is_main:
+            return
+        if work.ended:
+            self._speed.go_on()
+        elif work.done == 0:
+            self._speed.rest()
+        self._terminal.take_work(work)
+        self._show_progress(self._progress_lines.of_work(work))
+
+    def _show_progress(self, line: str | None) -> None:
+        """A line of progress: for the file, and for a terminal without a live area."""
+        if line is None:
+            return
         with self._lock:
-            line = self._progress_line.line(step, total, losses)
-            if self._terminal.has_bar:
-                self._terminal.update(step, total, losses)
-            elif line is not None:
+            if not self._terminal.is_live:
                 self._terminal.show(line)
-            if line is not None:
-                self._write(line)
+            self._write(line)
 
     def truncate_metrics(self, step: int) -> None:
         """Remove the metrics past `step`, from which the run resumes; -1 removes all."""
@@ -165,11 +215,12 @@ class RunLog:
                 self._trackers = None
 
     def close(self) -> None:
-        """Finish the trackers, remove the bar and give the package's logger back as it was before."""
+        """Finish the trackers, remove the live area and give the package's logger back as it was before."""
         self.finish_trackers()
-        with self._lock:
-            self._terminal.close()
+        self._terminal.close()
         self._handler.detach()
+        if self._take_work in work.listeners:
+            work.listeners.remove(self._take_work)
 
     def _handle(self, level: str, text: str) -> None:
         """Take one message, under the lock; `level` is empty for a message without a mark."""

@@ -7,11 +7,12 @@ out: it must never end the run. A tracker that cannot start is bad input.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ci_llm.errors import ConfigError
 from ci_llm.logs.trackers import TrackerKind, find_kind
@@ -71,8 +72,9 @@ class Trackers:
         accelerator.trackers = [tracker for _, tracker in self._trackers.values()]
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Send the numbers among `values`."""
-        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        """Send the numbers among `values`, under the names of metrics.jsonl and under those that Trainer has."""
+        own = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        numbers = own | _trainers_names(own)
         for name, (kind, tracker) in [*self._trackers.items()]:
             self._call(name, partial(kind.log, tracker, step, numbers))
 
@@ -93,6 +95,18 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - no error of a tracker may end the run
             del self._trackers[name]
             logger.warning(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+
+
+#: Transformers' Trainer logs under these names what is ours under the others: dashboards and sweeps look for them.
+_TRAINERS_NAMES: Final = {"train/loss": "train/task_loss", "train/epoch": "epoch", "eval/loss": "eval/crowd/nll"}
+_AGENTS_NORM: Final = re.compile(r"train/agent\d+/grad_norm")
+
+
+def _trainers_names(numbers: Mapping[str, int | float]) -> dict[str, int | float]:
+    renamed = {theirs: numbers[ours] for theirs, ours in _TRAINERS_NAMES.items() if ours in numbers}
+    if norms := [number for key, number in numbers.items() if _AGENTS_NORM.fullmatch(key)]:
+        renamed["train/grad_norm"] = sum(norms) / len(norms)
+    return renamed
 
 
 def _start(accelerator: Any, accelerators_name: Any, kind: TrackerKind, settings: dict[str, Any]) -> Any:

@@ -221,7 +221,9 @@ def _read_peaks(path: Path) -> dict[str, float]:
 
 
 def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    content = path.read_bytes() if path.exists() else b""
+    # An evaluation that still runs, or was killed, leaves the beginning of a line at the end.
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

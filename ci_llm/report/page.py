@@ -217,12 +217,19 @@ def _commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
     yield "its checkpoints", shlex.join(["ci-llm", "checkpoints", "list", str(folder)])
     yield "beside another run", shlex.join(["ci-llm", "compare", str(folder), "OTHER_RUN"])
     if (folder / "tensorboard").is_dir():
-        yield "all curves", shlex.join(["tensorboard", "--logdir", str(folder / "tensorboard")])
+        yield "all curves", curves_command(folder)
     if (folder / "final_checkpoint").is_dir():
         crowd = f"Crowd.from_pretrained({str(folder / 'final_checkpoint')!r})"
         lines = f'from ci_llm import Crowd; print({crowd}.generate("your question"))'
         yield "ask the crowd", shlex.join(["python", "-c", lines])
     yield "this page again", shlex.join(["ci-llm", "report", str(folder)])
+
+
+def curves_command(folder: Path) -> str:
+    """What opens the curves of a run in TensorBoard, under the run's name."""
+    name, drawn = folder.resolve().name, str(folder / "tensorboard")
+    is_plain = not {":", ","} & {*name, *drawn}  # which separate names, folders and runs there
+    return shlex.join(["tensorboard", *(["--logdir_spec", f"{name}:{drawn}"] if is_plain else ["--logdir", drawn])])
 
 
 def duration(seconds: float) -> str:

@@ -10,8 +10,8 @@ from typing import Any, Final
 Row = Mapping[str, Any]
 
 _Z95: Final = 1.959964
-#: Below this many rows an interval says more about the formula than about the runs.
-LEAST_ROWS: Final = 10
+#: Below this many rows an interval says more about the formula than about the runs; that of evaluation.json as well.
+LEAST_ROWS: Final = 30
 
 HOW: Final = {"generation": "final answers, generated", "teacher_forcing": "whole solutions, teacher-forced"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -20,10 +19,12 @@ from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
+from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.best_step import kept_steps
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -31,26 +32,6 @@ from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.rounds import StopVote
 from ci_llm.run.state import TrainState
-
-
-@dataclass
-class Meter:
-    """Speed since the last reading."""
-
-    tokens: int = 0
-    steps: int = 0
-    since: float = field(default_factory=time.perf_counter)
-
-    def count(self, tokens: int) -> None:
-        self.tokens += tokens
-        self.steps += 1
-
-    def read(self) -> dict[str, float]:
-        now = time.perf_counter()
-        elapsed = max(now - self.since, 1e-9)
-        rates = {"tokens_per_s": self.tokens / elapsed, "step_time_s": elapsed / max(self.steps, 1)}
-        self.tokens, self.steps, self.since = 0, 0, now
-        return rates
 
 
 @dataclass
@@ -89,7 +70,7 @@ class Run:
     evaluator: Evaluator
     checkpoint: RunCheckpoint
     heartbeat: Heartbeat
-    meter: Meter = field(default_factory=Meter)
+    interval: Interval
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
 
@@ -102,6 +83,17 @@ class Run:
         """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
         rates = [rate(step) for rate in self.learning_rates]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
+
+    @property
+    def last_learning_rate(self) -> float:
+        """Of the step just taken, with the factor that the supervisor has asked for."""
+        return self.learning_rate(self.state.step - 1) * self.state.recovery.requested_lr_factor
+
+    def position(self, losses: Sequence[float] = ()) -> Position:
+        """Where the run stands, for people; `losses` are those of the step just taken."""
+        step = self.state.step
+        rate = self.last_learning_rate if step else None
+        return Position(step, self.total_steps, losses, self.state.tokens_seen, self.plan.epoch(step), rate)
 
     def describe_stop(self) -> str:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from statistics import fmean
+from typing import Any, TypeVar
 
 from ci_llm.config import Config
+from ci_llm.core.work import working
 from ci_llm.crowd.answer_scores import AnswerScores, Questions, score_answers
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores, score
@@ -49,7 +51,7 @@ class Evaluator:
             batches = (pack([self._rows[i] for i in part], part) for part in rounds.batches)
             return score(self._crowd, batches, self._config.aggregator, stop=rounds.stop_requested_here)
 
-        found = self._on_all_processes(step, len(self._rows), 4 * micro_batch_size, work)
+        found = self._on_all_processes("score", step, len(self._rows), 4 * micro_batch_size, work)
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
@@ -76,26 +78,35 @@ class Evaluator:
                 stop=rounds.stop_requested_here,
             )
 
-        found = self._on_all_processes(step, len(asked), micro_batch_size, work)
+        found = self._on_all_processes("generate", step, len(asked), micro_batch_size, work)
         return None if found is None else AnswerScores.joined(found)
 
     def _on_all_processes(
-        self, step: int, count: int, batch_size: int, work: Callable[[Rounds], T | None]
+        self, what: str, step: int, count: int, batch_size: int, work: Callable[[Rounds], T | None]
     ) -> list[T] | None:
         """What `work` returns on every process, repeated in smaller batches where memory ran out; None at a stop."""
         processes = self._vote.processes
         size = min(batch_size, -(-count // processes.count))
         while True:
-            rounds = Rounds(self._vote, count, size)
-            with processes.autocast():
-                own, complaint = unless_out_of_memory(partial(work, rounds))
-            rounds.end(out_of_memory=complaint is not None)
+            with working(what, count, "rows") as shown:
+                rounds = Rounds(self._vote, count, size, shown.advance_to)
+                with processes.autocast():
+                    own, complaint = unless_out_of_memory(partial(work, rounds))
+                rounds.end(out_of_memory=complaint is not None)
             if rounds.stop is not None:
                 return None
             if not rounds.out_of_memory:
                 assert own is not None
                 return processes.gather_object(own)
             size = self._memory.smaller_batch(step, size, complaint)
+
+
+def describe_scores(step: int, scores: Scores) -> str:
+    """A line for people: the crowd, and the mean of its agents."""
+    *agents, exact = scores.exact_match
+    *agents_nll, nll = scores.mean_nll
+    crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
+    return f"evaluate  step {step}: {crowd}; agents {fmean(agents_nll):.3f}, {fmean(agents):.3f}"
 
 
 def evaluation_metrics(scores: Scores) -> dict[str, float]:
@@ -105,4 +116,15 @@ def evaluation_metrics(scores: Scores) -> dict[str, float]:
     for name, exact, nll in zip(names, scores.exact_match, scores.mean_nll, strict=True):
         metrics[f"eval/{name}/nll"] = nll
         metrics[f"eval/{name}/exact_match"] = exact
+    return metrics
+
+
+def result_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """The scores of an `evaluation.json` as metrics for trackers: `final/crowd/exact_match` and the like."""
+    metrics = dict[str, float]()
+    for measure in ("exact_match", "nll"):
+        found = record[measure]
+        of_agents = {f"agent{k}": value for k, value in enumerate(found["agents"])}
+        named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
+        metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
     return metrics

@@ -15,7 +15,7 @@ from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
-from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.launch import SUPERVISED, Launch
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.attempts import record_attempt
@@ -35,12 +35,12 @@ from ci_llm.run.beginning import Start, find_start, prepare
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.context import Run
 from ci_llm.run.emergency_save import EmergencySave
-from ci_llm.run.evaluation import evaluation_metrics
+from ci_llm.run.evaluation import evaluation_metrics, result_metrics
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import leave_page, model_card, next_steps, score_table
+from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -63,7 +63,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
-    log = RunLog(folder, is_main=processes.is_main)
+    log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(
         folder,
         save_interval_steps=config.save_steps,
@@ -123,6 +123,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
                 stop = conclude(run)
         run.manager.wait_until_finished()
+        run.log.report_save(run.manager.last_result)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
         attempt.interrupted("signal:SIGINT")
         raise
@@ -174,6 +175,8 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     run.learning_rates = schedules(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
         raise _nothing_to_train(run.state.step, run.total_steps, source.folder)
+    if start.is_own:  # else the interval was another run's
+        run.interval.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
     return restored
 
@@ -252,6 +255,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     earlier = last_status(config.run_folder) if step and processes.is_main else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
+    run.status.total_steps = run.total_steps
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
@@ -261,6 +265,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     )
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
     logger.info(f"optimizer AdamW, learning_rate {config.learning_rates}, {kinds}")
+    run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -270,9 +275,14 @@ def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> 
     keep_status(manager.directory, **log.last_metrics())
     for line in prepare(manager, start):
         logger.info(line)
-    job = read_job()
-    record_attempt(manager.directory, number, step, job.record() if job else None)
+    record_attempt(manager.directory, number, step, _place())
     return number
+
+
+def _place() -> dict[str, object]:
+    """Where an attempt runs, for its record: a job of SLURM, a supervisor."""
+    job = read_job()
+    return {**(job.record() if job else {}), **({"supervised": True} if SUPERVISED in os.environ else {})}
 
 
 @contextmanager
@@ -314,16 +324,20 @@ def save(run: Run) -> None:
             run.state.step,
             contents(run),
             force=True,
-            info=run.checkpoint.info(run.state, run.plan.epoch(run.state.step)),
+            info=_info(run),
             keep=kept_steps(run.config, run.state.validation),
         )
 
 
 def _save_last(run: Run, generators: Sequence[dict[str, Any] | None]) -> None:
     """Commit a checkpoint of where the run stands without a collective: the process ends after it."""
-    info = run.checkpoint.info(run.state, run.plan.epoch(run.state.step))
     kept = kept_steps(run.config, run.state.validation)
-    run.manager.save_last(run.state.step, contents(run, generators), info=info, keep=kept)
+    run.manager.save_last(run.state.step, contents(run, generators), info=_info(run), keep=kept)
+
+
+def _info(run: Run) -> dict[str, Any]:
+    """What the manifest says of where the run stands."""
+    return run.checkpoint.info(run.state, run.plan.epoch(run.state.step)) | run.interval.record()
 
 
 def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
@@ -336,8 +350,11 @@ def conclude(run: Run) -> str | None:
     """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
-    if scores is not None:
-        note_evaluation(run, evaluation_metrics(scores))
+    latest = {} if scores is None else evaluation_metrics(scores)
+    if latest:
+        note_evaluation(run, latest)
+        if run.config.show_loss_curve:
+            run.log.show_loss_curve()
     with run.heartbeat.resting():
         best = result_of(run.config, run.state, run.manager, run.processes)
     step = run.state.step if best is None else best.manifest.step
@@ -347,7 +364,13 @@ def conclude(run: Run) -> str | None:
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
     if (stop := run.stop_vote.reason()) is not None or scores is None:
         return stop
-    _write_results(run, step, _record(run, step, scores, answers))
+    run.log.report_save(run.manager.last_result)
+    run.log.end_progress()
+    if answers is not None and answers.example is not None:
+        logger.info(solved_example(answers.example))
+    record = _record(run, step, scores, answers)
+    _write_results(run, step, record)
+    run.log.track(run.state.step, latest | result_metrics(record))
     return None
 
 
@@ -355,9 +378,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
     """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
     logger.info(score_table(record))
     config = run.config
-    final = config.run_folder / "final_checkpoint"
-    max_rank = max(own.lora_rank for own in config.each_agent)
-    card = model_card(record, run.base.name, config.dataset_name, step, final, max_rank)
+    card = final_card(record, run.crowd, config.dataset_names, step)
     with run.heartbeat.resting():
         require_written(run.manager, run.processes)
         added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}

@@ -10,7 +10,6 @@ which agents are not finite; they are left out before the optimizer moves (nonfi
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
+from ci_llm.crowd.scoring import Scores
 from ci_llm.data.batches import Batch, stream
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import evaluation_metrics
+from ci_llm.run.evaluation import describe_scores, evaluation_metrics
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
@@ -54,6 +54,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
     run.last_good.begin(run.state.step)
+    run.interval.restart_clock()
     stop = evaluate(run) if run.evaluation_missed else None
     for step, micro_batches in batches if stop is None and not run.is_finished else ():
         run.pace.begin_step()
@@ -150,34 +151,34 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
 
 
 def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
-    """Show how far the run is; one metrics line per `logging_steps`, and at the last step."""
-    *losses, diversity = (total / max(verdict.num_targets, 1) for total in verdict.sums[:-1])
+    """Show how far the run is; one line of metrics per `logging_steps`, with means since the line before it."""
+    losses = [total / max(verdict.num_targets, 1) for total in verdict.sums[:-2]]
     step = run.state.step
-    run.meter.count(findings.tokens)
+    run.interval.count(findings.tokens)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
-    run.log.progress(step, run.total_steps, [] if findings.bad_batch else losses)
+    run.log.progress(run.position([] if findings.bad_batch else losses))
+    run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
+        run.interval.add(verdict.num_targets, verdict.sums[:-1], norms)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
-        "train/learning_rate": run.learning_rate(step - 1) * run.state.recovery.requested_lr_factor,
+        "train/learning_rate": run.last_learning_rate,
+        **run.interval.means(),
     }
     if run.config.agents:
         for k, rate in enumerate(run.learning_rates):
             metrics[f"train/agent{k}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
     if not findings.bad_batch:
-        finite = [loss for loss in losses if math.isfinite(loss)] or losses
-        metrics |= {"train/task_loss": sum(finite) / len(finite), "train/diversity": diversity}
-        for k, (loss, norm) in enumerate(zip(losses, norms.tolist(), strict=True)):
-            metrics |= {f"train/agent{k}/loss": loss, f"train/agent{k}/grad_norm": norm}
         run.learning.look(norms.tolist())
     report_learning(run)
     metrics |= recovery_metrics(run.state, run.config.batch_size)
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
-    run.log.metrics(step, metrics | run.meter.read())
+    run.log.metrics(step, metrics | run.interval.speed())
+    run.interval.restart()
 
 
 def report_learning(run: Run) -> None:
@@ -193,14 +194,24 @@ def report_learning(run: Run) -> None:
 
 def evaluate(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
-    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
+    with run.interval.paused():
+        scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
         metrics = evaluation_metrics(scores)
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
+        report_evaluation(run, scores)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
     return run.stop_vote.reason()
+
+
+def report_evaluation(run: Run, scores: Scores) -> None:
+    """Lines about the evaluation after the present step."""
+    best = "; best yet" if run.state.validation.best_step == run.state.step else ""
+    logger.info(f"{describe_scores(run.state.step, scores)}{best}")
+    if run.config.show_loss_curve:
+        run.log.show_loss_curve()
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:

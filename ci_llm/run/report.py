@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.config import Config, default_file
-from ci_llm.report.page import write_report
+from ci_llm.crowd.card import CardFacts, crowd_card, public_name
+from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import rows_evaluated
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager
+    from ci_llm.crowd.answer_scores import Solved
+    from ci_llm.crowd.model import Crowd
     from ci_llm.distributed.processes import Processes
     from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
+
+SHOWN_CHARACTERS: Final = 400
 
 
 def score_table(record: Mapping[str, Any]) -> str:
@@ -45,64 +50,43 @@ def score_table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-#: The values that vLLM takes for --max-lora-rank.
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+def solved_example(example: Solved) -> str:
+    """A question, what the crowd answered, and whether that is right."""
+    *agents, crowd, _ = example.right
+    verdict = "right" if crowd else f"wrong: {example.wanted} is right"
+    return "\n".join(
+        [
+            f"question  {_end_of(example.question)}",
+            f"answer    {_end_of(example.answer)}",
+            f"          {verdict}; of {len(agents)} agents alone, {sum(agents)} answer right",
+        ]
+    )
 
 
-def model_card(record: Mapping[str, Any], base_name: str, dataset: str, step: int, folder: Path, rank: int) -> str:
-    """README.md of `final_checkpoint`, with the front matter that the hub reads."""
-    count = len(record["exact_match"]["agents"])
-    max_rank = next((allowed for allowed in RANKS if allowed >= rank), rank)
-    hub = "" if Path(base_name).is_absolute() else f"base_model: {base_name}\n"
-    return f"""---
-library_name: peft
-{hub}tags:
-- lora
-- ensemble
-- ci-llm
----
+def _end_of(text: str) -> str:
+    """The text in one line; of a long one the end, where the question stands, and the answer."""
+    line = text.strip().replace("\n", "⏎")
+    return line if len(line) <= SHOWN_CHARACTERS else f"... {line[-SHOWN_CHARACTERS:]}"
 
-# A crowd of {count} LoRA agents
 
-{count} LoRA adapters, trained together by [CI-LLM] for {step} optimizer steps on `{dataset}`, on one frozen base:
-`{base_name}`. They are meant to answer together: the crowd's distribution is the mean of theirs.
+def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str], step: int) -> str:
+    """README.md of `final_checkpoint`."""
+    configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
+    facts = CardFacts(
+        base=crowd.base_name,
+        ranks=[config["r"] for config in configs],
+        use_rslora=any(config["use_rslora"] for config in configs),
+        trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
+        scores=score_table(record),
+        notes=[_GOES_ON],
+    )
+    return crowd_card(facts)
 
-```
-{score_table(record)}
-```
 
-All together:
-
-```python
-from ci_llm import Crowd
-
-Crowd.from_pretrained({str(folder)!r}).generate("...")
-```
-
-Each `agent<k>` is a plain PEFT adapter with its tokenizer, whose chat template is that of the training:
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained({base_name!r})
-agent = PeftModel.from_pretrained(base, {str(folder / "agent0")!r})
-tokenizer = AutoTokenizer.from_pretrained({str(folder / "agent0")!r})
-```
-
-vLLM serves all of them on one base, each under its own name:
-
-```bash
-vllm serve {base_name} --enable-lora --max-loras {count} --max-lora-rank {max_rank} \
-  --lora-modules $(for k in {{0..{count - 1}}}; do echo agent$k={folder}/agent$k; done)
-```
-
-A weighted merge of the adapters, as by PEFT's `add_weighted_adapter`, is one more agent and not the crowd: the mean of
-weights does not give the mean of distributions. On a small base single probabilities differed by 0.9.
-
-The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and trains
-on from there.
-"""
+_GOES_ON = (
+    "The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and"
+    " trains on from there."
+)
 
 
 def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str]) -> list[str]:
@@ -111,11 +95,14 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
     Args:
         command: returns the command for a run like this one with changed keys; None leaves a key out.
     """
-    folder, drawn = config.run_folder, config.run_folder / "tensorboard"
+    folder = config.run_folder
+    export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     longer = command({"epochs": None, "max_train_steps": "..."})
     return [
+        f"ask        ci-llm chat {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
-        *([f"curves     tensorboard --logdir {drawn}"] if drawn.is_dir() else []),
+        *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
+        f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all",
         f"longer     {longer}   goes on from here",
         f"own data   {command(_with_own_data(config))}   with columns question, answer",
     ]

@@ -98,7 +98,7 @@ class RunCheckpoint:
 
     Attributes:
         rows: of the training; their fingerprint goes into the manifest.
-        tokenizer_files: name below `tokenizer/` -> content.
+        tokenizer_files: name -> content.
         last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
     """
 
@@ -142,14 +142,13 @@ class RunCheckpoint:
             "trackers": dict(trackers),
             "rng": known if generators else EachProcess(determinism.capture()),
             "config.yaml": self.config.dump().encode(),
-            **self.tokenizer_files,
+            **{f"tokenizer/{name}": data for name, data in self.tokenizer_files.items()},
         }
 
     def agents_tokenizers(self) -> dict[str, bytes]:
         """The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone."""
-        files = {name.removeprefix("tokenizer/"): data for name, data in self.tokenizer_files.items()}
         agents = range(self.crowd.num_agents)
-        return {f"agent{k}/{name}": data for k in agents for name, data in files.items()}
+        return {f"agent{k}/{name}": data for k in agents for name, data in self.tokenizer_files.items()}
 
     def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
         """What the manifest says of a checkpoint: position, and what a resume compares."""

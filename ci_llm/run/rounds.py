@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ci_llm.data.order import share
 from ci_llm.distributed.ballot import Ballot, Verdict
@@ -43,14 +43,20 @@ class Rounds:
 
     All processes vote in every round, with or without a batch left for them, so that all leave in the same round.
 
+    Args:
+        report: called with how many of the numbers are done on all processes, before every round.
+
     Attributes:
         batches: this process's share.
         stop: the reason for which all have left; None: there is none.
         out_of_memory: whether all have left because a batch did not fit.
     """
 
-    def __init__(self, vote: StopVote, count: int, batch_size: int) -> None:
-        self._vote, self._failed = vote, False
+    def __init__(
+        self, vote: StopVote, count: int, batch_size: int, report: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._vote, self._failed, self._report = vote, False, report
+        self._count, self._per_round = count, batch_size * vote.processes.count
         self.stop: str | None = None
         self.out_of_memory = False
         processes = vote.processes
@@ -64,6 +70,7 @@ class Rounds:
             self.stop, self.out_of_memory = verdict.stop, verdict.out_of_memory
             if self.stop is not None or self.out_of_memory:
                 return
+            self._report(min(number * self._per_round, self._count))
             yield from own[number : number + 1]  # nothing, if this process has no batch left; it still votes
 
     def stop_requested_here(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Final
 import datasets
 import torch
 from torch.utils import deterministic
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import get_scheduler
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
@@ -27,9 +27,9 @@ from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinc
 from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.prompts import Prompter, form_of
+from ci_llm.crowd.prompts import Prompter, form_of, tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
-from ci_llm.data.chat_template import chat_template, use_chat_template
+from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.order import Plan
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
@@ -41,6 +41,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.interval import Interval
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -147,9 +148,10 @@ def join(
         stop_vote=vote,
         evaluator=Evaluator(config, crowd, eval_rows, vote, memory),
         checkpoint=RunCheckpoint(
-            config, base, crowd, optimizer, rows, _tokenizer_files(base.tokenizer), last_good, processes
+            config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
         ),
         heartbeat=heartbeat,
+        interval=Interval(crowd.num_agents, crowd.device),
     )
 
 
@@ -326,12 +328,3 @@ def set_determinism(config: Config) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, and hides bugs of other libraries
-
-
-def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The tokenizer as a checkpoint keeps it, with the chat template that was in force."""
-    tokenizer.chat_template = chat_template(tokenizer)
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer.save_pretrained(scratch)
-        files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
-        return {f"tokenizer/{path.relative_to(scratch)}": path.read_bytes() for path in files}

@@ -99,6 +99,7 @@ class Attempt:
             logger.warning(f"status.json cannot be written: {error}")
             # The write that failed cannot say whether the folder is still this attempt's; the lease can.
             is_own = self.processes.is_main and self.manager.holds_lease()
+        self.log.end_progress()
         where = f"step {step} is saved" if step else "no step is saved"
         logger.info(f"interrupted ({reason}): {where}; go on with: {command}")
         if is_own:  # if another attempt has taken the job over, that attempt puts it back
@@ -131,6 +132,7 @@ class Attempt:
                 write()
             except OSError as refusal:
                 logger.warning(f"the failure could not be written down: {refusal}")
+        self.log.end_progress()
         logger.error(f"failed ({reason}) after step {step}")
         self.log.note(str(error))
 

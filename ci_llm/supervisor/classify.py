@@ -141,7 +141,7 @@ def _killed(result: AttemptResult, detail: str) -> tuple[Kind, str]:
 
 
 def _last_line(result: AttemptResult) -> str:
-    return result.evidence.last_lines[-1] if result.evidence.last_lines else "it evidence nothing"
+    return result.evidence.last_lines[-1] if result.evidence.last_lines else "it said nothing"
 
 
 def _in_words(code: int) -> str:

@@ -93,7 +93,7 @@ def ask(
     asked: set[int] = set()
     for alive in _looks(session, until=start + settle_s + grace_s):
         if kill_ordered():
-            break
+            break  # the caller kills
         if time.monotonic() - start >= settle_s:
             pids = {process.pid for process in alive}
             # In the first round everyone is asked. Later only orphans are new: their parent is not alive any more.

@@ -22,8 +22,8 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off
 from ci_llm.errors import CheckpointError
-from tests.support.events import DEADLINE_S
 from tests.support.log_lines import log_lines, on_log
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 

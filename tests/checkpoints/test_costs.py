@@ -13,8 +13,8 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import load_config
 from ci_llm.run.beginning import find_start, prepare, read_beginning
 from tests.support import costs
-from tests.support.forkserver import ForkServer
-from tests.support.trials import Cell
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Cell
 
 STATE: dict[str, Any] = {
     **{key: {"w": torch.ones(500)} for key in ("ci_llm_meta_config", "optimizer", "rng")},

@@ -22,7 +22,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 from tests.support.campaign import size
-from tests.support.disks import Crash, Log, MortalDisk, build
+from tools.testbed.disks import Crash, Log, MortalDisk, build
 
 STATES_PER_POINT = 24
 

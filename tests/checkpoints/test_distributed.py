@@ -24,9 +24,9 @@ from ci_llm.checkpoints.shards import deal, outline
 from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
-from tests.support import crews
 from tests.support.campaign import size
-from tests.support.forkserver import ForkServer
+from tools.testbed import crews
+from tools.testbed.forkserver import ForkServer
 
 POINTS = size(12, 48)
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]

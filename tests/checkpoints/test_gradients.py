@@ -21,7 +21,7 @@ from ci_llm.checkpoints.gradients import KEY
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.orbax_arguments import Composite, StandardRestore
 from ci_llm.errors import ForeignCheckpoint
-from tests.support.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 MICRO_STEPS, WINDOW = 14, 4
 

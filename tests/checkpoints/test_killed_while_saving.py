@@ -18,9 +18,9 @@ import pytest
 
 from ci_llm.core.durable import Filesystem
 from tests.support.campaign import size
-from tests.support.disks import CHANGES
-from tests.support.forkserver import ForkServer
-from tests.support.trials import Cell, Trials, account, differences, train_watched
+from tools.testbed.disks import CHANGES
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Cell, Trials, account, differences, train_watched
 
 # References that the tests share.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("killed while saving")]

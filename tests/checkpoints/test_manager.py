@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 
 from ci_llm.checkpoints.arena import Arena, Copy
@@ -28,11 +28,11 @@ from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
-from tests.support import loops
-from tests.support.disks import CachedDisk, FailingDisk
-from tests.support.events import DEADLINE_S
-from tests.support.forkserver import ForkServer
+from tests.support import campaign, loops
 from tests.support.log_lines import on_log
+from tools.testbed.disks import CachedDisk, FailingDisk
+from tools.testbed.events import DEADLINE_S
+from tools.testbed.forkserver import ForkServer
 
 
 @pytest.fixture
@@ -206,6 +206,7 @@ def random_tensor(dtype: torch.dtype, shape: list[int], seed: int, flip: bool) -
     return tensor.t() if flip and len(shape) == 2 else tensor
 
 
+@settings(max_examples=campaign.size(50, 500))
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "rng"]), trees, max_size=3))
 def test_any_nested_state_comes_back_bit_for_bit(state: dict[str, Any]) -> None:
     for snapshot in (take_snapshot(state), Copy(Arena(), hand_off(state)).finish()):

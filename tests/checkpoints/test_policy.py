@@ -1,4 +1,4 @@
-"""The best interval: Young and Daly's formula against brute force, and what a run knows of its own failures."""
+"""When a save is due and which stay; the best interval, by brute force too, and what a run knows of its failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.policy import FIRST_S, PRIOR_S, BestInterval, FailureHistory, best_interval_s
+from ci_llm.checkpoints.policy import (
+    FIRST_S,
+    PRIOR_S,
+    BestInterval,
+    FailureHistory,
+    Keeping,
+    SavePolicy,
+    best_interval_s,
+    metrics_of,
+)
 from ci_llm.config import parse_config
 from ci_llm.interrupts import Interrupts
 
@@ -95,3 +104,85 @@ def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(tmp_
 def test_the_configuration_knows_it() -> None:
     assert parse_config("save_interval_seconds: auto\n", "here").save_interval_seconds == "auto"
     assert parse_config("save_interval_seconds: 1h\n", "here").save_interval_seconds == 3600.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "step", "newest", "elapsed_s", "due"),
+    [
+        (SavePolicy(every_steps=4), 8, 4, 0.0, True),
+        (SavePolicy(every_steps=4), 9, 4, 1e9, False),
+        (SavePolicy(every_steps=4), 4, 4, 0.0, False),  # nothing is saved twice
+        (SavePolicy(every_steps=4), 4, 8, 0.0, False),
+        (SavePolicy(None, 60.0), 9, None, 59.9, False),
+        (SavePolicy(None, 60.0), 9, None, 60.0, True),
+        (SavePolicy(None, on_steps=(9,)), 9, 4, 0.0, True),
+        (SavePolicy(None, on_steps=(9,)), 10, 4, 0.0, False),
+        (SavePolicy(None, initially=True), 3, None, 0.0, True),
+        (SavePolicy(None, initially=True), 3, 2, 0.0, False),
+        (SavePolicy(None), 3, None, 1e9, False),
+    ],
+)
+def test_when_a_save_is_due(policy: SavePolicy, step: int, newest: int | None, elapsed_s: float, due: bool) -> None:
+    assert policy.due(step, newest=newest, elapsed_s=elapsed_s) is due
+    assert policy.due(step, newest=newest, elapsed_s=elapsed_s, must=True) is (newest is None or step > newest)
+
+
+def loss(metrics: dict[str, float]) -> float:
+    return metrics["loss"]
+
+
+def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> Keeping:
+    """What knows the losses of these steps, which are in the folder."""
+    keep = Keeping(**{"most": 2, "period": None, "best_fn": None, "best_mode": "min", **options})
+    for step, value in measured.items():
+        (folder / f"checkpoint_step_{step}").mkdir()
+        keep._known[step] = None if value is None else {"loss": value}
+    return keep
+
+
+def test_without_a_period_or_a_measure_nothing_is_spared_but_the_newest(tmp_path: Path) -> None:
+    assert keeping(tmp_path, {1: None, 2: None}).spared(tmp_path, 3, None, None) == set()
+    assert Keeping(None, 2, loss, "min").spared(tmp_path, 3, None, None) == set()
+    assert [Keeping(most, None, None, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 5]
+    assert [Keeping(most, None, loss, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 1]
+
+
+def test_multiples_of_the_period_are_spared_the_one_in_flight_too(tmp_path: Path) -> None:
+    keep = keeping(tmp_path, {3: None, 4: None, 6: None}, period=3)
+    assert keep.spared(tmp_path, 10, None, None) == {3, 6}
+    assert keep.spared(tmp_path, 10, None, 9) == {3, 6, 9}
+    assert keep.spared(tmp_path, 12, None, 0) == {0, 3, 6, 12}
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("min", {3, 4, 5}), ("max", {1, 2, 3})])
+def test_the_best_are_spared_and_what_nobody_has_measured(mode: str, kept: set[int], tmp_path: Path) -> None:
+    keep = keeping(tmp_path, {1: 5.0, 2: 4.0, 3: None, 4: 2.0}, best_fn=loss, best_mode=mode)
+    assert keep.spared(tmp_path, 5, {"loss": 1.0}, None) == kept
+    assert keep.best_of(tmp_path, [1, 2, 3, 4, 5]) == (5 if mode == "min" else 1)
+    assert keep.best_of(tmp_path, [3]) == 3
+    assert keep.best_of(tmp_path, []) is None
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_measure_that_is_no_number_is_the_worst_and_of_two_alike_the_newer_is_kept(mode: str, tmp_path: Path) -> None:
+    keep = keeping(tmp_path, {1: math.nan, 2: 1.0, 3: 1.0}, most=1, best_fn=loss, best_mode=mode)
+    assert keep.spared(tmp_path, 4, {"loss": math.nan}, None) == {3}
+    assert keep.best_of(tmp_path, [1, 2, 3]) == 3
+
+
+def test_a_step_whose_manifest_cannot_be_read_has_no_metrics(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(1, {"a": 1}, metrics={"loss": 2.0})
+        manager.save(2, {"a": 1})
+    assert [metrics_of(tmp_path, step) for step in (1, 2)] == [{"loss": 2.0}, None]
+    (tmp_path / "checkpoint_step_1" / "manifest.json").write_text("{")
+    assert metrics_of(tmp_path, 1) is None
+
+
+def test_a_failure_a_day_is_assumed_and_no_interval_is_shorter_than_a_second() -> None:
+    assert FailureHistory().mtbf_s == 24 * 3600
+    clock = iter([1000.0, *[1060.0] * 9])
+    interval = BestInterval(lambda: next(clock))
+    interval.measured(1e-9, 1e-9)
+    assert interval.seconds == 1.0
+    assert interval.record(Path("none"), None, 1, left=False)["endurance"]["seconds"] == 60.0

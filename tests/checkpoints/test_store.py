@@ -29,8 +29,8 @@ from ci_llm.checkpoints.state_files import read_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
-from tests.support.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
-from tests.support.events import DEADLINE_S
+from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
+from tools.testbed.events import DEADLINE_S
 
 
 def files(step: int, size: int = 40) -> dict[str, FileImage]:
@@ -156,6 +156,21 @@ def test_the_final_checkpoint_counts_with_its_step_and_is_made_anew(run: Run) ->
     shutil.rmtree(run.directory / "checkpoint_step_1")
     assert store.latest() == 1
     assert store.read(1).manifest.step == 1
+
+
+def test_a_step_that_only_the_final_checkpoint_holds_gets_its_own_folder_before_that_is_replaced(run: Run) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    step = run.directory / "checkpoint_step_1"
+    inode = step.stat().st_ino
+    store.finish()
+    assert step.stat().st_ino == inode, "a step that has its folder is not written again"
+    store.delete(1)
+    assert not step.exists()
+    assert store.finish({"README.md": b"two"}).saved
+    assert store.verify(1).step == 1
+    assert step.exists()
+    assert not (step / "README.md").exists()
 
 
 def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:

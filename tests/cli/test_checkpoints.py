@@ -28,7 +28,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
 from ci_llm.run.setup import lora_settings
 from tests.checkpoints.test_store import flip
-from tests.support.disks import FailingDisk
+from tools.testbed.disks import FailingDisk
 
 
 def state(step: int, **changes: Any) -> dict[str, Any]:

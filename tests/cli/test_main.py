@@ -21,7 +21,7 @@ from ci_llm.cli import entry, guard, main, supervise, train
 from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import parse_options
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 COMPLETED = Status("completed", None, 7, 1, 1, "here", "space", 0.0, 0.0)
@@ -97,7 +97,7 @@ def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
     assert done.returncode == 2
 
 
-VERBS = [["train"], ["check"], ["status"], ["supervise"], ["report"], ["compare"]]
+VERBS = [[verb] for verb in main.COMMANDS]
 VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
 
 

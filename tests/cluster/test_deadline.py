@@ -25,7 +25,7 @@ from ci_llm.cluster.deadline import (
 )
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 durations = st.lists(st.floats(min_value=0, max_value=1e6), max_size=120)
 

@@ -14,7 +14,7 @@ import pytest
 
 from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_on_hub, why_unreachable
 from tests.support.children import DEADLINE_S, ROOT
-from tests.support.forkserver import free_port
+from tools.testbed.forkserver import free_port
 
 
 class Grumpy(BaseHTTPRequestHandler):

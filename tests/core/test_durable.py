@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 
 from ci_llm.core.durable import (
+    append,
+    cut,
     make_folders,
+    new_folder,
     read_chunks,
     read_exactly,
     read_json,
@@ -22,7 +25,7 @@ from ci_llm.core.durable import (
     write_new,
 )
 from ci_llm.core.typed_json import decode, dump_json, encode, load_json, parse_json
-from tests.support.disks import Crash, FailingDisk, MortalDisk, MuteDisk, StutteringDisk
+from tools.testbed.disks import Crash, FailingDisk, MortalDisk, MuteDisk, StutteringDisk
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=9)
 keys = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
@@ -131,3 +134,50 @@ def test_removing_a_tree_leaves_what_its_links_point_to(tmp_path: Path) -> None:
     remove_tree(tmp_path / "a")
     assert not (tmp_path / "a").exists()
     assert (tmp_path / "treasure" / "gold").read_bytes() == b"1"
+
+
+def test_appending_keeps_what_is_there_whatever_happens(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    write_bytes(file, b"one\n")
+    append(file, b"two\n", disk=StutteringDisk())
+    assert file.read_bytes() == b"one\ntwo\n"
+    for lives in range(2):  # the write, the sync
+        with pytest.raises(Crash):
+            append(file, b"three\n", disk=MortalDisk(lives))
+        assert file.read_bytes().startswith(b"one\ntwo\n")
+        cut(file, 8)
+        assert file.read_bytes() == b"one\ntwo\n"
+    with pytest.raises(FileNotFoundError):
+        append(tmp_path / "missing", b"")
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(OSError, match="symbolic"):
+        append(tmp_path / "link", b"")
+
+
+def test_a_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "folder"
+    for lives in range(40):
+        disk = MortalDisk(lives)
+        try:
+            with new_folder(target, disk=disk) as draft:  # anybody may fill it: the files are synced at the end
+                (draft / "sub").mkdir()
+                (draft / "sub" / "a").write_text("a")
+                (draft / "b").write_text("b")
+        except Crash:
+            assert lives < 39, "it never ends"
+            if not target.exists():
+                continue
+        assert {str(path.relative_to(target)) for path in target.rglob("*")} == {"sub", "sub/a", "b"}
+        break
+    assert lives >= 8, "the parent, the draft, two files, two folders, the rename, the parent again"
+
+
+def test_a_new_folder_takes_nobodys_place_and_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("")
+    with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "mine") as draft:
+        (draft / "a").write_text("a")
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other") as draft:
+        (draft / "a").write_text(str(1 / 0))
+    assert {path.name for path in tmp_path.iterdir()} == {"mine"}
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["precious"]

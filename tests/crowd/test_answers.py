@@ -12,9 +12,7 @@ import torch
 
 from ci_llm.crowd.answer_scores import AnswerScores, Questions, merge_records, score_answers
 from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
-from ci_llm.crowd.base import load_base
 from ci_llm.crowd.generation import Decoding
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.crowd.scoring import paired_gain
@@ -22,8 +20,8 @@ from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
 from ci_llm.run.report import score_table
+from tests.support.crowds import K, disturbed_crowd
 
-K = 3
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
 
 
@@ -159,13 +157,7 @@ def test_evaluation_says_what_was_measured_how() -> None:
 
 @pytest.fixture(scope="module")
 def crowd() -> Crowd:
-    """The embedded base with agents that disturb it a little, each in its own way."""
-    loaded = load_base("embedded")
-    crowd = Crowd(loaded.model, LoraSettings(num_agents=K), loaded.name, loaded.tokenizer.pad_token_id)
-    crowd.prompter = Prompter(loaded.tokenizer)
-    with torch.no_grad():
-        crowd.agents.weights.normal_(0, 0.06, generator=torch.Generator().manual_seed(3))
-    return crowd.eval()
+    return disturbed_crowd()
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +178,7 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
 def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> None:
     rows = list(examples(prompter, 12))
     test = Questions.of(rows, prompter, crowd, 99, max_seq_length=256)
-    assert (len(test), test.style) == (12, "marked")
+    assert len(test) == 12
     assert test.ends == prompter.ends
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
     decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
@@ -197,7 +189,7 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     for number, prompt in enumerate(test.prompts):
         generated = crowd.generate_ids([prompt], decoding, include_agents=True)
         texts = [prompter.text(ids) for ids in (*(line[0] for line in generated.agents), generated.crowd[0])]
-        *agents, together = (final_answer(text, test.style) for text in texts)
+        *agents, together = (final_answer(text, "marked") for text in texts)
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"

@@ -19,7 +19,7 @@ from ci_llm.dry_run import toy_run
 from ci_llm.dry_run.architecture import find_shape
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
-from tests.support.tiny import base
+from tools.testbed.tiny import base
 
 LAYER = "model.layers.1.mlp.down_proj.weight"
 

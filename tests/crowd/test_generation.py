@@ -28,7 +28,7 @@ from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
 from tests.crowd.test_adapters import K, crowd_of, peft_twin
 from tests.data import test_encoder as templates
-from tests.support.tiny import FAMILIES, base, example
+from tools.testbed.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
 GREEDY = Decoding(max_new_tokens=12)
@@ -74,6 +74,7 @@ def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
     assert len(texts) == len(PROMPTS) * (K + 1), "two texts are the same, so the test would not see a mix-up"
 
 
+@pytest.mark.slow
 def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> None:
     """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued in another way."""
     shape = PegasusConfig(
@@ -370,6 +371,7 @@ def test_a_saved_agent_alone_equals_plain_peft(checkpoint: Path) -> None:
             assert crowd.prompter.text(text.tolist()) == crowd.prompter.text(found)
 
 
+@pytest.mark.slow
 def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path) -> None:
     (copied / "README.md").write_text("my own words")
     Crowd.from_pretrained(copied, device="cpu")
@@ -393,6 +395,7 @@ def test_a_folder_without_a_crowd(tmp_path: Path) -> None:
         Crowd.from_pretrained(tmp_path / "checkpoint_step_0")
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_with_both_fingerprints(checkpoint: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
-from tests.support.tiny import base, batch
+from tools.testbed.tiny import base, batch
 
 TARGETS = ("q_proj", "v_proj")
 
@@ -39,6 +39,7 @@ def test_one_adapter_for_every_agent_gives_its_logits(tmp_path: Path) -> None:
     adapter = save_adapter(base(), tmp_path)
     made = crowd()
     assert "every agent" in load_initial_adapters(made, tmp_path)
+    assert made.meta("print")["common_start"], "so the mean of their weights is an agent"
     ids = torch.arange(3, 12)[None]
     wanted = adapter.eval()(input_ids=ids).logits
     for k in range(2):
@@ -51,6 +52,7 @@ def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
         save_adapter(base(), tmp_path / f"agent{k}", seed=k)
     made = crowd()
     assert "each agent" in load_initial_adapters(made, tmp_path)
+    assert not made.meta("print")["common_start"]
     assert not torch.equal(made.agents.weights[0], made.agents.weights[1])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import ot
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.sliced_wasserstein import row_states, sliced_wasserstein, unit_directions
 from ci_llm.data.batches import Batch
-from tests.support.tiny import base, batch
+from tools.testbed.tiny import base, batch
 
 ALL_AGENTS = torch.ones(3, dtype=torch.bool)
 
@@ -51,6 +50,8 @@ def test_target_log_probs_pass_gradcheck() -> None:
 
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_sliced_wasserstein_equals_pot(rows: int) -> None:
+    import ot  # slow to import: it loads all of scikit-learn
+
     points, directions = random(3, rows, 6), unit_directions(6, 40, torch.Generator().manual_seed(3))
     pairs = [
         ot.sliced_wasserstein_distance(points[i].numpy(), points[j].numpy(), projections=directions.numpy()) ** 2

@@ -25,7 +25,7 @@ from ci_llm.crowd.row_weights import bootstrap_weights
 from ci_llm.data.batches import Batch, pack
 from ci_llm.errors import BadInput, ForeignCheckpoint
 from tests.crowd.test_adapters import peft_loss
-from tests.support.tiny import base, batch
+from tools.testbed.tiny import base, batch
 
 STEPS = 3
 SMALL: Final = {"rank": 3, "alpha": 5, "use_rslora": True, "seed": 1}  # a scaling that no product keeps exact

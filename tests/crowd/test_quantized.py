@@ -20,8 +20,8 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.quantized import QuantizedLinear, stored_bytes
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
-from tests.support.tiny import base as toy
-from tests.support.tiny import batch
+from tools.testbed.tiny import base as toy
+from tools.testbed.tiny import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
 
@@ -128,7 +128,7 @@ def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder:
             own = own - log_probs[packed.predict_from[mine] - start, packed.targets[mine]].sum()
         own = own / packed.num_targets
         own.backward()
-        total += float(own)
+        total += own.item()
         ours = {
             f"base_model.model.{n}.{kind}.default.weight": getattr(m, kind)[f"agent{k}"].grad
             for n, m in crowd.agents.layers.items()
@@ -264,6 +264,7 @@ def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatc
         load_base(str(folder), "fp32", "cpu", "nf4")
 
 
+@pytest.mark.slow
 def test_without_quantization_bitsandbytes_is_not_imported() -> None:
     code = "import sys; from ci_llm import load_base; load_base('embedded'); print('bitsandbytes' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

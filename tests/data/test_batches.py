@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ci_llm.data.batches import Batch, pack, padded, stream
 from ci_llm.data.order import Plan
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 
 @dataclass(frozen=True)

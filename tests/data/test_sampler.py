@@ -21,7 +21,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.errors import ConfigError, DataError, ForeignCheckpoint
-from tests.support.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 STEPS, ROWS, BATCH = 16, 50, 8  # seven batches an epoch, the last of two rows
 

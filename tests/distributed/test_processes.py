@@ -23,7 +23,7 @@ from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import DataError, LaunchError, ModelError
 from tests.support.children import ROOT, SCRIPTS, Child, run_all
-from tests.support.forkserver import free_port
+from tools.testbed.forkserver import free_port
 
 WORLD = ROOT / "tests" / "support" / "world.py"
 ALONE = Launch("python", 1, 0, 0, 1, None, {})

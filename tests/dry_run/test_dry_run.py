@@ -31,7 +31,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
 from tests.support.campaign import sampled
 from tests.support.children import Child
-from tests.support.forkserver import ROOT, ForkServer
+from tools.testbed.forkserver import ROOT, ForkServer
 
 pytestmark = pytest.mark.slow
 

@@ -36,6 +36,7 @@ def context(device: torch.device, **config: Any) -> CheckContext:
     return cast("CheckContext", SimpleNamespace(processes=SimpleNamespace(device=device), config=Config(**config)))
 
 
+@pytest.mark.slow
 def test_every_path_passes_where_it_works(tmp_path: Path) -> None:
     assert "bf16 within" in gpu.autocast(CPU)
     assert "within" in gpu.attention(CPU)

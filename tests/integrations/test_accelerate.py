@@ -25,10 +25,10 @@ from ci_llm.data.sampler import StatefulSampler
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.integrations.accelerate import latest_state, register_hooks
 from tests.checkpoints.test_store import flip
-from tests.support import tiny
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
-from tests.support.forkserver import ForkServer
 from tests.support.log_lines import log_lines
+from tools.testbed import tiny
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = pytest.mark.xdist_group("accelerate hooks")  # references that tests share
 
@@ -121,10 +121,17 @@ class Loop:
             self.optimizer.zero_grad()
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "state"
+    Loop().accelerator.save_state(str(folder))
+    return folder
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    Loop().accelerator.save_state(str(tmp_path / "state"))
-    return tmp_path / "state"
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """A copy of the state of a loop, to be mistreated."""
+    return Path(shutil.copytree(saved_once, tmp_path / "state"))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +166,7 @@ def test_a_damaged_or_unfinished_folder_is_an_error(saved: Path) -> None:
         loop.accelerator.load_state(str(saved))
 
 
+@pytest.mark.slow
 def test_the_latest_state_is_the_newest_whole_one(saved: Path) -> None:
     loop, folder = Loop(), saved.parent
     assert latest_state(folder / "nowhere") is None

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from examples import accelerate_loop, own_loop
-from tests.support.forkserver import ForkServer
-from tests.support.moments import interfere
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import interfere
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("examples")]  # references that tests share
 

@@ -1,4 +1,7 @@
-"""Lightning's Trainer with our callback: killed or told to stop at a batch, it goes on and ends with the same bits."""
+"""Lightning's Trainer with our callback: killed or told to stop at a batch, it goes on and ends with the same bits.
+
+What imports Lightning does so in the test: pytest imports this file for every choice of tests.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, TensorDataset
 
-from ci_llm import LightningCheckpoints
+import ci_llm
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from examples import lightning_trainer
-from tests.support.forkserver import ForkServer
-from tests.support.moments import interfere
+from tests.support.campaign import sampled_cases
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import interfere
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
 def trained(folder: str, changes: Mapping[str, Any], sent: str | None = None, step: int = 0) -> int:
     """In a process of its own: the example, which sends itself a signal when a step is done."""
+    from examples import lightning_trainer  # Lightning is slow to import
+
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
         os.environ |= {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": os.environ["RANK"], "GROUP_RANK": "0"}
@@ -46,10 +50,6 @@ def server() -> Iterator[ForkServer]:
         yield started
 
 
-def steps_of(folder: Path) -> list[int]:
-    return sorted(int(path.name.rpartition("_")[2]) for path in (folder / "run").glob("checkpoint_step_*"))
-
-
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "accumulation": ({}, 1),
     "ends within an epoch": ({"max_steps": 33, "max_epochs": None, "accumulate_grad_batches": 1}, 1),
@@ -57,11 +57,14 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "validated by epoch": ({"val_check_interval": 1.0}, 1),
     "two processes": ({"strategy": "ddp", "devices": 2, "accumulate_grad_batches": 1}, 2),
 }
-SLOW = {name: [] if name == "accumulation" else [pytest.mark.slow] for name in CASES}
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=SLOW[name]) for name in CASES])
-@pytest.mark.parametrize("at", [12, pytest.param(13, marks=pytest.mark.slow), pytest.param(14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("case", "at"),
+    sampled_cases(
+        [(case, at) for case in CASES for at in (12, 13, 14)], [*zip(CASES, (12, 13, 14, 12, 13), strict=True)]
+    ),
+)
 def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, tmp_path: Path) -> None:
     changes, processes = CASES[case]
     straight, again = tmp_path / "straight", tmp_path / "again"
@@ -74,19 +77,23 @@ def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, t
 
     assert run(straight) == [0] * processes, (straight / "log").read_text()
     assert run(again, sent="SIGKILL", step=at)[0] == -signal.SIGKILL
-    assert 5 in steps_of(again), "saved before the save at step 10 began"
+    assert 5 in numbered_steps(again / "run"), "saved before the save at step 10 began"
     assert run(again, sent="SIGTERM", step=8) == [75] * processes, (again / "log").read_text()
-    assert steps_of(again)[-1] in (13, 14, 18, 19), "the step in which the signal came, or the next"
+    assert numbered_steps(again / "run")[-1] in (13, 14, 18, 19), "the step in which the signal came, or the next"
     assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [folder / "run" / f"checkpoint_step_{steps_of(straight)[-1]}" for folder in (straight, again)]
+    last = [step_folder(each / "run", numbered_steps(straight / "run")[-1]) for each in (straight, again)]
     one, other = map(load_checkpoint, last)
     assert not [found for found in compare(one, other).differences if found.counts]
     assert run(again) == [0] * processes, "nothing is left to do"
-    assert steps_of(again)[-1] == steps_of(straight)[-1]
+    assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
 
 
 def fit(folder: Path, *others: Any, resume: bool = True, module: Any = None, loader: Any = None, **changes: Any) -> Any:
-    checkpoints = LightningCheckpoints(folder / "run")
+    import lightning
+
+    from examples import lightning_trainer
+
+    checkpoints = ci_llm.LightningCheckpoints(folder / "run")
     how = {"max_steps": 6, "enable_checkpointing": False, "logger": False, **QUIET, **changes}
     trainer = lightning.Trainer(callbacks=[checkpoints, *others], default_root_dir=folder, **how)
     rows = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 4)
@@ -108,6 +115,8 @@ def test_another_loop_or_model_is_refused(tmp_path: Path) -> None:
     fewer = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 8)
     with pytest.raises(ForeignCheckpoint, match="batches was 4, is 2"):
         fit(tmp_path, loader=fewer, max_steps=9)
+    from examples import lightning_trainer
+
     frozen = lightning_trainer.Net()
     frozen.layers[0].weight.requires_grad = False
     with pytest.raises(ForeignCheckpoint, match="frozen weights was"):
@@ -115,7 +124,9 @@ def test_another_loop_or_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
-    def patience() -> EarlyStopping:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    def patience() -> Any:
         return EarlyStopping("loss", patience=1, min_delta=1e9)
 
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
@@ -130,7 +141,7 @@ def test_two_loaders_are_refused(tmp_path: Path) -> None:
 
 def test_a_backend_for_which_every_process_needs_the_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only process 0 has the state"):
-        LightningCheckpoints(tmp_path, checkpoint_backend="distributed")
+        ci_llm.LightningCheckpoints(tmp_path, checkpoint_backend="distributed")
 
 
 def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
@@ -141,6 +152,7 @@ def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
     assert isinstance(trainer.train_dataloader, DataLoader)
 
 
+@pytest.mark.slow
 def test_without_lightning_one_line_says_so() -> None:
     code = "import sys; sys.modules['lightning'] = None; import ci_llm; ci_llm.LightningCheckpoints"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -19,10 +19,11 @@ from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Tra
 from ci_llm import TrainerCheckpoints
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
-from tests.support.forkserver import ForkServer
-from tests.support.moments import interfere
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import interfere
 
 QUIET = {"disable_tqdm": True}
 #: Of a Trainer's log, what no two runs have in common.
@@ -59,10 +60,6 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.endswith(CLOCK)} for line in lines if "train_runtime" not in line]
 
 
-def steps_of(folder: Path) -> list[int]:
-    return sorted(int(path.name.rpartition("_")[2]) for path in (folder / "run").glob("checkpoint_step_*"))
-
-
 CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
     "accumulation": ({}, False, 1),
     "ends within an epoch": ({"max_steps": 33, "gradient_accumulation_steps": 1}, False, 1),
@@ -72,10 +69,9 @@ CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
     "evaluated by epoch": ({"eval_strategy": "epoch", "logging_strategy": "epoch"}, False, 1),
     "two processes": ({"per_device_train_batch_size": 2}, False, 2),
 }
-SLOW = {name: [] if name == "adapter" else [pytest.mark.slow] for name in CASES}
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=SLOW[name]) for name in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_ends_with_the_same_bits(case: str, server: ForkServer, tmp_path: Path) -> None:
     changes, lora, processes = CASES[case]
     straight, again = tmp_path / "straight", tmp_path / "again"
@@ -88,17 +84,17 @@ def test_a_run_ends_with_the_same_bits(case: str, server: ForkServer, tmp_path: 
 
     assert run(straight) == [0] * processes, (straight / "log").read_text()
     assert run(again, sent="SIGKILL", step=12)[0] == -signal.SIGKILL
-    assert 5 in steps_of(again), "saved before the save at step 10 began"
+    assert 5 in numbered_steps(again / "run"), "saved before the save at step 10 began"
     assert run(again, sent="SIGTERM", step=11) == [75] * processes, (again / "log").read_text()
-    stopped_at = steps_of(again)[-1]
+    stopped_at = numbered_steps(again / "run")[-1]
     assert stopped_at in (16, 17, 21, 22), "the step in which the signal came, or the next"
     assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [folder / "run" / f"checkpoint_step_{steps_of(straight)[-1]}" for folder in (straight, again)]
+    last = [step_folder(each / "run", numbered_steps(straight / "run")[-1]) for each in (straight, again)]
     one, other = map(load_checkpoint, last)
     assert not [found for found in compare(one, other).differences if found.counts]
     assert log_of(last[0]) == log_of(last[1])
     assert run(again) == [0] * processes, "nothing is left to do"
-    assert steps_of(again)[-1] == steps_of(straight)[-1]
+    assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
 
 
 class Rows(Dataset):
@@ -126,6 +122,7 @@ def trainer(
     return Trainer(model=made, args=arguments, train_dataset=given, eval_dataset=Rows(), callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"trainer\.train\(resume_from_checkpoint=checkpoints\.resume\(trainer\)\)"):
@@ -158,6 +155,7 @@ def test_handlers_are_given_back_whatever_ends_the_training(tmp_path: Path) -> N
         assert not {"_inner_training_loop", "_load_from_checkpoint"} & vars(own).keys()
 
 
+@pytest.mark.slow
 def test_another_loop_model_or_base_is_refused(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     first = trainer(tmp_path, [checkpoints])
@@ -182,6 +180,7 @@ def test_what_cannot_be_exact_is_refused(changes: dict[str, Any], tmp_path: Path
         checkpoints.resume(trainer(tmp_path, [checkpoints], **changes))
 
 
+@pytest.mark.slow
 def test_rows_that_draw_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rows, told in ((Rows(), False), (Drawing(), True)):
         caplog.clear()
@@ -191,6 +190,7 @@ def test_rows_that_draw_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert ("make it a function of the row" in caplog.text) is told
 
 
+@pytest.mark.slow
 def test_the_patience_of_early_stopping_survives(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [TrainerCheckpoints(tmp_path / "run"), EarlyStoppingCallback(3, early_stopping_threshold=1e9)]

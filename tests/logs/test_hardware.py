@@ -12,7 +12,7 @@ import pytest
 
 from ci_llm.logs import hardware
 from ci_llm.logs.hardware import FILE_NAME, SAMPLES_KEPT, Gpus, HardwareMonitor, read_host
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
 import logging
 import os
-import pty
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
 
+from ci_llm.core import work
 from ci_llm.errors import ConfigError
+from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
-from ci_llm.logs.terminal import ProgressLine
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +35,7 @@ def package_logger() -> Iterator[None]:
     yield
     while handlers := [one for one in PACKAGE.handlers if isinstance(one, RunHandler)]:
         handlers[-1].detach()  # which brings back the one before
+    work.listeners.clear()
     assert (PACKAGE.level, PACKAGE.propagate) == (logging.NOTSET, True)
 
 
@@ -205,7 +205,7 @@ def test_other_processes_are_silent(
     logger.warning("hello")
     assert (caplog.messages, *capfd.readouterr()) == ([], "", "")
     log.metrics(1, {"loss": 1.0})
-    log.progress(1, 2, [1.0])
+    log.progress(Position(1, 2, [1.0]))
     log.truncate_metrics(0)
     log.start_trackers(None, ("tensorboard",))
     assert log.tracker_state() == {}
@@ -272,9 +272,10 @@ def _write(path: Path, data: bytes) -> None:
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     code = (
-        "import logging, sys; from ci_llm.logs.run_log import RunLog; log = RunLog(sys.argv[1]); log.open(1)\n"
+        "import logging, sys; from ci_llm.logs.run_log import Position, RunLog\n"
+        "log = RunLog(sys.argv[1]); log.open(1)\n"
         "for word in ('into the void', 'still here'): logging.getLogger('ci_llm.tests').info(word)\n"
-        "log.progress(1, 2, [1.0]); print('a stray print'); log.close()"
+        "log.progress(Position(1, 2, [1.0])); print('a stray print'); log.close()"
     )
     reader, writer = os.pipe()
     os.close(reader)
@@ -284,83 +285,6 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "still here" in log_text(tmp_path)
     assert log_text(tmp_path).count("the terminal is gone") == 1
-
-
-# Progress
-
-
-def test_a_plain_line_per_interval_and_always_at_the_end(tmp_path: Path, screen: io.StringIO) -> None:
-    clock = Clock()
-    log = make_log(tmp_path, screen, clock=clock, interval_s=10.0)
-    for step in range(1, 101):
-        log.progress(step, 100, [1.0, 2.0])
-        clock.now += 0.5
-    shown = screen.getvalue().splitlines()
-    assert [line.split()[1] for line in shown] == [*(f"{n}/100" for n in (1, 21, 41, 61, 81, 100))]
-    assert shown[1] == "step 21/100  21%  loss 1.5 (1 2)  2 steps/s  0:00:40 left"
-    assert [line.partition("] ")[2] for line in log_text(tmp_path).splitlines()[1:]] == shown
-
-
-def test_speed_counts_the_steps_of_this_attempt_only() -> None:
-    clock = Clock()
-    line = ProgressLine(0.0, clock)
-    line.line(1000, 2000, [])
-    clock.now += 10
-    assert line.line(1010, 2000, []) == "step 1010/2000  50%  1 steps/s  0:16:30 left"
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable[[], str]]]:
-    """A real terminal, and a function that hangs up and tells what was written to it."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    master, slave = pty.openpty()
-    file = open(slave, "w", encoding="utf-8")  # noqa: SIM115 - closed by hanging up
-
-    def hang_up() -> str:
-        file.close()
-        parts = []
-        with contextlib.suppress(OSError):  # the end of a terminal is an input/output error
-            while part := os.read(master, 65536):
-                parts.append(part)
-        return b"".join(parts).decode()
-
-    yield file, hang_up
-    file.close()
-    os.close(master)
-
-
-def test_a_bar_on_a_terminal_and_lines_above_it(tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]) -> None:
-    file, written = terminal
-    log = make_log(tmp_path, file, clock=Clock())
-    log.progress(1, 4, [1.0, 2.0])
-    logger.info("saved [bold]step 1[/bold]")
-    log.progress(2, 4, [0.5, 1.5])
-    log.close()
-    text = written()
-    assert "step 2/4" in text
-    assert "loss 1 (0.5 1.5)" in text
-    assert "saved [bold]step 1[/bold]" in text
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l"), "the cursor stays hidden"
-    assert "[1] step 1/4" in log_text(tmp_path)
-
-
-def test_a_killed_process_leaves_the_cursor_visible(tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]]) -> None:
-    file, written = terminal
-    make_log(tmp_path, file).progress(1, 4, [1.0])
-    text = written()
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
-
-
-def test_a_terminal_that_cannot_redraw_gets_lines(
-    tmp_path: Path, terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    file, written = terminal
-    log = make_log(tmp_path, file)
-    log.progress(1, 4, [1.0])
-    log.close()
-    assert written().splitlines() == ["step 1/4  25%  loss 1 (1)"]
 
 
 # Metrics

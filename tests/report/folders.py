@@ -14,6 +14,7 @@ from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import Status, pid_space
 
 NOW = 1_700_000_000.0
+FRESH = 4_000_000_000.0
 
 
 def leave_run(
@@ -46,12 +47,16 @@ def leave_run(
 
 
 def leave_status(folder: Path, status: str, step: int, attempt: int = 1, **fields: Any) -> None:
-    """status.json of the last attempt. A running one has a heartbeat of just now, and its process is elsewhere."""
+    """status.json of the last attempt. A running one has a heartbeat of just now, and its process is elsewhere.
+
+    With `heartbeat=FRESH` it never vanishes, however long a test takes.
+    """
     running = status == "running"
     heartbeat = time.time() if running else NOW + 60
     started = heartbeat - 60
     space = "another machine" if running else pid_space()
     known = Status(status, None, step, attempt, 1, "here", space, started, heartbeat)  # type: ignore[arg-type]
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "status.json", asdict(known) | fields)
 
 

@@ -219,6 +219,7 @@ def test_without_matplotlib_the_message_says_how_to_get_it(
     assert "pip install 'ci-llm[report]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_long_run_of_many_agents_stays_below_a_megabyte(tmp_path: Path) -> None:
     rows = [prediction(n, correct=bool(n % 3), prompt="word " * 5000) for n in range(200)]
     run = leave_run(tmp_path / "run", steps=3000, agents=32, predictions=rows)

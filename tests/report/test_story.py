@@ -14,7 +14,7 @@ from ci_llm.report.facts import RunFacts, read_run
 from tests.report.test_page import MEGABYTE, text_of
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train
-from tests.support.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("report")]
 

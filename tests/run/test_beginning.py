@@ -16,8 +16,8 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
 from ci_llm.run.beginning import NAME, Start, find_start, prepare, read_beginning
-from tests.support.disks import FailingDisk
 from tests.support.log_lines import log_lines
+from tools.testbed.disks import FailingDisk
 
 
 def state(origin: str, step: int) -> dict[str, object]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.supervisor.terminal import ROOT, Terminal
 from tests.support.beginnings import BEGINS, ENDS, STEPS, Beginnings, begins_at
+from tests.support.campaign import sampled_cases
 from tests.support.children import SCRIPTS
-from tests.support.forkserver import ENVIRONMENT, ForkServer
-from tests.support.trials import account, differences, unwitnessed
+from tools.testbed.forkserver import ENVIRONMENT, ForkServer
+from tools.testbed.trials import account, differences, unwitnessed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("beginnings")]
 
@@ -24,20 +25,26 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
-def beginnings(
-    request: pytest.FixtureRequest, server: ForkServer, tmp_path_factory: pytest.TempPathFactory
-) -> Beginnings:
-    return Beginnings(server, tmp_path_factory.mktemp("beginnings"), request.param)
+#: A begin, an end, and a number of processes; in the sample each begin meets each end, and both meet both numbers.
+CASES = [(begin, end, ranks) for begin in BEGINS for end in ENDS[:-1] for ranks in (1, 2)]
+SAMPLE = [
+    (begin, end, 1 + (row + column) % 2) for row, begin in enumerate(BEGINS) for column, end in enumerate(ENDS[:-1])
+]
+CALLED_AGAIN = [(begin, ranks) for begin in BEGINS for ranks in (1, 2)]
 
 
-@pytest.mark.parametrize("end", ENDS[:-1])
-@pytest.mark.parametrize("begin", BEGINS)
+@pytest.fixture(scope="module")
+def beginnings(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Beginnings]:
+    """By the number of their processes."""
+    return {ranks: Beginnings(server, tmp_path_factory.mktemp("beginnings"), ranks) for ranks in (1, 2)}
+
+
+@pytest.mark.parametrize(("begin", "end", "ranks"), sampled_cases(CASES, SAMPLE))
 def test_an_interrupted_run_goes_on_from_its_own_newest_step(
-    begin: str, end: str, beginnings: Beginnings, tmp_path: Path
+    begin: str, end: str, ranks: int, beginnings: Mapping[int, Beginnings], tmp_path: Path
 ) -> None:
-    undisturbed = beginnings.undisturbed(begin)
-    beginnings.end(end, tmp_path, begin)
+    undisturbed = beginnings[ranks].undisturbed(begin)
+    beginnings[ranks].end(end, tmp_path, begin)
     assert not differences(account(undisturbed), account(tmp_path))
     log = (tmp_path / "run/training.log").read_text()
     newest = begins_at(begin) + 2
@@ -47,12 +54,15 @@ def test_an_interrupted_run_goes_on_from_its_own_newest_step(
     assert not (tmp_path / "run/superseded").exists()
 
 
-@pytest.mark.parametrize("begin", BEGINS)
-def test_a_second_call_of_a_completed_run_changes_nothing(begin: str, beginnings: Beginnings) -> None:
-    folder = beginnings.undisturbed(begin)
+@pytest.mark.parametrize(("begin", "ranks"), sampled_cases(CALLED_AGAIN, CALLED_AGAIN[::3]))
+def test_a_second_call_of_a_completed_run_changes_nothing(
+    begin: str, ranks: int, beginnings: Mapping[int, Beginnings]
+) -> None:
+    own = beginnings[ranks]
+    folder = own.undisturbed(begin)
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
     (folder / "log").unlink()
-    assert beginnings.train(folder, **BEGINS[begin](beginnings.source)) == [0] * beginnings.ranks
+    assert own.train(folder, **BEGINS[begin](own.source)) == [0] * ranks
     assert f"This run is complete at step {STEPS}" in (folder / "log").read_text()
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
 
@@ -76,14 +86,18 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("begin", ["PATH", "null"])
-def test_the_programs_themselves(begin: str, beginnings: Beginnings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begin", "ranks"),
+    sampled_cases([("PATH", 1), ("null", 2), ("PATH", 2), ("null", 1)], [("PATH", 1), ("null", 2)]),
+)
+def test_the_programs_themselves(begin: str, ranks: int, beginnings: Mapping[int, Beginnings], tmp_path: Path) -> None:
     """safe_train.py over train.py, which is killed when it is about to commit the step after its first own one."""
-    undisturbed, newest = beginnings.undisturbed(begin), begins_at(begin) + 2
+    runs = beginnings[ranks]
+    undisturbed, newest = runs.undisturbed(begin), begins_at(begin) + 2
     (tmp_path / "sitecustomize.py").write_text(DIE_ONCE)
     own = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DIE_BEFORE": f"checkpoint_step_{newest + 2}"}
-    words = beginnings.words(**BEGINS[begin](beginnings.source) | {"output_dir": tmp_path / "run"})
-    command = [*LAUNCHERS[beginnings.ranks], ROOT / "train.py", "--config", os.devnull, *words]
+    words = runs.words(**BEGINS[begin](runs.source) | {"output_dir": tmp_path / "run"})
+    command = [*LAUNCHERS[ranks], ROOT / "train.py", "--config", os.devnull, *words]
     surroundings = {**ENVIRONMENT, **own, "DIED": str(tmp_path / "died")}
     with Terminal("--", *command, cwd=tmp_path, hasty=True, env=surroundings) as terminal:
         assert terminal.wait() == 0, terminal.text

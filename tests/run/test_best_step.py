@@ -19,8 +19,8 @@ from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.run.best_step import result_of
 from ci_llm.run.state import Best, TrainState, Validation
-from tests.support.forkserver import ForkServer
-from tests.support.trials import STEPS, Cell, Fate, Trials, account, differences
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
 

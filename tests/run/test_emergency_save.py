@@ -13,7 +13,7 @@ import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.run.emergency_save import EmergencySave
-from tests.support.disks import CachedDisk
+from tools.testbed.disks import CachedDisk
 
 
 class BrokenOnce(CachedDisk):

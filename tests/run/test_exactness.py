@@ -18,8 +18,8 @@ import pytest
 
 from tests.support.campaign import every_pair, sampled
 from tests.support.children import ROOT, Child
-from tests.support.forkserver import ENVIRONMENT, ForkServer, free_port
-from tests.support.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
+from tools.testbed.forkserver import ENVIRONMENT, ForkServer, free_port
+from tools.testbed.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
 # References that trials share.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exactness")]
@@ -182,7 +182,7 @@ def test_another_seed_is_noticed(trials: Trials) -> None:
     folder = trials.new_folder()
     assert trials.train(cell, folder, seed=43) == [0]
     noticed = differences(trials.reference(cell), account(folder))
-    for fact in ("witnessed: step 1 of process0", "metrics of step 1", "evaluation.json"):
+    for fact in ("witnessed: step 1 of process0", "metrics of step 2", "evaluation.json"):
         assert fact in noticed
     for part in ("agent0/", "agent1/", "optimizer/agent1/", "rng/process0/torch"):
         assert any(name.startswith(f"final checkpoint: {part}") for name in noticed), part

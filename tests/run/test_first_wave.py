@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.forkserver import ForkServer
-from tests.support.trials import train_watched
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import train_watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first wave")]
 
@@ -51,7 +51,7 @@ SAME_WEIGHTS = 1e-3  # what another processor or library makes of 12 steps: Adam
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.trials") as server:
+    with ForkServer("tools.testbed.trials") as server:
         yield server
 
 

@@ -16,9 +16,9 @@ from ci_llm.core.attempts import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.heartbeat import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer
-from tests.support.events import DEADLINE_S
 from tests.support.faults import Fault, fired, said, train
-from tests.support.forkserver import ForkServer
+from tools.testbed.events import DEADLINE_S
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing hang")]
 

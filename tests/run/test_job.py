@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.manifest import verify_folder
@@ -59,7 +60,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_a_run_leaves(finished: Path) -> None:
-    assert read_status(finished).status == "completed"
+    assert (read_status(finished).status, read_status(finished).total_steps) == ("completed", 6)
     assert f"config    {CONFIG}; command line: num_agents=3 " in (finished / "training.log").read_text()
     assert sorted(p.name for p in finished.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_6"]
     for name in ("training.log", "tensorboard", "evaluation.json", "final_checkpoint/README.md"):
@@ -74,6 +75,20 @@ def test_what_a_run_leaves(finished: Path) -> None:
     assert record["n"] == 4
     assert record["teacher_forced"]["n"] == 8
     assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
+
+
+@pytest.mark.slow
+def test_the_evaluation_at_the_end_is_the_last_point_in_tensorboard(finished: Path) -> None:
+    events = EventAccumulator(str(finished / "tensorboard"))
+    events.Reload()
+    record = json.loads((finished / "evaluation.json").read_text())
+    crowd = [(event.step, event.value) for event in events.Scalars("eval/crowd/nll")]
+    assert [step for step, _ in crowd] == [4, 6]
+    assert crowd[-1][1] == pytest.approx(record["nll"]["crowd"])
+    for name in ("crowd", "vote"):
+        [final] = events.Scalars(f"final/{name}/exact_match")
+        assert (final.step, final.value) == (6, pytest.approx(record["exact_match"][name]))
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
 
 
 @pytest.mark.slow
@@ -101,6 +116,7 @@ def test_a_checkpoint_holds_adapters_and_no_base(finished: Path) -> None:
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) - tokenizer < 5 * trainable
 
 
+@pytest.mark.slow
 def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     folder = finished / "final_checkpoint" / "agent2"
     name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -112,6 +128,7 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
     assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -> None:
     final = finished / "final_checkpoint"
     verify_folder(final)
@@ -265,6 +282,30 @@ def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: 
     assert torch.equal(ours.agents.weights, theirs.agents.weights)
     with pytest.raises(BadInput, match="there is no checkpoint at this path"):
         Crowd.from_pretrained(tmp_path)
+
+
+def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(finished), "--merge", "svd", "--rank", "6"]
+    assert main([*words, "--to", str(tmp_path / "one"), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    record = json.loads((finished / "evaluation.json").read_text())
+    assert scores["rows"] == 8
+    for name, exact, nll in zip(
+        ("agent0", "agent1", "agent2", "crowd"),
+        [*record["teacher_forced"]["exact_match"]["agents"], record["teacher_forced"]["exact_match"]["crowd"]],
+        [*record["nll"]["agents"], record["nll"]["crowd"]],
+        strict=True,
+    ):
+        assert scores[name]["exact_match"] == exact
+        assert scores[name]["nll"] == pytest.approx(nll, rel=1e-5)  # the batches are other ones
+    assert main([*words, "--to", str(tmp_path / "two")]) == 0
+    told, card = capsys.readouterr().out, (tmp_path / "two" / "README.md").read_text()
+    assert f"svd{scores['svd']['exact_match']:>25.3f}{scores['svd']['nll']:>10.4f}" in told
+    assert told[: told.index("8 rows of")] in card
+    assert "for 6 optimizer steps on `embedded`" in card
+    assert str(finished) not in card
 
 
 @pytest.mark.slow

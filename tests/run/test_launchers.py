@@ -16,8 +16,8 @@ from ci_llm.core.run_status import is_alive, read_status
 from tests.slurm.cluster import until
 from tests.support.campaign import sampled
 from tests.support.children import ROOT, SCRIPTS, Child
-from tests.support.forkserver import ForkServer
-from tests.support.moments import arguments, train_signalled
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import arguments, train_signalled
 
 pytestmark = pytest.mark.slow
 

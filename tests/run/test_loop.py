@@ -16,7 +16,7 @@ from ci_llm.run.nonfinite import HUGE, nonfinite_here
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.state import TrainState
 from tests.crowd.test_adapters import K, crowd_of, peft_loss, peft_twin
-from tests.support.tiny import base, batch
+from tools.testbed.tiny import base, batch
 
 
 @pytest.mark.slow

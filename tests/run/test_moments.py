@@ -15,10 +15,10 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
 from ci_llm.run.emergency_save import MARGIN_S, seconds_left
-from tests.support import moments
 from tests.support.children import DEADLINE_S, ROOT
-from tests.support.forkserver import ForkServer
-from tests.support.moments import EVAL_STEPS, MOMENTS, STEPS, Moment, arguments
+from tools.testbed import moments
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.moments import EVAL_STEPS, MOMENTS, STEPS, Moment, arguments
 
 pytestmark = pytest.mark.slow
 

@@ -75,3 +75,26 @@ def test_far_from_the_project_the_preset_is_named_in_full(tmp_path: Path, monkey
     for folder, path in ((ROOT, Path(PRESET)), (tmp_path, ROOT / PRESET)):
         monkeypatch.chdir(folder)
         assert f"own data   {path}   with" in next_steps(Config(), lambda changes: str(changes.get("config")))[-1]
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ("out/mine", ["--logdir_spec", "mine:out/mine/tensorboard"]),
+        ("out/my run", ["--logdir_spec", "my run:out/my run/tensorboard"]),
+        ("out/a:b", ["--logdir", "out/a:b/tensorboard"]),
+    ],
+)
+def test_tensorboard_is_suggested_under_the_name_of_the_run(
+    folder: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(folder, "tensorboard").mkdir(parents=True)
+    config = Config(output_dir="out", experiment_name=Path(folder).name)
+    [line] = [line for line in next_steps(config, lambda _: "") if line.startswith("curves")]
+    assert shlex.split(line)[1:] == ["tensorboard", *words]
+
+
+def test_the_first_suggestion_is_to_ask_the_crowd() -> None:
+    ask, *_ = next_steps(Config(output_dir="my runs"), lambda changes: "")
+    assert shlex.split(ask.removeprefix("ask ")) == ["ci-llm", "chat", "my runs"]

@@ -12,7 +12,7 @@ from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import Recovery, write_recovery
 from ci_llm.core.run_status import read_status
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
-from tests.support.forkserver import ForkServer
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing")]  # a reference that tests share
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ci_llm.config import Config
 from ci_llm.run.nonfinite import Findings
 from ci_llm.run.nonfinite_policy import LEAST_LR_FACTOR, AgentRecovery, BadBatch, Bounds, RecoveryState
 from ci_llm.run.state import TrainState
@@ -70,6 +73,20 @@ def test_only_an_overflow_halves_the_loss_scale() -> None:
 def test_a_state_that_knows_nothing_of_healing_is_that_of_a_healthy_run() -> None:
     older = {key: value for key, value in TrainState(skipped=(0, 0)).to_dict().items() if key != "healing"}
     assert TrainState.from_dict(older).recovery == RecoveryState(agents=(AgentRecovery(), AgentRecovery()))
+
+
+def test_a_finite_step_of_a_run_without_faults_changes_nothing() -> None:
+    recovery = RecoveryState(agents=(AgentRecovery(),) * 2)
+    assert recovery.after(5, [], BOUNDS) == recovery
+    assert (recovery.lr_factor(0), recovery.limit(8), recovery.is_bad_batch(5, [1])) == (1.0, 8, False)
+    assert (recovery.micro_batch_size, recovery.recompute) == (None, False)
+    assert replace(recovery, micro_batch_size=4).limit(8) == 4
+
+
+def test_the_bounds_are_those_of_the_configuration() -> None:
+    config = Config()
+    told = (config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
+    assert Bounds(*told) == Bounds()
 
 
 def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:

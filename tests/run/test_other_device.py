@@ -41,27 +41,29 @@ def train(folder: Path, model: Path, steps: int, *words: str) -> int:
     return main(["train", *WORDS, f"max_train_steps={steps}", f"model_name={model}", f"output_dir={folder}", *words])
 
 
-def as_on_a_gpu(model_dtype: str | None, _: torch.device) -> torch.dtype | str:
-    return base.DTYPES[model_dtype] if model_dtype else "auto"
+def train_as_on_a_gpu(folder: Path, model: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """All that a GPU decides about the precision of a base is the one function that is replaced here."""
+
+    def dtype(model_dtype: str | None, _: torch.device) -> torch.dtype | str:
+        return base.DTYPES[model_dtype] if model_dtype else "auto"
+
+    with monkeypatch.context() as gpu:
+        gpu.setattr(base, "_dtype", dtype)
+        return train(folder, model, steps)
 
 
 def test_from_a_gpu_to_a_cpu_and_back(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All that a GPU decides about the precision of a base is the one function that is replaced here."""
     run = tmp_path / "run"
-    with monkeypatch.context() as gpu:
-        gpu.setattr(base, "_dtype", as_on_a_gpu)
-        assert train(run, half, 2) == 0
+    assert train_as_on_a_gpu(run, half, 2, monkeypatch) == 0
     assert "torch.bfloat16" in capsys.readouterr().out
     assert train(run, half, 4) == 0
     said = capsys.readouterr().out
     assert "torch.float32" in said
     assert "resume    step 2 of 4" in said
     assert "exactness: sample-exact (precision of the base bf16 -> fp32" in said
-    with monkeypatch.context() as gpu:
-        gpu.setattr(base, "_dtype", as_on_a_gpu)
-        assert train(run, half, 6) == 0
+    assert train_as_on_a_gpu(run, half, 6, monkeypatch) == 0
     assert "precision of the base fp32 -> bf16" in capsys.readouterr().out
 
 
@@ -69,9 +71,7 @@ def test_other_weights_are_refused_in_any_precision(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    with monkeypatch.context() as gpu:
-        gpu.setattr(base, "_dtype", as_on_a_gpu)
-        assert train(run, half, 2) == 0
+    assert train_as_on_a_gpu(run, half, 2, monkeypatch) == 0
     model = AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16)
     with torch.no_grad():
         next(model.parameters())[5, 5] += 0.25

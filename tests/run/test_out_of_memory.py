@@ -15,9 +15,9 @@ from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import read_status
 from ci_llm.data.batches import pack
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
-from tests.support import tiny
 from tests.support.faults import Fault, fired, metrics, said, samples, train, weights
-from tests.support.forkserver import ForkServer
+from tools.testbed import tiny
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing memory")]
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 from ci_llm.crowd.model import Crowd
-from tests.support.forkserver import ForkServer
-from tests.support.trials import Cell, Fate, Trials, account, differences
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 # References that trials share.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own settings")]

@@ -24,7 +24,7 @@ def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, traine
     config: Any = SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9)
     processes: Any = SimpleNamespace(is_main=True, launch=launch("python"))
     manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True)
-    log: Any = None  # an interruption is reported by the loggers alone
+    log: Any = SimpleNamespace(end_progress=lambda: None)  # an interruption is reported by the loggers
     status = RunStatus(folder, 1)
     status.step = trained
     return shutdown.Attempt(1, began_at, config, processes, manager, status, log)

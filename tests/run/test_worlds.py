@@ -1,6 +1,6 @@
 """One, two, three or four processes: the same samples in the same optimizer steps, and the same weights.
 
-Real processes, gloo, the real job. The witness of `tests.support.trials` tells which rows each process saw.
+Real processes, gloo, the real job. The witness of `tools.testbed.trials` tells which rows each process saw.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.data.order import Plan
 from ci_llm.embedded import BASE_FOLDER
 from tests.support.campaign import sampled
-from tests.support.forkserver import ForkServer
-from tests.support.trials import Fate, train_watched
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Fate, train_watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worlds")]  # references that tests share
 

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -38,6 +38,7 @@ class Terminal:
         cwd: the folder it is started in.
         is_terminal: whether its output goes to a pseudo-terminal, 90 columns wide, or into a pipe.
         hasty: without pauses before a relaunch.
+        program: what Python runs instead of safe_train.py.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Terminal:
         is_terminal: bool = True,
         hasty: bool = False,
         env: Mapping[str, str] | None = None,
+        program: Sequence[str] = (str(ROOT / "safe_train.py"),),
     ) -> None:
         self._read_fd, write_fd = os.openpty() if is_terminal else os.pipe()
         if is_terminal:
@@ -54,7 +56,7 @@ class Terminal:
             modes[1] &= ~termios.OPOST  # what arrives here is then what was written, byte for byte
             termios.tcsetattr(write_fd, termios.TCSANOW, modes)
             self.resize(90)
-        door = ["-c", HASTY] if hasty else [str(ROOT / "safe_train.py")]
+        door = ["-c", HASTY] if hasty else program
         self.process = subprocess.Popen(
             [sys.executable, *door, *map(str, arguments)],
             cwd=cwd,

@@ -46,7 +46,8 @@ def result(*lines: str, **facts: Any) -> AttemptResult:
         ),
         (result(returncode=1, memory_pressure=True), "crashed", "exit code 1: it said nothing"),
         (result(returncode=-15), "interrupted", "it was told to stop: signal 15"),
-        (result(returncode=130), "interrupted", "it was told to stop: exit code 130"),
+        *[(result(returncode=-n), "interrupted", f"it was told to stop: signal {n}") for n in (1, 2)],
+        *[(result(returncode=n), "interrupted", f"it was told to stop: exit code {n}") for n in (129, 130, 143)],
         (result("OSError: [Errno 28] No space left on device", returncode=1), "disk_full", "OSError: [Errno 28]"),
         (result("Traceback", "KeyError: 3", returncode=1), "crashed", "exit code 1: KeyError: 3"),
         (
@@ -186,7 +187,10 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
         (status("running"), [], result(returncode=1), "killed", "no word after step 12"),  # on another machine
         (status("running"), [], result(stop_reason="hang", returncode=-9), "hang", "no heartbeat and no output"),
         (None, [], result(), "completed", "nothing was left to do"),
+        (status("running"), [failure("nonfinite")], result(returncode=1), "nonfinite", "nonfinite: as"),
+        (status("failed", "error:KeyError"), [], result(returncode=1), "crashed", "error:KeyError: error:KeyError"),
         (None, [], result("error: no data", returncode=2), "refused", "error: no data"),
+        (None, [], result(returncode=2), "refused", "it said nothing"),
         (None, [], result("ImportError: torch", returncode=1), "crashed", "exit code 1: ImportError: torch"),
         (None, [], result(returncode=-9), "killed", "killed by signal 9"),
     ],

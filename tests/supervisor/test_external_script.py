@@ -104,6 +104,7 @@ def test_talk_of_nano_and_finance_loss_is_no_failure(folder: Path) -> None:
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_gives_up_at_the_smallest_learning_rate_and_sums_up(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "diverges.py", "--min-lr", "1.2e-4", cwd=folder) as terminal:
         assert terminal.wait() == 1, terminal.text
@@ -121,6 +122,7 @@ def test_retries_are_counted(folder: Path) -> None:
     assert "all 1 retries are used up" in log_of(folder)
 
 
+@pytest.mark.slow
 def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nraise SystemExit('no such luck')\n")
     with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
@@ -131,6 +133,7 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     assert "    half way" in told
 
 
+@pytest.mark.slow
 def test_the_same_crash_at_the_start_is_tried_twice(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
     with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
@@ -182,6 +185,7 @@ def test_a_new_window_size_reaches_the_script(folder: Path) -> None:
 # Any command, and configurations that are no Hydra's
 
 
+@pytest.mark.slow
 def test_a_command_gets_its_keys_rewritten_or_appended(folder: Path) -> None:
     (folder / "fit.py").write_text(
         "import sys\nwords = sys.argv[1:]\nprint(words)\n"
@@ -332,6 +336,7 @@ def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     assert "children of the shim: 1" in terminal.text
 
 
+@pytest.mark.slow
 def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0", "end"]
     with Terminal(*words, cwd=folder) as terminal:

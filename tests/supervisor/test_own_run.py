@@ -92,6 +92,7 @@ def test_every_ordered_pair_of_faults(tmp_path: Path) -> None:
     assert_each_fault_was_answered(faults, attempts)
 
 
+@pytest.mark.slow
 def test_no_progress_gives_up(tmp_path: Path) -> None:
     (tmp_path / "never.py").write_text("from ci_llm.cli.main import run_guarded\nimport os\nos.kill(os.getpid(), 9)\n")
     with Terminal("--train-script", "never.py", cwd=tmp_path, hasty=True) as terminal:

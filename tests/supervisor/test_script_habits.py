@@ -184,6 +184,7 @@ def begins(told: str) -> list[str]:
     return re.findall(r"(?:scratch|resume) at step \d+", told)
 
 
+@pytest.mark.slow
 def test_words_for_the_second_attempt_let_a_script_go_on_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "faults").write_text("25 33")
     (tmp_path / "gpt.py").write_text("max_iters = 50\n")

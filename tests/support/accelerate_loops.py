@@ -18,7 +18,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.integrations.accelerate import latest_state, register_hooks
-from tests.support import tiny
+from tools.testbed import tiny
 
 EPOCHS = 2
 SETTINGS = LoraSettings(2, rank=2, alpha=4, dropout=0.2, dropconnect=0.1, target_modules=("q_proj", "v_proj"))

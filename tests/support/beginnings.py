@@ -28,8 +28,8 @@ from ci_llm.supervisor.log import SupervisorLog
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.own_run import OwnRun
 from ci_llm.supervisor.policy import Policy
-from tests.support.forkserver import DEADLINE_S, ForkServer
-from tests.support.trials import Cell, Fate, train_watched
+from tools.testbed.forkserver import DEADLINE_S, ForkServer
+from tools.testbed.trials import Cell, Fate, train_watched
 
 get_checkpoint_conversion_mapping("llama")  # once for all trials that are forked from here: it takes half a second
 

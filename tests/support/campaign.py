@@ -27,6 +27,11 @@ def sampled(everything: Sequence[T], sample: Collection[T]) -> list[Any]:
     return [one if one in sample else pytest.param(one, marks=pytest.mark.campaign) for one in everything]
 
 
+def sampled_cases(everything: Sequence[tuple[Any, ...]], sample: Collection[tuple[Any, ...]]) -> list[Any]:
+    """As `sampled`, for a test of several parameters."""
+    return [case if case in sample else pytest.param(*case, marks=pytest.mark.campaign) for case in everything]
+
+
 def every_pair(cells: Sequence[T]) -> list[T]:
     """Few of these dataclass instances in which each two values of two fields that meet in all of them meet."""
     open_pairs = {pair for cell in cells for pair in _pairs(cell)}

@@ -15,7 +15,7 @@ from typing import IO
 
 import psutil
 
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
@@ -83,9 +83,8 @@ class Child:
 
     def close(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for one in psutil.Process(self.process.pid).children(
-                recursive=True
-            ):  # torchrun's have sessions of their own
+            # Those of torchrun have sessions of their own.
+            for one in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
         with contextlib.suppress(ProcessLookupError):
@@ -95,9 +94,10 @@ class Child:
         self.process.stdin.close()
 
     def _read(self, stream: IO[str]) -> None:
-        for line in stream:
-            self.seen.append(line.rstrip("\n"))
-            self._lines.put(line.rstrip("\n"))
+        with stream:
+            for line in stream:
+                self.seen.append(line.rstrip("\n"))
+                self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
     def __enter__(self) -> Child:

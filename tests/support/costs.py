@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.votes import EachProcess
-from tests.support.crews import enter
+from tools.testbed.crews import enter
 
 #: Everything of torch.distributed in which a process waits for the others.
 COLLECTIVES = (

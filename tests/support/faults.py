@@ -30,8 +30,8 @@ from ci_llm.data import batches
 from ci_llm.run import hang as hang_watch
 from ci_llm.run import job, loop, report, shutdown
 from ci_llm.run.heartbeat import SilenceTimer
-from tests.support.events import DEADLINE_S, wait_until, wait_until_committed
-from tests.support.forkserver import ForkServer
+from tools.testbed.events import DEADLINE_S, wait_until, wait_until_committed
+from tools.testbed.forkserver import ForkServer
 
 FIRED = "fired.jsonl"
 SAMPLES = "samples.jsonl"

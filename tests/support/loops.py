@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
 
 def train_step(state: dict[str, Any]) -> dict[str, Any]:

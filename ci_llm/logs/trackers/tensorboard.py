@@ -1,12 +1,24 @@
-"""TensorBoard: its curves are cut back to the step from which an attempt resumes."""
+"""TensorBoard: its curves are cut back to the step from which an attempt resumes; agents and crowd share charts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ci_llm.logs.trackers import TrackerKind
+
+#: The tab CUSTOM SCALARS: group -> chart -> patterns of the curves in it, for any number of agents.
+LAYOUT: Final = {
+    "the crowd and its agents, while they train": {
+        "loss": ["Multiline", [r"train/agent\d+/loss$", r"train/task_loss$"]],
+        "gradient norm": ["Multiline", [r"train/agent\d+/grad_norm$"]],
+    },
+    "the crowd and its agents, on rows held out": {
+        "nll": ["Multiline", [r"eval/agent\d+/nll$", r"eval/crowd/nll$"]],
+        "exact match": ["Multiline", [r"eval/agent\d+/exact_match$", r"eval/crowd/exact_match$"]],
+    },
+}
 
 
 class TensorBoard(TrackerKind):
@@ -15,6 +27,9 @@ class TensorBoard(TrackerKind):
 
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         return {"purge_step": resumed_from + 1 if resumed_from else 0}
+
+    def on_start(self, tracker: Any) -> None:
+        tracker.writer.add_custom_scalars(LAYOUT)  # in every attempt: a resumed run may begin in a new folder
 
     def show_hyperparameters(self, tracker: Any, values: Mapping[str, object]) -> None:
         # Accelerate's own method opens a second run beside the first.

@@ -29,7 +29,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
 from ci_llm.crowd.model import Crowd
-from tests.support.forkserver import DEADLINE_S, ForkServer
+from tools.testbed.forkserver import DEADLINE_S, ForkServer
 
 STEPS = 12
 STEPS_PER_EPOCH = 5
@@ -97,7 +97,7 @@ class Cell:
             "num_agents": 2,
             "lora_rank": 2,
             "learning_rate": 4e-3,
-            "logging_steps": 1,
+            "logging_steps": 2,  # the checkpoints of two moments lie between two lines
             "eval_steps": 4,
             "eval_samples": 4,
             "max_new_tokens_eval": 8,

@@ -21,7 +21,7 @@ import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms throu
 from ci_llm.cli.main import main
 from ci_llm.distributed.processes import Processes
 from ci_llm.run import emergency_save
-from tests.support.events import DEADLINE_S, wait_until_committed
+from tools.testbed.events import DEADLINE_S, wait_until_committed
 
 STRUCK = "struck"
 STEPS = 6

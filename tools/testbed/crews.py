@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from ci_llm.checkpoints import distributed
 from ci_llm.checkpoints import manager as manager_module
@@ -232,6 +230,9 @@ def pausing(directory: str, backend: str, behind: bool) -> int:
 
 def spread(directory: str) -> int:
     """A DTensor is refused by either backend, with the way to the whole tensor; that is saved."""
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     enter()
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])

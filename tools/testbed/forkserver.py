@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ACCELERATE_USE_CPU": "true",
@@ -43,7 +43,7 @@ class ForkServer:
 
     def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.forkserver", *modules],
+            [sys.executable, "-m", "tools.testbed.forkserver", *modules],
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
             stdin=subprocess.PIPE,

@@ -1,0 +1,49 @@
+"""An answer as text for a terminal: the crowd's, the agents' beside it, and a line that says how sure the crowd is."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.asking import Answer
+
+_GAP = 3
+
+
+def how_sure(answer: Answer) -> str:
+    """One line: how probable the answer is, how many agents give it, how much they disagree."""
+    parts = [f"confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token)"]
+    if answer.agreement is not None:
+        count = len(answer.agents)
+        parts.append(f"{round(answer.agreement * count)} of {count} agents agree")
+    parts.append(f"disagreement {answer.disagreement:.3f}")
+    if not answer.complete:
+        parts.append(f"cut after {len(answer.tokens)} tokens")
+    return f"[{', '.join(parts)}]"
+
+
+def beside(answer: Answer) -> str:
+    """The crowd's answer and those of the agents: side by side if the terminal is wide enough, else below."""
+    named = {"crowd": answer.answer} | {f"agent{k}": own for k, own in enumerate(answer.agents)}
+    columns = [[name, *text.splitlines()] for name, text in named.items()]
+    widths = [max(map(len, column)) for column in columns]
+    if sum(widths) + _GAP * (len(widths) - 1) <= width():
+        rows = zip_longest(*columns, fillvalue="")
+        lines = ((" " * _GAP).join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(_named(name, text) for name, text in named.items())
+
+
+def _named(name: str, text: str) -> str:
+    """A text to the right of its name, wrapped to the terminal."""
+    indent = max(8, len(name)) + 1
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width() - indent) or [""]] or [""]
+    return "\n".join(f"{label:<{indent}}{line}".rstrip() for label, line in zip_longest([name], lines, fillvalue=""))
+
+
+def width() -> int:
+    """Columns of the terminal; 80 if there is none."""
+    return max(20, shutil.get_terminal_size().columns)

@@ -1,0 +1,152 @@
+"""What `ci-llm generate` and `ci-llm chat` share: the options, and the run that is asked."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.model import Crowd
+
+_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The run, and how tokens are chosen."""
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, or a checkpoint")
+    option = parser.add_argument
+    option("--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens per answer (256)")
+    option("--temperature", type=float, metavar="T", help="draw tokens; below 1 sharper, 0 takes the most probable")
+    option("--top-p", type=float, metavar="P", help="draw from the most probable tokens that sum up to P")
+    option("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
+    option("--seed", type=int, metavar="N", help="of drawing: the same seed draws the same answer")
+    option("--stop", action="append", default=[], metavar="S", help=r"end an answer before S; \n is a line break")
+    option("--aggregator", default="probability", metavar="A", help="how distributions become one (probability)")
+    option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
+
+
+def choices_of(call: argparse.Namespace) -> dict[str, Any]:
+    """How tokens are chosen, by the names of `Crowd.generate`; tokens are drawn if an option says how.
+
+    Raises:
+        BadInput: a value is out of range.
+    """
+    from ci_llm.crowd.generation import Decoding
+
+    sampling = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
+    if sampling.get("temperature") == 0:
+        sampling = {}
+    choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
+    choices |= {"do_sample": bool(sampling), **sampling}
+    Decoding(**choices)  # refuses a bad value before the model is loaded
+    return choices
+
+
+def stop_strings(call: argparse.Namespace) -> tuple[str, ...]:
+    r"""The strings of `--stop`, in which \n and \t are typed as two characters."""
+    return tuple(text.replace(r"\n", "\n").replace(r"\t", "\t") for text in call.stop)
+
+
+def require_run(path: str, base_model: str | None) -> None:
+    """Refuse what can be seen to hold no crowd, and find out whether the hub can be asked for its base.
+
+    Nothing heavy is loaded: refusals are quick, and the libraries read at their import that they are offline.
+
+    Raises:
+        BadInput: there is no such folder, or its run has no checkpoint yet.
+    """
+    from ci_llm.checkpoints.folders import committed
+    from ci_llm.cluster.hub import may_be_on_hub
+    from ci_llm.core.run_status import last_status, read_status
+
+    if "://" in path:
+        hint = "copy the checkpoint to this machine, and give its folder"
+        raise BadInput("a crowd is opened from a folder on a disk", where=path, hint=hint)
+    if not Path(path).is_dir():
+        hint = "give the output_dir of a run, or a checkpoint such as RUN/final_checkpoint"
+        if may_be_on_hub(path):
+            hint += f"; one on the hub is fetched by: hf download {path} --local-dir FOLDER"
+        what = "this is no folder" if Path(path).exists() else "there is no such folder"
+        raise BadInput(what, where=path, hint=hint)
+    if committed(Path(path)) or last_status(path) is None:
+        _go_offline_if_unreachable(Path(path), base_model)
+        return
+    status = read_status(path)
+    if status.status == "running":
+        what = f"the run is still running, at step {status.step}: no checkpoint is committed yet"
+        raise BadInput(what, where=path, hint=f"wait for its first one; ci-llm checkpoints list {path} shows it")
+    what = f"the run is {status.status} at step {status.step}, and left no checkpoint"
+    raise BadInput(what, where=path, hint=status.next_command or "train it again")
+
+
+def open_run(path: str, base_model: str | None) -> Crowd:
+    """The crowd of a run or a checkpoint; what is noteworthy about it goes to stderr.
+
+    Raises:
+        BadInput: there is none, it is damaged, or its base is not found.
+    """
+    from ci_llm.cli.train import set_library_defaults
+
+    set_library_defaults()
+    from ci_llm.crowd.recognise import require_checkpoint
+
+    folder = require_checkpoint(Path(path), path, final_first=True)
+    note(f"{folder}: loading..." if sys.stderr.isatty() else None)
+    _note_if_unfinished(folder)
+    from ci_llm.crowd.model import Crowd
+
+    try:
+        return Crowd.from_pretrained(folder, base_model=base_model)
+    except DamagedCheckpoint as error:
+        hint = f"ci-llm checkpoints verify {folder} checks it whole; ci-llm checkpoints list shows the others"
+        raise BadInput(f"the checkpoint is damaged: {error.what}", where=str(folder), hint=hint) from error
+    except ModelError as error:
+        hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
+        raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error
+
+
+def lines_of(stream: TextIO) -> Iterator[str]:
+    """The lines of a stream, as they come.
+
+    Raises:
+        BadInput: its bytes are no text.
+    """
+    try:
+        yield from stream
+    except UnicodeDecodeError as error:
+        raise BadInput("this is no UTF-8 text", where="standard input", hint="give lines of text") from error
+
+
+def note(line: str | None) -> None:
+    """Print a line about the call itself to stderr, where no reader of answers finds it."""
+    if line is not None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _note_if_unfinished(folder: Path) -> None:
+    """Say so if the run of this checkpoint has not ended: the answers are those of an early crowd."""
+    from ci_llm.core.run_status import last_status, read_status
+
+    if last_status(folder.parent) is not None:
+        status = read_status(folder.parent)
+        if status.status != "completed":
+            note(f"the run is {status.status} at step {status.step}; {folder.name} answers")
+
+
+def _go_offline_if_unreachable(path: Path, base_model: str | None) -> None:
+    from ci_llm.checkpoints.folders import FINAL, committed
+    from ci_llm.cluster.hub import go_offline_if_unreachable
+
+    for folder in (path, path / FINAL, *(folder for _, folder in committed(path))):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # opening it will say what is wrong
+            meta = json.loads((folder / "ci_llm_meta_config.json").read_text(encoding="utf-8"))
+            if reason := go_offline_if_unreachable(base_model or str(meta["base_model_name_or_path"])):
+                note(f"the hub is unreachable, only its local cache is used ({reason})")
+            return

@@ -1,0 +1,218 @@
+"""`ci-llm chat`: talk to the crowd of a run, at a terminal or through a pipe, where each line is a turn."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ci_llm.cli.answer_text import beside, how_sure
+from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.asking import add_options, choices_of, lines_of, note, open_run, require_run, stop_strings
+from ci_llm.cli.guard import print_error
+from ci_llm.errors import BadInput, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.asking import Answer
+    from ci_llm.crowd.model import Crowd
+    from ci_llm.crowd.streaming import Stream
+
+_DESCRIPTION = """Talk to the crowd of a run, with the chat template of its training. In a pipe each line is a turn.
+Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands."""
+_EXAMPLES = """examples:
+  ci-llm chat ci_llm_output
+  ci-llm chat ci_llm_output --system "Answer in one sentence." --temperature 0.7
+  printf 'Hello\\nAnd in French?\\n' | ci-llm chat ci_llm_output
+
+exit codes: 0 left; 2 bad call; 130 Ctrl-C in a pipe"""
+
+_HELP: Final = """/agents      what each agent answers alone to the last message
+/reset       forget the conversation
+/seed N      draw answers with this seed; /seed alone stops drawing
+/help        this list
+/quit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+class _LeaveError(Exception):
+    """The user leaves."""
+
+
+def chat(words: Sequence[str]) -> int:
+    """Run `ci-llm chat ARGUMENTS` and return the exit code.
+
+    Raises:
+        BadInput: the call is wrong, or there is no crowd; through a pipe also a message that cannot be answered.
+        SystemExit: with 0, after `--help`.
+    """
+    parser = make_parser("ci-llm chat", _DESCRIPTION, _EXAMPLES)
+    add_options(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
+    call = parser.parse_args(words)
+    require_run(call.run, call.base_model)
+    choices, stops = choices_of(call), stop_strings(call)
+    crowd = open_run(call.run, call.base_model)
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    conversation = Conversation(crowd, choices, stops, call.system, shows_sureness=at_terminal)
+    note(f"{crowd.num_agents} agents answer together.\n{conversation.kind}")
+    if at_terminal:
+        note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
+    with contextlib.suppress(_LeaveError):
+        for line in _typed_lines() if at_terminal else lines_of(sys.stdin):
+            _take(conversation, line.strip(), at_terminal=at_terminal)
+    return 0
+
+
+def _take(conversation: Conversation, line: str, *, at_terminal: bool) -> None:
+    """One line: a command or a message. At a terminal an error is shown, and the conversation goes on."""
+    try:
+        if line.startswith("/"):
+            conversation.command(line)
+        elif line:
+            conversation.say(line)
+    except KeyboardInterrupt:
+        if not at_terminal:
+            raise
+        print("\n[stopped]")
+    except BadInput as error:
+        if not at_terminal:
+            raise
+        print_error(error)
+
+
+def _typed_lines() -> Iterator[str]:
+    """What is typed, line by line, with the history of readline; Ctrl-C drops a line, Ctrl-D ends."""
+    with contextlib.suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401 - `input` uses it once it is loaded
+    while True:
+        try:
+            yield input("you> ")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+class Conversation:
+    """The turns so far, and how the crowd answers the next one.
+
+    Args:
+        choices: how tokens are chosen, as for `Crowd.generate`.
+        system: a message before the first turn.
+        shows_sureness: print a line after each answer.
+
+    Raises:
+        BadInput: the run has no place for a system message.
+    """
+
+    def __init__(
+        self,
+        crowd: Crowd,
+        choices: dict[str, Any],
+        stops: Sequence[str],
+        system: str | None = None,
+        *,
+        shows_sureness: bool = True,
+    ) -> None:
+        from ci_llm.crowd.asking import prompter_of
+
+        self._crowd, self._choices, self._stops, self._shows_sureness = crowd, choices, stops, shows_sureness
+        self._prompter = prompter_of(crowd)
+        if system is not None and self._prompter.form == "text":
+            what = "the crowd was trained on plain text, which has no place for a system message"
+            raise ConfigError(what, where="--system", hint="leave it out")
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []
+        self._asked: Any = None  # the prompt of the last answer, for /agents
+
+    @property
+    def kind(self) -> str:
+        """What a message is for this crowd."""
+        if self._prompter.form == "text":
+            return "Trained on plain text: each message is continued, and none is remembered."
+        if not self._prompter.tells_turns_apart:
+            return "Trained on single questions: each message is one, and none is remembered."
+        return "A conversation: earlier turns are remembered."
+
+    def say(self, message: str) -> None:
+        """Answer a message, piece by piece on standard output; an answer that Ctrl-C stops is remembered as far as it
+        came."""
+        stream = self._stream(prompt := self._prompt(message))
+        self._asked = prompt
+        pieces: list[str] = []
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        finally:
+            stream.close()
+            if self._prompter.tells_turns_apart:
+                self._turns += [{"role": "user", "content": message}, {"role": "assistant", "content": "".join(pieces)}]
+        print(flush=True)
+        if self._shows_sureness:
+            print(how_sure(stream.result))
+
+    def command(self, line: str) -> None:
+        """Do what a line that begins with / says.
+
+        Raises:
+            BadInput: there is no such command, or what follows it is wrong.
+        """
+        name, *rest = line.split()
+        commands: dict[str, Callable[..., None]] = {
+            "/agents": self._show_agents,
+            "/reset": self._reset,
+            "/seed": self._set_seed,
+            "/help": lambda: print(_HELP),
+            "/quit": _leave,
+        }
+        if name not in commands:
+            raise ConfigError(f"there is no command {name}", hint=f"one of: {', '.join(commands)}")
+        if rest and name != "/seed":
+            raise ConfigError(f"{name} takes nothing behind it", hint=name)
+        commands[name](*rest)
+
+    def _prompt(self, message: str) -> Any:
+        if self._prompter.form == "text":
+            return message
+        return [*self._system, *self._turns, {"role": "user", "content": message}]
+
+    def _stream(self, prompt: Any) -> Stream[Answer]:
+        try:
+            return self._crowd.stream(prompt, stop_strings=self._stops, **self._choices)
+        except DataError as error:
+            if not self._turns:
+                raise
+            hint = "/reset forgets the conversation"
+            raise BadInput(error.what, where=f"a conversation of {len(prompt)} messages", hint=hint) from error
+
+    def _show_agents(self) -> None:
+        from ci_llm.crowd.asking import answers, decoding_of
+
+        if self._asked is None:
+            raise ConfigError("nothing was asked yet", hint="ask something first")
+        decoding = decoding_of(self._prompter, **self._choices)
+        [answer] = answers(self._crowd, [self._asked], decoding, self._stops)
+        print(beside(answer))
+        print(how_sure(answer))
+
+    def _reset(self) -> None:
+        self._turns, self._asked = [], None
+        print("[the conversation is forgotten]")
+
+    def _set_seed(self, *given: str) -> None:
+        if not given:
+            self._choices = {name: value for name, value in self._choices.items() if name not in ("seed", "do_sample")}
+            print("[each token is the most probable one]")
+            return
+        try:
+            [seed] = map(int, given)
+        except ValueError as error:
+            raise ConfigError(f"a seed is one whole number, not {' '.join(given)}", hint="/seed 7") from error
+        self._choices |= {"do_sample": True, "seed": seed}
+        print(f"[tokens are drawn with seed {seed}]")
+
+
+def _leave() -> None:
+    raise _LeaveError

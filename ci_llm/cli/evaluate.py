@@ -1,0 +1,187 @@
+"""`ci-llm evaluate`: agents, vote and crowd on the rows of a run or on other ones; every answer kept in a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ci_llm.cli.arguments import make_parser
+from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
+
+if TYPE_CHECKING:
+    from ci_llm.evaluation.evaluate import Evaluation, Progress, Request
+
+_DOES = """Ask agents and crowd the rows of a data set, score their answers, and keep every answer in a file.
+Without --data these are the rows of the run's own evaluation, and the figures those of its evaluation.json."""
+_EXAMPLES = """key=value changes a key of the run for this evaluation: aggregator, max_new_tokens_eval, max_seq_length,
+prompt_column, answer_column, text_column, messages_column, dataset_subset.
+
+A call that was killed goes on after its last row when it is called again.
+
+examples: ci-llm evaluate ci_llm_output
+          ci-llm evaluate ci_llm_output --data my_test.jsonl --failed
+
+exit codes: 0 done; 1 out of memory; 2 bad call, no rows, no whole checkpoint, predictions of other rows"""
+_LISTED_FAILURES = 10
+
+
+def evaluate_run(words: Sequence[str]) -> int:
+    """Evaluate a run, and print a table or JSON.
+
+    Raises:
+        BadInput: the call is wrong, or there is nothing to evaluate.
+        OutOfMemory: a batch does not fit.
+        SystemExit: with 0, after `--help`.
+    """
+    call = _parser().parse_intermixed_args(words)
+    _check(call)
+    from ci_llm.cli.asking import require_run
+    from ci_llm.cli.train import set_library_defaults
+    from ci_llm.cluster.hub import go_offline_if_unreachable
+
+    set_library_defaults()
+    require_run(call.run, call.base_model)
+    if call.data:
+        go_offline_if_unreachable(call.data)
+    request = _request(call)
+    from ci_llm.evaluation.evaluate import evaluate
+
+    with _progress(quiet=call.json) as progress:
+        try:
+            found = evaluate(request, progress)
+        except DamagedCheckpoint as error:
+            raise BadInput(
+                error.what,
+                where=error.where,
+                hint=f"ci-llm checkpoints list {shlex.quote(call.run)} shows which checkpoints are whole",
+            ) from error
+        except KeyboardInterrupt:
+            print("stopped; the same call goes on after the last row that was answered", file=sys.stderr)
+            raise
+    for line in [json.dumps(_as_json(call, found), indent=2)] if call.json else _as_text(call, found):
+        print(line)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, or a checkpoint")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="a key of the configuration, see below")
+    parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
+    parser.add_argument("--split", metavar="S", help="the split of the data set")
+    parser.add_argument("--max-samples", type=int, metavar="N", help="at most N rows, evenly spread")
+    parser.add_argument("--metric", default="exact_match", metavar="M", help="exact_match (default) or string_match")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="B", help="questions at a time; default: the run's batch_size"
+    )
+    parser.add_argument("--output", type=Path, metavar="F", help="the predictions file; default: RUN/predictions.jsonl")
+    parser.add_argument("--overwrite", action="store_true", help="begin the predictions file anew")
+    parser.add_argument(
+        "--failed",
+        type=int,
+        nargs="?",
+        const=_LISTED_FAILURES,
+        metavar="N",
+        help=f"list rows that were answered wrong, at most N (default {_LISTED_FAILURES}), the surest first",
+    )
+    parser.add_argument("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    return parser
+
+
+def _check(call: argparse.Namespace) -> None:
+    """Refuse at once what needs no library to be seen."""
+    from ci_llm.crowd.metrics import METRICS
+
+    problems = [
+        f"--{name.replace('_', '-')} must be at least 1"
+        for name in ("max_samples", "batch_size", "failed")
+        if getattr(call, name) is not None and getattr(call, name) < 1
+    ]
+    if call.metric not in METRICS:
+        problems.append(f"there is no metric {call.metric!r}: take {' or '.join(METRICS)}")
+    problems += [f"{word!r} is neither an option nor key=value" for word in call.keys if "=" not in word]
+    if problems:
+        raise ConfigError("; ".join(problems), where="command line", hint="ci-llm evaluate --help")
+
+
+def _request(call: argparse.Namespace) -> Request:
+    from ci_llm.evaluation.evaluate import Request
+    from ci_llm.evaluation.rows import Choice, read_keys
+
+    return Request(
+        run=Path(call.run),
+        choice=Choice(call.data, call.split, call.max_samples, read_keys(call.keys)),
+        metric=call.metric,
+        batch_size=call.batch_size,
+        output=call.output,
+        overwrite=call.overwrite,
+        base_model=call.base_model,
+    )
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    """What is done so far, on stderr: a bar on a terminal, elsewhere a line for every tenth."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    is_terminal = sys.stderr.isatty()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True, disable=quiet or not is_terminal) as bar:
+        task = bar.add_task("loading", total=None)
+        shown = ("loading", 0)
+
+        def show(phase: str, done: int, total: int) -> None:
+            nonlocal shown
+            bar.update(task, description=phase, completed=done, total=total or None)
+            tenth = (phase, 10 * done // max(total, 1))
+            if done and tenth != shown and not (quiet or is_terminal):
+                print(f"{phase} row {done} of {total}", file=sys.stderr)
+            shown = tenth
+
+        yield show
+
+
+def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
+    from ci_llm.evaluation.table import failed_lines, failed_rows, table
+
+    yield from (f"data  {line}" for line in found.lines)
+    yield ""
+    yield from table(found)
+    yield ""
+    if found.resumed:
+        yield f"resumed: {found.resumed} of {len(found.rows)} rows were answered by an earlier call"
+    yield f"{found.seconds:.1f} s" + (f", every answer in {found.predictions}" if found.predictions else "")
+    if failed := failed_rows(found.rows):
+        yield f"failed: {len(failed)} of {len(found.rows)} rows" + ("" if call.failed else _where_failed(call, found))
+    if call.failed:
+        yield from failed_lines(found, call.failed)
+
+
+def _where_failed(call: argparse.Namespace, found: Evaluation) -> str:
+    grep = shlex.join(["grep", '"correct": false', str(found.predictions)])
+    report = ", ci-llm report shows some" if call.output is None else ""
+    return f"; --failed lists them{report}, and this prints all: {grep}"
+
+
+def _as_json(call: argparse.Namespace, found: Evaluation) -> dict[str, Any]:
+    from ci_llm.evaluation.table import failed_rows
+
+    failed = failed_rows(found.rows)
+    return {
+        "run": call.run,
+        **found.record,
+        "failed": len(failed),
+        **({"failed_rows": failed[: call.failed]} if call.failed else {}),
+        "predictions": str(found.predictions) if found.predictions else None,
+        "resumed": found.resumed,
+        "seconds": round(found.seconds, 3),
+    }

@@ -1,0 +1,132 @@
+"""`ci-llm export`: agents, or one adapter made of them, as a folder for PEFT, Transformers, vLLM and llama.cpp."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.train import set_library_defaults
+from ci_llm.crowd.merge_methods import DENSITY, METHODS, Merge, merge_of
+from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.exporting import Export
+
+_DESCRIPTION = "Write a crowd for other programs: all agents, one of them, or one adapter that is made of all."
+_EXAMPLES = """examples:
+  ci-llm export ci_llm_output --to agents                           every agent, a PEFT folder each
+  ci-llm export ci_llm_output --merge svd --to adapter              one adapter of the rank of the agents
+  ci-llm export ci_llm_output --agent 2 --into-base --to model      a model for Transformers alone
+
+merges:
+"""
+_CODES = "\n\nexit codes: 0 done; 2 bad call, no checkpoint, a damaged one; 1 the disk failed"
+
+
+def export(words: Sequence[str]) -> int:
+    """Run `ci-llm export ARGUMENTS` and return the exit code.
+
+    Raises:
+        BadInput: the call is wrong, or there is no crowd that it could be done with. CheckpointError: the disk failed.
+        SystemExit: with 0, after `--help`.
+    """
+    call = _parser().parse_args(words)
+    merge = _checked(call)
+    set_library_defaults()
+    from ci_llm.cluster.hub import go_offline_if_unreachable
+
+    go_offline_if_unreachable(call.run, *([call.base_model] if call.base_model else []))
+    from ci_llm.crowd.exporting import prepare
+
+    try:
+        prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
+    except DamagedCheckpoint as damage:
+        hint = f"ci-llm checkpoints list {call.run} says which are whole: give one of them"
+        raise BadInput(f"the checkpoint is damaged: {damage.what}", where=damage.where, hint=hint) from damage
+    scores = None
+    if prepared.can_be_scored and not call.no_score:
+        scores = prepared.scores()
+        if not call.json:
+            print(scores.table(), flush=True)
+    elif not call.json and not call.no_score:
+        print("not scored: no run trained these agents, so it is not known which rows to validate on", flush=True)
+    prepared.write(call.to, scores, into_base=call.into_base)
+    if call.json:
+        told = _record(prepared, call)
+        print(json.dumps({**told, "scores": scores.record() if scores else None}, indent=2))
+    else:
+        print(_written(prepared, call))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    merges = "\n".join(f"  {name:<16} {method.does}" for name, method in METHODS.items())
+    parser = make_parser("ci-llm export", _DESCRIPTION, _EXAMPLES + merges + _CODES)
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
+    parser.add_argument("--agent", type=int, metavar="K", help="this agent alone, counted from 0")
+    parser.add_argument("--merge", metavar="HOW", help="one adapter made of all agents; the merges are listed below")
+    parser.add_argument("--weights", type=_numbers, metavar="W,W,...", help="one per agent, in any unit; default alike")
+    parser.add_argument(
+        "--density",
+        type=float,
+        metavar="D",
+        help=f"share of values that ties, dare and pruning keep; default {DENSITY}",
+    )
+    parser.add_argument("--rank", type=int, metavar="R", help="of the merge; default that of the agents")
+    parser.add_argument("--seed", type=int, default=42, metavar="S", help="of the values that dare drops; default 42")
+    parser.add_argument("--into-base", action="store_true", help="merge the adapter into the weights of the base")
+    parser.add_argument("--base-model", metavar="NAME", help="hub id or folder of the base, if it is elsewhere now")
+    parser.add_argument("--no-score", action="store_true", help="do not measure on the run's evaluation rows before")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    return parser
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _checked(call: argparse.Namespace) -> Merge | None:
+    """The merge that is asked for; what a call alone says to be wrong is refused before anything is loaded."""
+    if call.to.exists() or call.to.is_symlink():
+        raise ModelError("this path exists already", where=f"--to {call.to}", hint="give a path that does not exist")
+    if call.merge is None:
+        if odd := [f"--{name}" for name in ("weights", "density", "rank") if getattr(call, name) is not None]:
+            raise BadInput("only a merge takes this", where=", ".join(odd), hint="--merge svd, or one of --help")
+        if call.into_base and call.agent is None:
+            what = "one adapter can be merged into the base, and not a crowd"
+            raise BadInput(what, where="--into-base", hint="--agent K, or --merge svd")
+        return None
+    if call.agent is not None:
+        raise BadInput(
+            "a merge is made of all agents", where=f"--agent {call.agent}", hint="leave --agent or --merge out"
+        )
+    return merge_of(call.merge, call.weights, call.density, call.rank, call.seed)
+
+
+def _record(prepared: Export, call: argparse.Namespace) -> dict[str, object]:
+    from ci_llm.crowd.base import short_name
+
+    return {
+        "folder": str(call.to),
+        "exported": prepared.name,
+        "num_agents": prepared.saved.settings.num_agents,
+        "ranks": prepared.ranks,
+        "into_base": call.into_base,
+        "base_model": short_name(prepared.saved.base.name),
+    }
+
+
+def _written(prepared: Export, call: argparse.Namespace) -> str:
+    count = prepared.saved.settings.num_agents
+    if prepared.adapter is None:
+        form = f"{count} PEFT adapters, agent0 to agent{count - 1}"
+    elif call.into_base:
+        form = f"a model of Transformers with {prepared.name} of {count} agents in its weights"
+    else:
+        form = f"a PEFT adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"
+    return f"{call.to}: {form}; README.md has the commands for Transformers, vLLM and llama.cpp"

@@ -1,0 +1,112 @@
+"""`ci-llm generate`: ask the crowd of a run; the answers go to a terminal, a pipe or JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ci_llm.cli.answer_text import beside, how_sure, width
+from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.asking import add_options, choices_of, lines_of, open_run, require_run, stop_strings
+from ci_llm.errors import BadInput, ConfigError
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.asking import Answer
+
+_DESCRIPTION = """Ask the crowd of a run. A terminal shows the answer and how sure the crowd is; a pipe gets the
+answer alone; --json gives one object per prompt."""
+_EXAMPLES = """examples:
+  ci-llm generate ci_llm_output "Ann has 7 pens. She buys 5. How many pens are there?"
+  ci-llm generate ci_llm_output --file questions.jsonl --json > answers.jsonl
+  echo "Ann has 7 pens." | ci-llm generate ci_llm_output -
+
+exit codes: 0 answered; 2 bad call; 130 Ctrl-C"""
+
+#: These come first in a JSON object, in this order.
+_FIRST = ("prompt", "answer", "agents", "confidence", "disagreement", "agreement")
+
+
+def generate(words: Sequence[str]) -> int:
+    """Run `ci-llm generate ARGUMENTS` and return the exit code.
+
+    Raises:
+        BadInput: the call is wrong, there is no crowd, or a prompt cannot be used.
+        SystemExit: with 0, after `--help`.
+    """
+    parser = make_parser("ci-llm generate", _DESCRIPTION, _EXAMPLES)
+    add_options(parser)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one prompt; - reads them from standard input")
+    parser.add_argument("--file", metavar="F", help="one prompt per line, or rows with the columns of training")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts answered at a time (16)")
+    parser.add_argument("--agents", action="store_true", help="also show what each agent answers alone")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt, a line each")
+    parser.add_argument("--tokens", action="store_true", help="with --json: how sure the crowd is of every token")
+    call = parser.parse_args(words)
+    require_run(call.run, call.base_model)
+    prompts = list(_prompts(call))
+    choices = choices_of(call)
+    whole = call.json or call.agents or sys.stdout.isatty()
+    for number, answer in enumerate(_answers(call, prompts, choices, include_agents=whole)):
+        if call.json:
+            print(_as_json(answer, tokens=call.tokens), flush=True)
+        elif not whole:
+            print(answer.answer, flush=True)
+        else:
+            if len(prompts) > 1:
+                print("\n" * (number > 0) + textwrap.shorten(f"> {_words(answer.prompt)}", width()))
+            print(beside(answer) if call.agents else answer.answer)
+            print(how_sure(answer), flush=True)
+    return 0
+
+
+def _prompts(call: argparse.Namespace) -> Iterator[Any]:
+    """The prompts of the call; each is text or a chat.
+
+    Raises:
+        BadInput: there is none, or there are two sources.
+    """
+    if (call.prompt is None) == (call.file is None):
+        what = "there is no prompt" if call.prompt is None else "a prompt and --file were both given"
+        raise ConfigError(what, where="command line", hint='ci-llm generate RUN "a prompt" | --file F | -')
+    from ci_llm.data.prompt_files import prompts_of_file, prompts_of_lines
+
+    if "-" in (call.prompt, call.file):
+        yield from prompts_of_lines(lines_of(sys.stdin), "standard input")
+    elif call.file is not None:
+        yield from prompts_of_file(Path(call.file))
+    elif call.prompt.strip():
+        yield call.prompt
+    else:
+        raise ConfigError("the prompt is empty", where="command line", hint="write one, or give --file F")
+
+
+def _answers(
+    call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any], *, include_agents: bool
+) -> Iterator[Answer]:
+    from ci_llm.crowd.asking import answers, decoding_of, prompter_of
+    from ci_llm.crowd.streaming import stop_strings_of
+
+    stops = stop_strings_of(stop_strings(call))
+    if call.batch_size < 1:
+        raise BadInput("batch_size must be at least 1", where="--batch-size", hint="leave it out for 16")
+    crowd = open_run(call.run, call.base_model)
+    decoding = decoding_of(prompter_of(crowd), **choices)
+    return answers(crowd, prompts, decoding, stops, call.batch_size, include_agents=include_agents)
+
+
+def _as_json(answer: Answer, *, tokens: bool) -> str:
+    fields = asdict(answer)
+    if not tokens:
+        del fields["tokens"]
+    return json.dumps({name: fields.pop(name) for name in _FIRST} | fields)
+
+
+def _words(prompt: Any) -> str:
+    """A prompt in one line; of a chat, what was said last."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])

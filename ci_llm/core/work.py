@@ -1,0 +1,71 @@
+"""Work with an end, such as tokenising rows: whoever does it counts, and whoever listens shows how far it is.
+
+As with `logging`, the two do not know each other. A run's log listens (logs/run_log.py); without one, counting costs
+next to nothing and shows nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass
+class Work:
+    """Work that has begun.
+
+    Attributes:
+        what: a word for people: "tokenise".
+        total: parts in all; None if nobody knows.
+        parts: what is counted: "rows".
+        done: parts that are done.
+        ended: whether it is over, be it by an error.
+        began_at: `time.monotonic()`.
+    """
+
+    what: str
+    total: int | None = None
+    parts: str = ""
+    done: int = 0
+    ended: bool = False
+    began_at: float = field(default_factory=time.monotonic)
+
+    def advance_to(self, done: int) -> None:
+        """Say that so many parts are done."""
+        self.done = done
+        _tell(self)
+
+
+Listener: TypeAlias = Callable[[Work], None]
+#: Each is called when work begins, after every part, and when it has ended; in the thread that works.
+listeners: Final[list[Listener]] = []
+
+
+@contextmanager
+def working(what: str, total: int | None = None, parts: str = "") -> Iterator[Work]:
+    """Announce work for as long as the block lasts; for the arguments see `Work`."""
+    work = Work(what, total, parts)
+    _tell(work)
+    try:
+        yield work
+    finally:
+        work.ended = True
+        _tell(work)
+
+
+def counted(items: Iterable[T], what: str, total: int | None = None, parts: str = "") -> Iterator[T]:
+    """The items, announced as work of which each is a part; for the arguments see `Work`."""
+    with working(what, total, parts) as work:
+        for number, item in enumerate(items, start=1):
+            yield item
+            work.advance_to(number)
+
+
+def _tell(work: Work) -> None:
+    for listener in listeners:
+        listener(work)

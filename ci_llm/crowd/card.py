@@ -1,0 +1,190 @@
+"""The model card, README.md of what leaves a run: scores, and the commands that open the folder elsewhere.
+
+No path of this machine is in a card: the commands are for the folder that the card lies in, and a base without a name
+that others know is a variable to be set.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ci_llm.cluster.hub import may_be_on_hub
+from ci_llm.crowd.base import short_name
+
+#: The values that vLLM takes for --max-lora-rank, from 8 on.
+RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def public_name(name: str) -> str:
+    """A base or a data set as others know it: of a local path its last part only."""
+    short = short_name(name)
+    return short if short == "embedded" or may_be_on_hub(short) else Path(short).name
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What every card says.
+
+    Attributes:
+        base: what `from_pretrained` opens here.
+        ranks: of the agents, one per agent.
+        use_rslora: whether one of them is scaled by √r.
+        trained: how: `for 260 optimizer steps on ...`; "" if it is not known.
+        scores: a table for people; "" if nothing was scored.
+    """
+
+    base: str
+    ranks: Sequence[int]
+    use_rslora: bool = False
+    trained: str = ""
+    scores: str = ""
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def base_name(self) -> str:
+        return public_name(self.base)
+
+    @property
+    def is_on_hub(self) -> bool:
+        return may_be_on_hub(short_name(self.base))
+
+    @property
+    def set_base(self) -> str:
+        """A line of shell that puts the base into `$BASE`."""
+        if self.base_name == "embedded":
+            return """BASE=$(python -c 'from ci_llm import load_base; print(load_base("embedded").name)')"""
+        return f"BASE={shlex.quote(self.base_name)}" + ("" if self.is_on_hub else "   # its folder on your machine")
+
+    @property
+    def open_base(self) -> str:
+        """Lines of Python that make `base`."""
+        if self.base_name == "embedded":
+            return 'from ci_llm import load_base\n\nbase = load_base("embedded").model'
+        place = "" if self.is_on_hub else "  # its folder on your machine"
+        return (
+            "from transformers import AutoModelForCausalLM\n\n"
+            f"base = AutoModelForCausalLM.from_pretrained({_quoted(self.base_name)}){place}"
+        )
+
+
+def crowd_card(facts: CardFacts) -> str:
+    """Of a folder with all agents, each a PEFT folder `agent<k>`."""
+    count = len(facts.ranks)
+    return _joined(
+        _front(facts, "peft", "lora", "ensemble"),
+        f"# A crowd of {count} LoRA agents",
+        f"{count} LoRA adapters, trained together by CI-LLM{facts.trained}, on one frozen base: `{facts.base_name}`."
+        " They are meant to answer together: the crowd's distribution is the mean of theirs.",
+        _scores(facts),
+        "Run what follows in this folder. All together:",
+        _block("python", 'from ci_llm import Crowd\n\nprint(Crowd.from_pretrained(".").generate("..."))'),
+        "Each `agent<k>` is a plain PEFT adapter with its tokenizer, whose chat template is that of the training:",
+        _peft(facts, "agent0"),
+        "vLLM serves all of them on one base, each under its own name:",
+        _block(
+            "bash",
+            f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-loras {count}"
+            f" --max-lora-rank {_max_rank(facts)} \\\n"
+            f"  --lora-modules $(for k in {{0..{count - 1}}}; do echo agent$k=$PWD/agent$k; done)",
+        ),
+        *_gguf(facts, "agent0"),
+        "`ci-llm export --merge` makes one adapter of them. That is one more agent and not the crowd: no mean of"
+        " weights gives the mean of distributions.",
+        *facts.notes,
+    )
+
+
+def adapter_card(facts: CardFacts, title: str, what: str) -> str:
+    """Of a folder that is one PEFT adapter.
+
+    Args:
+        title: of the card.
+        what: a sentence on where the adapter comes from.
+    """
+    return _joined(
+        _front(facts, "peft", "lora"),
+        f"# {title}",
+        f"{what} Its base is `{facts.base_name}`. The agents were trained by CI-LLM{facts.trained}.",
+        _scores(facts),
+        "Run what follows in this folder. Transformers and PEFT:",
+        _peft(facts, "."),
+        "vLLM:",
+        _block(
+            "bash",
+            f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-lora-rank {_max_rank(facts)}"
+            " --lora-modules adapter=$PWD",
+        ),
+        *_gguf(facts, "."),
+        *facts.notes,
+    )
+
+
+def model_card(facts: CardFacts, title: str, what: str) -> str:
+    """Of a folder that is a whole model, with an adapter merged into its weights."""
+    return _joined(
+        _front(facts, "transformers"),
+        f"# {title}",
+        f"{what} It is merged into the weights of its base, `{facts.base_name}`."
+        f" The agents were trained by CI-LLM{facts.trained}.",
+        _scores(facts),
+        "Run what follows in this folder. Transformers alone opens it:",
+        _block(
+            "python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'model, tokenizer = (each.from_pretrained(".") for each in (AutoModelForCausalLM, AutoTokenizer))',
+        ),
+        "vLLM:",
+        _block("bash", "vllm serve $PWD"),
+        "llama.cpp, with its own converter:",
+        _block("bash", "python llama.cpp/convert_hf_to_gguf.py . --outfile model.gguf"),
+        *facts.notes,
+    )
+
+
+def _front(facts: CardFacts, library: str, *tags: str) -> str:
+    """The front matter that the hub reads."""
+    lines = [f"library_name: {library}", *([f"base_model: {facts.base_name}"] if facts.is_on_hub else [])]
+    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in (*tags, "ci-llm")), "---"])
+
+
+def _scores(facts: CardFacts) -> str:
+    return _block("", facts.scores) if facts.scores else ""
+
+
+def _peft(facts: CardFacts, folder: str) -> str:
+    return _block(
+        "python",
+        f"from peft import PeftModel\nfrom transformers import AutoTokenizer\n{facts.open_base}\n"
+        f"agent = PeftModel.from_pretrained(base, {_quoted(folder)})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(folder)})",
+    )
+
+
+def _gguf(facts: CardFacts, folder: str) -> list[str]:
+    if facts.use_rslora:
+        return ["For llama.cpp, export with `--into-base`: its converter of adapters knows no `use_rslora`."]
+    command = f"python llama.cpp/convert_lora_to_gguf.py --base $BASE --outfile {folder}/adapter.gguf {folder}"
+    told = "llama.cpp, with its own converter; `--base` is a folder, of which the configuration is read:"
+    return [told, _block("bash", f"{facts.set_base}\n{command}")]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _max_rank(facts: CardFacts) -> int:
+    most = max(facts.ranks)
+    return next((allowed for allowed in RANKS if allowed >= most), most)
+
+
+def _block(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def _joined(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"

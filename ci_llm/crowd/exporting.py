@@ -1,0 +1,194 @@
+"""Take a crowd elsewhere: its agents, one of them, or a merge, as PEFT folders or in the weights of the base."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from transformers import PreTrainedModel
+
+from ci_llm.config import parse_config
+from ci_llm.core.durable import new_folder, write_new
+from ci_llm.crowd.base import load_architecture, load_base
+from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, public_name
+from ci_llm.crowd.export_scores import Comparison, compare
+from ci_llm.crowd.merge_methods import Merge
+from ci_llm.crowd.merging import Adapter, merge_into_base, merged
+from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
+from ci_llm.crowd.prompts import tokenizer_files
+from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.errors import BadInput, CheckpointError, ModelError
+
+
+@dataclass(frozen=True)
+class Export:
+    """What will be written.
+
+    Attributes:
+        name: "crowd", "agent2", or the name of a merge.
+        adapter: the one adapter; None: all agents.
+        title, what: of the card.
+    """
+
+    saved: Pretrained
+    name: str
+    adapter: Adapter | None
+    title: str
+    what: str
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the adapters that will be written."""
+        return [self.adapter.rank] if self.adapter else [int(config["r"]) for config in self.saved.configs]
+
+    @property
+    def can_be_scored(self) -> bool:
+        """Whether it is known which rows the agents were evaluated on."""
+        return self.saved.run_config is not None
+
+    def scores(self) -> Comparison:
+        """Scores of agents, crowd and merge. Raises DataError: the rows are not found any more."""
+        is_merge = self.adapter is not None and not self.name.startswith("agent")
+        return compare(self.saved, self.name, self.adapter if is_merge else None)
+
+    def write(self, target: Path, scores: Comparison | None, *, into_base: bool = False) -> None:
+        """Write it as `target`, whole or not at all.
+
+        Args:
+            scores: for the card.
+            into_base: a model of Transformers with merged weights. It takes the base, which has them afterwards.
+
+        Raises:
+            ModelError: `target` exists, or there is no one adapter to merge into the base.
+            CheckpointError: it cannot be written.
+        """
+        require_free(target)
+        if self.adapter is None:
+            if into_base:
+                what = "one adapter can be merged into the base, and not a crowd"
+                raise ModelError(what, where="into_base", hint="give an agent or a merge")
+            self._write_agents(target, scores)
+            return
+        card = (model_card if into_base else adapter_card)(self._facts(scores), self.title, self.what)
+        files = {**tokenizer_files(self.saved.prompter.tokenizer), "README.md": card.encode()}
+        try:
+            with new_folder(target) as draft:
+                if into_base:
+                    self._write_whole(draft, self.adapter)
+                else:
+                    files |= _peft_files(self.adapter)
+                for name, data in files.items():
+                    write_new(draft / name, [data])
+        except OSError as error:
+            raise CheckpointError(f"{target.name} cannot be written: {error}", where=str(target)) from error
+
+    def _write_agents(self, target: Path, scores: Comparison | None) -> None:
+        saved = self.saved
+        tensors = {f"agent{k}/adapter_model": agent for k, agent in enumerate(saved.agents)}
+        configs = {f"agent{k}/adapter_config": config for k, config in enumerate(saved.configs)}
+        meta = {**saved.meta, "base_model_name_or_path": saved.base.name}
+        card = crowd_card(self._facts(scores)).encode()
+        tokenizer = tokenizer_files(saved.prompter.tokenizer)
+        write_crowd(target, {**tensors, **configs}, meta, tokenizer, step=saved.step, card=card)
+
+    def _write_whole(self, draft: Path, adapter: Adapter) -> None:
+        model = merge_into_base(self._dense_base(), adapter)
+        # Here the base is read without a cache of keys and values; whoever generates with the model wants its own.
+        model.config.use_cache = getattr(load_architecture(self.saved.base.name), "use_cache", True)
+        model.save_pretrained(draft)
+
+    def _dense_base(self) -> PreTrainedModel:
+        """The base to merge into: a quantised one is loaded again, because its 4 or 8 bits hold no merged weights."""
+        saved = self.saved
+        if stored_quantization(saved.base.model.config) is None:
+            return saved.base.model
+        model = load_base(saved.base.name, saved.meta["base_dtype"], saved.base.model.device).model
+        if stored := stored_quantization(model.config):
+            raise ModelError(
+                f"the files of the base are quantised ({stored}), and an adapter is merged into dense weights only",
+                where=f"base model: {public_name(saved.base.name)}",
+                hint="export without --into-base",
+            )
+        return model
+
+    def _facts(self, scores: Comparison | None) -> CardFacts:
+        saved = self.saved
+        configs = [self.adapter.config] if self.adapter else saved.configs
+        trained = ""
+        if saved.run_config is not None:
+            names = parse_config(saved.run_config, "config.yaml").dataset_names
+            trained = f" for {saved.step} optimizer steps on `{', '.join(map(public_name, names))}`"
+        return CardFacts(
+            base=saved.base.name,
+            ranks=self.ranks,
+            use_rslora=any(config.get("use_rslora") for config in configs),
+            trained=trained,
+            scores=scores.table() if scores else "",
+        )
+
+
+def prepare(
+    source: str | Path,
+    *,
+    agent: int | None = None,
+    merge: Merge | None = None,
+    base_model: str | None = None,
+    device: torch.device | str | None = None,
+) -> Export:
+    """Open a crowd, and merge its agents if that is asked for.
+
+    Args:
+        source, base_model, device: see `open_pretrained`.
+        agent: this one alone.
+
+    Raises:
+        BadInput: there is no such crowd or agent, or its agents cannot be merged in this way.
+        DamagedCheckpoint, ForeignCheckpoint: see `open_pretrained`.
+    """
+    saved = open_pretrained(source, device, base_model)
+    agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
+    count = len(agents)
+    if merge is not None:
+        if merge.method.of_factors and not saved.common_start and count > 1:
+            raise _no_common_start(merge)
+        adapter = merged(saved.base.model, agents, merge)
+        title = f"{count} LoRA agents merged by `{merge.name}`"
+        what = f"This LoRA adapter of rank {adapter.rank} is made of {count}: {_details(merge, count)}."
+        return Export(saved, merge.name, adapter, title, what)
+    if agent is None:
+        return Export(saved, "crowd", None, "", "")
+    if not 0 <= agent < count:
+        raise BadInput(f"there is no agent {agent}", where="--agent", hint=f"0 to {count - 1}: there are {count}")
+    title = f"Agent {agent} of {count}"
+    what = f"This LoRA adapter is agent {agent} of {count} that were trained together."
+    return Export(saved, f"agent{agent}", agents[agent], title, what)
+
+
+def _no_common_start(merge: Merge) -> ModelError:
+    return ModelError(
+        "the agents began with different random weights, so the mean of their A and the mean of their B belong together"
+        " in none of them",
+        where=f"--merge {merge.name}",
+        hint="--merge cat and --merge svd take the mean of the products B A instead; for a common start, train with"
+        " initialize_adapters_rand=false lora_dropout=0.1, or with init_from=ONE_ADAPTER",
+    )
+
+
+def _details(merge: Merge, count: int) -> str:
+    told = [merge.method.does]
+    if merge.weights:
+        told.append("with the weights " + ", ".join(f"{share:.3g}" for share in merge.shares(count)))
+    if merge.density:
+        told.append(f"density {merge.density:g}")
+    return ", ".join(told)
+
+
+def _peft_files(adapter: Adapter) -> dict[str, bytes]:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    return {
+        "adapter_config.json": json.dumps(dict(adapter.config), indent=2).encode(),
+        "adapter_model.safetensors": safetensors.torch.save(tensors, {"format": "pt"}),
+    }

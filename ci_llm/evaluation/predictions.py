@@ -1,0 +1,180 @@
+"""The predictions file: one JSON line per row, appended as the rows are answered, so that a killed evaluation resumes.
+
+Beside `NAME.jsonl` lies `NAME.source.json`, which is written first: of which weights, questions and settings the lines
+are. A call with the same source keeps the complete lines, removes the beginning of a line that a crash has left at the
+end, and goes on from there; any other call is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ci_llm.core.durable import append, cut, make_folders, read_json, write_bytes, write_json
+from ci_llm.errors import BadInput
+
+Row = dict[str, Any]
+
+_WAYS_ON = "give another name by --output, or begin anew with --overwrite"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the lines of a predictions file are answers of.
+
+    Attributes:
+        weights: fingerprint of agents and base.
+        questions: fingerprint of the questions and their reference answers.
+        checkpoint, data: where both came from, for people; they are not compared.
+        metric, aggregator, max_new_tokens: how answers were generated and judged.
+        format: raised when the lines of a later version say something else.
+    """
+
+    weights: str
+    questions: str
+    checkpoint: str
+    data: str
+    rows: int
+    metric: str
+    aggregator: str
+    max_new_tokens: int
+    format: int = 1
+
+    def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
+        """What another source has that is not the same, in words."""
+        own = asdict(self)
+        for key, shown in (("weights", "checkpoint"), ("questions", "data")):
+            if other.get(key) != own[key]:
+                yield f"{shown} {other.get(shown)} and not {own[shown]}"
+        for key in ("metric", "aggregator", "max_new_tokens", "format"):
+            if other.get(key) != own[key]:
+                yield f"{key} {other.get(key)} and not {own[key]}"
+
+
+class Predictions:
+    """The lines of a predictions file that is open for more.
+
+    Attributes:
+        rows: the complete lines.
+    """
+
+    def __init__(self, path: Path, rows: list[Row]) -> None:
+        self.path, self.rows = path, rows
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add lines at the end of the file, durably.
+
+        Raises:
+            BadInput: the disk refuses them.
+        """
+        lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        try:
+            append(self.path, lines.encode())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self.rows += rows
+
+
+@contextmanager
+def open_predictions(
+    path: Path, source: Source, prompts: Sequence[str], *, overwrite: bool = False
+) -> Iterator[Predictions]:
+    """A predictions file of `source`: new, or with the lines that an earlier call has left. One process at a time.
+
+    Args:
+        prompts: of all questions, in order; a line must be about the question whose place it has.
+        overwrite: begin anew, whatever the file holds.
+
+    Raises:
+        BadInput: the file is of another source, damaged, or in use; or the disk refuses it.
+    """
+    require_own(path, overwrite=overwrite)
+    try:
+        make_folders(path.parent)
+        if overwrite and path.exists():
+            with _held(path):
+                path.unlink()
+        if not path.exists():
+            write_json(source_path(path), asdict(source))
+            write_bytes(path, b"")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    with _held(path):
+        yield Predictions(path, _kept(path, source, prompts))
+
+
+def require_own(path: Path, *, overwrite: bool) -> None:
+    """Refuse a file that no evaluation has written; nothing but its name is looked at.
+
+    Raises:
+        BadInput: it may not be replaced.
+    """
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise BadInput("predictions go into a file, and this is none", where=str(path), hint="give a name by --output")
+    if path.exists() and not overwrite and not source_path(path).is_file():
+        what = f"this file exists and is not of an evaluation: {source_path(path).name} is not beside it"
+        raise BadInput(what, where=str(path), hint=_WAYS_ON)
+
+
+def source_path(path: Path) -> Path:
+    """The file that says what the lines of a predictions file are of."""
+    return path.with_suffix(".source.json")
+
+
+def _kept(path: Path, source: Source, prompts: Sequence[str]) -> list[Row]:
+    """The complete lines of the file; what is behind them is cut off."""
+    try:
+        written = read_json(source_path(path))
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"{source_path(path).name} cannot be read: {error}", where=str(source_path(path)), hint=_WAYS_ON
+        ) from error
+    known = written if isinstance(written, dict) else {}
+    if different := list(source.differences(known)):
+        raise BadInput(f"the predictions in this file are of {', '.join(different)}", where=str(path), hint=_WAYS_ON)
+    content = path.read_bytes()
+    size = content.rfind(b"\n") + 1
+    rows = [_parsed(line, prompts, number, path) for number, line in enumerate(content[:size].split(b"\n")[:-1])]
+    if size < len(content):
+        cut(path, size)
+    return rows
+
+
+def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row:
+    with contextlib.suppress(ValueError):  # includes text that is not UTF-8
+        row = json.loads(line)
+        if number < len(prompts) and isinstance(row, dict) and row.get("prompt") == prompts[number]:
+            return row
+    raise BadInput("this line is no prediction for the row of its place", where=f"{path}:{number + 1}", hint=_WAYS_ON)
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Lock the file: of two evaluations at a time the second is refused."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise BadInput(
+                    "another process evaluates into this file", where=str(path), hint="wait for it, or give --output"
+                ) from error
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # some network filesystems have no locks
+                raise
+        yield
+
+
+def _unwritable(path: Path, error: OSError) -> BadInput:
+    return BadInput(
+        f"the predictions cannot be written: {error.strerror or os.strerror(error.errno or 0)}",
+        where=str(path),
+        hint="make space there, or give another place by --output; the same call goes on after the last row",
+    )

@@ -1,0 +1,73 @@
+"""An evaluation in lines for a terminal: agents, their mean, vote and crowd, with intervals; rows answered wrong."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ci_llm.evaluation.evaluate import Evaluation
+from ci_llm.evaluation.predictions import Row
+from ci_llm.report.scores import gains, rows_evaluated, scores, what_evaluated
+
+
+def table(evaluation: Evaluation) -> Iterator[str]:
+    """The figures, line by line."""
+    record = evaluation.record
+    if "perplexity" in record:
+        yield from _text_table(record)
+        rows = rows_evaluated(record["n"], record["rows_trained_on"])
+        yield f"{rows}, {record['tokens']} tokens of {record['bytes'] / max(1, record['tokens']):.2f} bytes on average"
+        return
+    yield f"{'':<14}{'exact match':>12}{'95 % interval':>17}{'nats per token':>16}"
+    for line in scores(record):
+        interval = "" if line.low is None or line.high is None else f"{line.low:.3f} to {line.high:.3f}"
+        nll = "" if line.nll is None else f"{line.nll:.4f}"
+        yield f"{line.who:<14}{line.exact_match:>12.3f}{interval:>17}{nll:>16}".rstrip()
+    for name, gain in gains(record):
+        half = "" if gain.interval95 is None else f" ± {gain.interval95:.3f}"
+        yield f"crowd - {name}: {gain.value:+.3f}{half}"
+    metric = record["metric"]
+    yield what_evaluated(record) + ("" if metric == "exact_match" else f"; right is what {metric} finds equal")
+
+
+def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
+    """The rows that the crowd answered wrong, those first of which it was most sure; a line each.
+
+    Args:
+        most: list at most so many.
+    """
+    failed = failed_rows(evaluation.rows)
+    for row in failed[:most]:
+        answer, reference = (_short(evaluation.read(row[key]), 24) for key in ("answer", "reference"))
+        yield (
+            f"row {row['row']:<6} {row['confidence']:.2f}  answered {answer or 'nothing'}, right is {reference}:"
+            f"  {_short(row['prompt'], 60)}"
+        )
+    if len(failed) > most:
+        yield f"... and {len(failed) - most} more: --failed {len(failed)}"
+
+
+def failed_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows that the crowd answered wrong, those first of which it was most sure."""
+    return sorted((row for row in rows if not row["correct"]), key=lambda row: -row["confidence"])
+
+
+def _text_table(record: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'':<14}{'perplexity':>12}{'bits per byte':>17}{'nats per token':>16}"
+    figures = [record["perplexity"], record["bits_per_byte"], record["nll"]]
+    for k, (perplexity, bits, nll) in enumerate(zip(*(each["agents"] for each in figures), strict=True)):
+        yield _text_line(f"agent{k}", perplexity, bits, nll)
+    count = len(record["nll"]["agents"])
+    bits, nll = (sum(each["agents"]) / count for each in figures[1:])
+    yield _text_line("agents, mean", math.exp(nll), bits, nll)
+    yield _text_line("crowd", *(each["crowd"] for each in figures))
+
+
+def _text_line(who: str, perplexity: float, bits: float, nll: float) -> str:
+    return f"{who:<14}{perplexity:>12.3f}{bits:>17.4f}{nll:>16.4f}"
+
+
+def _short(text: str, width: int) -> str:
+    return textwrap.shorten(text, width, placeholder=" ...")

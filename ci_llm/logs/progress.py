@@ -1,0 +1,161 @@
+"""How far a run is: a position, the speed, and a plain line per interval for whoever has no terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from ci_llm.core.work import Work
+
+WINDOW_S: Final = 60.0  # of training, over which the speed is measured
+MOST_LISTED: Final = 8  # agents whose losses a line lists; of more, it gives the range
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands after a step.
+
+    Attributes:
+        step, total: optimizer steps done, and of the whole run.
+        losses: of each agent in this step, in nats per target token; empty if it has none.
+        tokens: packed tokens since the beginning of the run.
+        epoch: passes over the rows.
+        learning_rate: of this step; None before the first.
+    """
+
+    step: int
+    total: int
+    losses: Sequence[float] = ()
+    tokens: int = 0
+    epoch: float = 0.0
+    learning_rate: float | None = None
+
+
+class Speed:
+    """Steps and tokens per second of training over the last minute, and the time left, evaluations included.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: tuple[int, float] | None = None  # step and time, of this attempt
+        self._last: tuple[int, float] = (0, 0.0)
+        self._marks: deque[tuple[float, int, int]] = deque()  # seconds of training, step, tokens
+        self._rested_s, self._rests_since = 0.0, 0.0
+
+    def mark(self, position: Position) -> None:
+        """Take the position after a step."""
+        now = self._clock()
+        self._first = self._first or (position.step, now)
+        self._last = position.step, now
+        self._marks.append((now - self._rested_s, position.step, position.tokens))
+        while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] >= WINDOW_S:
+            self._marks.popleft()
+
+    def rest(self) -> None:
+        """Training pauses, for an evaluation for instance: this time does not count as slow steps."""
+        self._rests_since = self._clock()
+
+    def go_on(self) -> None:
+        """The end of a pause."""
+        self._rested_s += self._clock() - self._rests_since
+
+    def rates(self) -> tuple[float, float] | None:
+        """Steps and tokens per second; None before two steps."""
+        if len(self._marks) < 2:
+            return None
+        (began, first, before), (now, last, after) = self._marks[0], self._marks[-1]
+        return ((last - first) / (now - began), (after - before) / (now - began)) if now > began else None
+
+    def elapsed(self) -> timedelta:
+        """Since the first position."""
+        return timedelta(seconds=int(self._clock() - self._first[1]) if self._first else 0)
+
+    def left(self, total: int) -> timedelta | None:
+        """Until step `total`, at the pace of this attempt so far; None before two steps."""
+        if self._first is None or (steps := self._last[0] - self._first[0]) <= 0:
+            return None
+        return left_of(total - self._last[0], steps, self._last[1] - self._first[1])
+
+
+class ProgressLines:
+    """Turns steps into lines like `step 120/260  46%  loss 1.23 (1.21 1.25)  2.1 steps/s  0:01:06 left`.
+
+    Losses are means over the steps since the line before.
+
+    Args:
+        interval_s: seconds; at most one line per interval, and always one for the last step.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s, self._clock = interval_s, clock
+        self._last_s: float | None = None
+        self._since: list[Sequence[float]] = []
+
+    def of_step(self, position: Position, speed: Speed) -> str | None:
+        """The line for a step; None if the last line is younger than the interval."""
+        if position.losses:
+            self._since.append(position.losses)
+        if not self._is_due() and position.step < position.total:
+            return None
+        self._last_s = self._clock()
+        losses, self._since = means(self._since), []
+        step, total = position.step, position.total
+        parts = [f"step {step}/{total}", f"{step / total:.0%}", describe_losses(losses)]
+        if (rates := speed.rates()) is not None:
+            parts.append(f"{rates[0]:.3g} steps/s")
+        if (left := speed.left(total)) is not None:
+            parts.append(f"{left} left")
+        return "  ".join(filter(None, parts))
+
+    def of_work(self, work: Work) -> str | None:
+        """The line for work that takes longer than an interval; None most of the time."""
+        age_s = time.monotonic() - work.began_at
+        if work.ended or work.total is None or age_s < self._interval_s or not self._is_due():
+            return None
+        self._last_s = self._clock()
+        left = left_of(work.total - work.done, work.done, age_s)
+        line = f"{work.what:<9} {work.done}/{work.total} {work.parts}  {work.done / work.total:.0%}"
+        return line if left is None else f"{line}  {left} left"
+
+    def _is_due(self) -> bool:
+        return self._last_s is None or self._clock() - self._last_s >= self._interval_s
+
+
+def left_of(parts_left: int, done: int, seconds: float) -> timedelta | None:
+    """The time for the parts that are left, at the pace of those that are done; None while there is no pace."""
+    return timedelta(seconds=round(parts_left * seconds / done)) if done > 0 and seconds > 0 else None
+
+
+def means(steps: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of each agent over the steps, [S][K] -> [K]; NaN for an agent that had one."""
+    return [sum(losses) / len(steps) for losses in zip(*steps, strict=True)]
+
+
+def mean_of(losses: Sequence[float]) -> float:
+    """Over the agents; those that are not finite count only where no other is."""
+    counted = finite(losses) or losses
+    return sum(counted) / len(counted)
+
+
+def finite(losses: Sequence[float]) -> list[float]:
+    """Those that are numbers."""
+    return [loss for loss in losses if math.isfinite(loss)]
+
+
+def describe_losses(losses: Sequence[float]) -> str:
+    """The mean over the agents, and each of them; of many, the range."""
+    if not losses:
+        return ""
+    listed = " ".join(f"{loss:.4g}" for loss in losses)
+    if len(losses) > MOST_LISTED and (known := finite(losses)):
+        listed = f"{min(known):.4g} to {max(known):.4g}, {len(known)} agents"
+    return f"loss {mean_of(losses):.4g} ({listed})"

@@ -1,0 +1,111 @@
+"""What a line of metrics says about the steps since the line before it: means of losses and norms, and the speed.
+
+A checkpoint in the middle of an interval holds its sums, so that a run that goes on from there reports the means of the
+undisturbed run. The speed is that of the present attempt.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_KEY: Final = "interval"  # of a manifest
+
+
+class Interval:
+    """Sums over the optimizer steps since the last line. Steps in which nothing was trained on are not among them.
+
+    A loss is a mean over target tokens, so a long step weighs more than a short one. A norm is a mean over steps. The
+    steps in which an agent was not finite do not count for that agent; the metrics say how many those are.
+
+    Args:
+        num_agents: K.
+        device: on which the gradient norms are. They are added up there, because reading them would wait for it.
+    """
+
+    def __init__(self, num_agents: int, device: torch.device) -> None:
+        self._num_agents, self._device = num_agents, device
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the interval after a line; the clock of its speed starts now."""
+        self._targets = [0] * (self._num_agents + 1)  # of the agents, then of the diversity
+        self._sums = [0.0] * (self._num_agents + 1)
+        self._norms = torch.zeros(2, self._num_agents, dtype=torch.float64, device=self._device)  # sums, steps
+        self._trained = 0  # steps among the sums
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Measure the speed from here."""
+        self._tokens, self._steps, self._since = 0, 0, time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        """One more step was taken, over so many packed tokens."""
+        self._tokens += tokens
+        self._steps += 1
+
+    def add(self, num_targets: int, sums: Sequence[float], norms: Tensor) -> None:
+        """Add a step that was trained on.
+
+        Args:
+            num_targets: target tokens of the step.
+            sums: [K + 1] over them: cross-entropy of each agent in nats, then the diversity.
+            norms: [K] the gradient norm of each agent.
+        """
+        self._trained += 1
+        for i, value in enumerate(sums):
+            if math.isfinite(value):
+                self._sums[i] += value
+                self._targets[i] += num_targets
+        finite = torch.isfinite(norms)
+        self._norms += torch.stack([norms.where(finite, norms.new_zeros(())), finite.to(norms.dtype)]).double()
+
+    def means(self) -> dict[str, float]:
+        """The means by the names of metrics.jsonl; empty without a step that was trained on."""
+        if not self._trained:
+            return {}
+        *losses, diversity = map(_mean, self._sums, self._targets)
+        finite = [loss for loss in losses if math.isfinite(loss)] or losses
+        means = {"train/task_loss": sum(finite) / len(finite), "train/diversity": diversity}
+        for k, (loss, total, count) in enumerate(zip(losses, *self._norms.tolist(), strict=True)):
+            means |= {f"train/agent{k}/loss": loss, f"train/agent{k}/grad_norm": _mean(total, count)}
+        return means
+
+    def speed(self) -> dict[str, float]:
+        """Tokens per second and seconds per step, by the names of metrics.jsonl."""
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        return {"tokens_per_s": self._tokens / elapsed, "step_time_s": elapsed / max(self._steps, 1)}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around an evaluation: its time is not that of a step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the sums; nothing right after a line."""
+        if not self._trained:
+            return {}
+        norms, norm_steps = self._norms.tolist()
+        sums = {"sums": [*self._sums], "targets": [*self._targets], "norms": norms, "norm_steps": norm_steps}
+        return {_KEY: {"steps": self._trained, **sums}}
+
+    def load(self, info: Mapping[str, Any]) -> None:
+        """Go on from the sums of a checkpoint, if its manifest holds any."""
+        if saved := info.get(_KEY):
+            self._trained = saved["steps"]
+            self._sums, self._targets = [*saved["sums"]], [*saved["targets"]]
+            self._norms = torch.tensor([saved["norms"], saved["norm_steps"]], dtype=torch.float64, device=self._device)
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan

@@ -1,0 +1,291 @@
+"""`ci-llm chat`: turns, commands, Ctrl-C and Ctrl-D, at a real terminal and through a pipe."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm import Crowd, Prompter
+from ci_llm.cli import main
+from ci_llm.cli.chat import Conversation
+from ci_llm.data.chat_template import use_chat_template
+from ci_llm.embedded import rows
+from ci_llm.errors import BadInput, ConfigError
+from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tools.testbed.events import DEADLINE_S
+
+QUESTIONS = [row["question"] for row in rows("test")[:3]]
+SHORT: Any = {"max_new_tokens": 24}
+ROOT = Path(__file__).parents[2]
+#: The command on a slow machine: while a file is there, each token takes a while.
+SLOWLY = """
+import sys, time
+from pathlib import Path
+from ci_llm.cli.main import main
+from ci_llm.crowd.streaming import TextSoFar
+update, slow = TextSoFar.update, Path(sys.argv[2]).parent / "slow"
+TextSoFar.update = lambda self, ids: (update(self, ids), slow.exists() and time.sleep(0.5))[0]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    return disturbed_crowd()
+
+
+@pytest.fixture(scope="module")
+def run(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("talk") / "run"
+    save_crowd(crowd, folder / "final_checkpoint")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talker() -> Crowd:
+    """A crowd whose chat template shows who speaks."""
+    crowd = disturbed_crowd()
+    assert crowd.prompter is not None
+    use_chat_template(crowd.prompter.tokenizer, "roles")
+    crowd.prompter = Prompter(crowd.prompter.tokenizer)
+    return crowd
+
+
+def messages(*texts: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * len(texts), texts)]  # noqa: B905
+
+
+def said(conversation: Conversation, message: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    conversation.say(message)
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+# Turns
+
+
+def test_a_template_that_shows_who_speaks_makes_a_conversation(
+    talker: Crowd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = Conversation(talker, SHORT, (), shows_sureness=False)
+    assert talk.kind == "A conversation: earlier turns are remembered."
+    first = said(talk, QUESTIONS[0], capsys)
+    assert first == talker.generate(QUESTIONS[0], **SHORT)[0]
+    second = said(talk, QUESTIONS[1], capsys)
+    assert second == talker.generate(messages(QUESTIONS[0], first, QUESTIONS[1]), **SHORT)[0]
+    assert second != talker.generate(QUESTIONS[1], **SHORT)[0], (
+        "the first turn makes no difference, and this shows nothing"
+    )
+    talk.command("/reset")
+    assert said(talk, QUESTIONS[1], capsys) == talker.generate(QUESTIONS[1], **SHORT)[0]
+
+
+def test_a_run_on_single_questions_remembers_none(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(crowd, SHORT, (), shows_sureness=False)
+    assert talk.kind == "Trained on single questions: each message is one, and none is remembered."
+    assert [said(talk, question, capsys) for question in QUESTIONS] == crowd.generate(QUESTIONS, **SHORT)
+
+
+def test_a_run_on_plain_text_continues_it(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = disturbed_crowd("text")
+    talk = Conversation(writer, SHORT, (), shows_sureness=False)
+    assert talk.kind == "Trained on plain text: each message is continued, and none is remembered."
+    assert said(talk, "Ann has 7", capsys) == writer.generate("Ann has 7", **SHORT)[0]
+    with pytest.raises(ConfigError, match="no place for a system message"):
+        Conversation(writer, SHORT, (), "Be short.")
+
+
+def test_a_system_message_stands_before_every_turn(talker: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(talker, SHORT, ["\n"], "Be short.", shows_sureness=False)
+    system = [{"role": "system", "content": "Be short."}]
+    first = said(talk, QUESTIONS[0], capsys)
+    assert first == talker.generate(system + messages(QUESTIONS[0]), stop_strings="\n", **SHORT)[0]
+    wanted = talker.generate(system + messages(QUESTIONS[0], first, QUESTIONS[1]), stop_strings="\n", **SHORT)[0]
+    assert said(talk, QUESTIONS[1], capsys) == wanted
+
+
+def test_a_conversation_that_outgrows_the_base_says_how_to_go_on(
+    talker: Crowd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = Conversation(talker, SHORT, ())
+    long = "Ann has 3 pens. " * 50
+    talk.say(long)
+    with pytest.raises(BadInput, match="tokens, and the base reads 512") as caught:
+        talk.say(long)
+    assert (caught.value.where, caught.value.hint) == (
+        "a conversation of 3 messages",
+        "/reset forgets the conversation",
+    )
+    talk.command("/reset")
+    talk.say(long)
+    talk.command("/reset")
+    with pytest.raises(BadInput, match="tokens, and the base reads 512") as caught:
+        talk.say(long * 2)
+    assert caught.value.hint == "shorten it"
+
+
+# Commands
+
+
+def test_agents_shows_what_each_agent_answers_alone(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(crowd, SHORT, ())
+    with pytest.raises(ConfigError, match="nothing was asked yet"):
+        talk.command("/agents")
+    talk.say(QUESTIONS[0])
+    sure = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"\[confidence 0\.\d\d \(0\.\d\d a token\), disagreement \d\.\d{3}\]", sure)
+    talk.command("/agents")
+    told = capsys.readouterr().out
+    [answer] = crowd.generate(QUESTIONS[0], details=True, **SHORT)
+    assert told.splitlines()[0].split() == ["crowd", *(f"agent{k}" for k in range(K))]
+    assert told.splitlines()[1].split() == [text.splitlines()[0] for text in (answer.answer, *answer.agents)]
+    assert f"of {K} agents agree" in told.splitlines()[-1]
+
+
+def test_seed_draws_and_takes_back(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(crowd, {**SHORT, "temperature": 3.0}, (), shows_sureness=False)
+    greedy = said(talk, QUESTIONS[0], capsys)
+    talk.command("/seed 5")
+    drawn = said(talk, QUESTIONS[0], capsys)
+    assert drawn == crowd.generate(QUESTIONS[0], do_sample=True, seed=5, temperature=3.0, **SHORT)[0] != greedy
+    talk.command("/seed")
+    assert said(talk, QUESTIONS[0], capsys) == greedy
+    for bad in ("/seed x", "/seed 1 2"):
+        with pytest.raises(ConfigError, match="a seed is one whole number"):
+            talk.command(bad)
+
+
+@pytest.mark.parametrize(("line", "what"), [("/nope", "there is no command /nope"), ("/reset now", "takes nothing")])
+def test_a_bad_command_is_refused(crowd: Crowd, line: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Conversation(crowd, SHORT, ()).command(line)
+
+
+# Through a pipe
+
+
+def piped(run: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return main.main(["chat", str(run), "--max-new-tokens", "24"])
+
+
+def test_through_a_pipe_each_line_is_a_turn_and_answers_stand_alone(
+    run: Path, crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert piped(run, [QUESTIONS[0], "", QUESTIONS[1], "/quit", QUESTIONS[2]], monkeypatch) == 0
+    told = capsys.readouterr()
+    assert told.out == "".join(f"{answer}\n" for answer in crowd.generate(QUESTIONS[:2], **SHORT))
+    assert told.err == (
+        f"{K} agents answer together.\nTrained on single questions: each message is one, and none is remembered.\n"
+    )
+
+
+def test_through_a_pipe_an_error_ends_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert piped(run, ["/help", "/nope", QUESTIONS[0]], monkeypatch) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("/agents ")
+    assert told.out.count("\n") == 5
+    assert "error: there is no command /nope" in told.err
+    assert main.main(["chat", str(run / "nowhere")]) == 2
+
+
+# At a terminal
+
+
+class Talk:
+    """`ci-llm chat` at a pseudo-terminal of 80 columns, which it controls: Ctrl-C is a key."""
+
+    def __init__(self, *words: str | Path) -> None:
+        self.pid, self._fd = pty.fork()
+        if not self.pid:
+            os.environ |= {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            os.execv(sys.executable, [sys.executable, "-c", SLOWLY, "chat", *map(str, words)])
+        self.output = ""
+        self._ended = False
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        data = b"?"
+        while data:
+            data = b""
+            with suppress(OSError):  # the end of a pseudo-terminal
+                data = os.read(self._fd, 1 << 16)
+            with self._news:
+                self.output += data.decode()
+                self._ended = not data
+                self._news.notify_all()
+
+    def type(self, text: str) -> int:
+        """Type, and return where the output stood before."""
+        before = len(self.output)
+        os.write(self._fd, text.encode())
+        return before
+
+    def read_until(self, text: str, start: int = 0) -> str:
+        """What came after `start` up to `text`."""
+        with self._news:
+            found = self._news.wait_for(lambda: text in self.output[start:] or self._ended, DEADLINE_S)
+            assert found, f"no {text!r} in {self.output[start:]!r}"
+            assert text in self.output[start:], f"ended without {text!r}: {self.output[start:]!r}"
+            return self.output[start : self.output.index(text, start)]
+
+    def wait(self) -> int:
+        self._reader.join(DEADLINE_S)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@contextmanager
+def talk_with(*words: str | Path) -> Iterator[Talk]:
+    talk = Talk(*words)
+    try:
+        yield talk
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(talk.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
+    whole, other = crowd.generate(QUESTIONS[:2], **SHORT)
+    slow = run.parent / "slow"
+    with talk_with(run, "--max-new-tokens", "24") as talk:
+        assert "/help lists the commands" in talk.read_until("you> ")
+        told = talk.read_until("you> ", talk.type(f"{QUESTIONS[0]}\n")).replace("\r\n", "\n")
+        assert f"\n{whole}\n[confidence 0." in told
+        told = talk.read_until("you> ", talk.type("/agents\n"))
+        assert "agent2" in told
+        assert "agents agree" in told
+        assert "error: there is no command /nope" in talk.read_until("you> ", talk.type("/nope\n"))
+
+        slow.touch()
+        start = talk.type(f"{QUESTIONS[1]}\n")
+        talk.read_until(f"\r\n{other[:1]}", start)
+        talk.type("\x03")
+        slow.unlink()
+        assert "confidence" not in talk.read_until("[stopped]", start)
+        talk.read_until("you> ", start)
+
+        talk.read_until("you> ", talk.type("half a line\x03"))  # it is dropped
+        assert "/quit" in talk.read_until("you> ", talk.type("/help\n"))
+        assert "/quit" in talk.read_until("you> ", talk.type("\x1b[A\n")), "the arrow up brings the last line back"
+        talk.type("\x04")
+        assert talk.wait() == 0
+    assert "Traceback" not in talk.output
+    shown = re.sub(r"\x1b\[[0-9;?]*\w|\r", "", talk.output).split("\n")
+    typed = [question[:20] for question in QUESTIONS]
+    assert not [line for line in shown if len(line) > 80 and not any(text in line for text in (*typed, str(run)))]

@@ -1,0 +1,61 @@
+"""The first words come at once: until they are said, nothing heavy is imported. What counts is modules, not seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import COMMANDS
+from tools.testbed.events import DEADLINE_S
+
+ROOT = Path(__file__).parents[2]
+#: Each takes longer to import than a person waits for a line without noticing.
+HEAVY = {
+    *("torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pandas", "pyarrow", "rich", "matplotlib"),
+    *("huggingface_hub", "safetensors", "requests", "httpx", "asyncio", "tensorboard", "wandb", "IPython"),
+}
+#: Python itself has about 30; pydantic, which checks the configuration, and what it needs about 140.
+MOST_MODULES = {"help": 250, "first line": 350}
+
+HELP = """
+import contextlib, io, json, sys
+from ci_llm.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    main([*sys.argv[1:], "--help"])
+print(json.dumps([*sys.modules]))
+"""
+FIRST_LINE = """
+import json, sys
+from ci_llm.cli import train
+from ci_llm.cli.main import main
+def end(line):
+    assert line.startswith("ci_llm ") and line.endswith("loading..."), line
+    print(json.dumps([*sys.modules]))
+    raise SystemExit(0)
+train.print_line = end
+main(["train", "num_agents=2", "output_dir=" + sys.argv[1]])
+"""
+
+
+def modules_after(code: str, *words: str | Path) -> set[str]:
+    command = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_imports_little(command: str) -> None:
+    found = modules_after(HELP, command)
+    assert not HEAVY & found
+    assert len(found) <= (MOST_MODULES["first line"] if command in ("train", "sweep") else MOST_MODULES["help"])
+
+
+def test_the_first_line_of_a_run_comes_before_anything_heavy(tmp_path: Path) -> None:
+    found = modules_after(FIRST_LINE, tmp_path)
+    assert not HEAVY & found
+    assert len(found) <= MOST_MODULES["first line"]

@@ -1,0 +1,256 @@
+"""`ci-llm generate` answers as `Crowd.generate` does, on a pipe, a terminal and as JSON; a bad call is one message."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+
+from ci_llm import Crowd
+from ci_llm.cli import main
+from ci_llm.core.run_status import Status, pid_space
+from ci_llm.embedded import rows
+from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tools.testbed.events import DEADLINE_S
+
+QUESTIONS = [row["question"] for row in rows("test")[:3]]
+SHORT = ["--max-new-tokens", "24"]
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    return disturbed_crowd()
+
+
+@pytest.fixture(scope="module")
+def run(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, with a final checkpoint."""
+    folder = tmp_path_factory.mktemp("asked") / "run"
+    save_crowd(crowd, folder / "final_checkpoint")
+    return folder
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    code = main.main(["generate", *map(str, words)])
+    said = capsys.readouterr()
+    assert (code, said.err) == (0, "")
+    return said.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        ([], {}),
+        (["--stop", "####", "--stop", r"=1\n"], {"stop_strings": ["####", "=1\n"]}),
+        (["--aggregator", "logit"], {"aggregator": "logit"}),
+        (["--temperature", "0"], {}),
+        (["--seed", "3"], {"do_sample": True, "seed": 3}),
+        (
+            ["--temperature", "2", "--top-p", "0.9", "--top-k", "40", "--seed", "1"],
+            {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "top_k": 40, "seed": 1},
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_pipe_gets_the_answers_of_the_crowd(
+    run: Path, crowd: Crowd, tmp_path: Path, options: list[str], choices: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = crowd.generate(QUESTIONS, max_new_tokens=24, **choices)
+    file = tmp_path / "questions.txt"
+    file.write_text("\n".join(QUESTIONS) + "\n\n")
+    assert asked(capsys, run, "--file", file, *SHORT, *options) == "".join(f"{answer}\n" for answer in wanted)
+
+
+@pytest.mark.slow
+def test_json_has_what_details_have(
+    run: Path, crowd: Crowd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = crowd.generate(QUESTIONS, details=True, max_new_tokens=24)
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": q, "answer": "left out"}) + "\n" for q in QUESTIONS))
+    lines = asked(capsys, run / "final_checkpoint", "--file", file, *SHORT, "--json", "--tokens").splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [list(answer)[:5] for answer in found] == [["prompt", "answer", "agents", "confidence", "disagreement"]] * 3
+    assert found == [json.loads(json.dumps(asdict(answer))) for answer in wanted]
+    [short] = map(json.loads, asked(capsys, run, QUESTIONS[0], *SHORT, "--json").splitlines())
+    assert "tokens" not in short
+    assert short["agents"] == found[0]["agents"]
+
+
+def test_a_terminal_shows_how_sure_the_crowd_is(
+    run: Path, crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    [answer] = crowd.generate(QUESTIONS[0], details=True, max_new_tokens=24)
+    agree = sum(own == answer.answer for own in answer.agents)
+    *text, sure = asked(capsys, run, QUESTIONS[0], *SHORT).splitlines()
+    assert "\n".join(text) == answer.answer
+    assert sure == (
+        f"[confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token), "
+        f"{agree} of {K} agents agree, disagreement {answer.disagreement:.3f}]"
+    )
+    cut = asked(capsys, run, QUESTIONS[0], "--max-new-tokens", "3").splitlines()[-1]
+    assert cut.endswith(", cut after 3 tokens]")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(QUESTIONS)))
+    told = asked(capsys, run, "-", *SHORT).splitlines()
+    shown = [line.removesuffix(" [...]") for line in told if line.startswith("> ")]
+    assert len(shown) == 3
+    assert all(f"> {question}".startswith(line) for line, question in zip(shown, QUESTIONS, strict=True))
+    assert all(len(line) <= 80 for line in told)
+
+
+@pytest.mark.parametrize("columns", ["30", "200"])
+def test_the_agents_stand_beside_the_crowd_as_far_as_the_terminal_is_wide(
+    run: Path, crowd: Crowd, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    [answer] = crowd.generate(QUESTIONS[0], details=True, max_new_tokens=24)
+    *lines, sure = asked(capsys, run, QUESTIONS[0], *SHORT, "--agents").splitlines()
+    names = ["crowd", *(f"agent{k}" for k in range(K))]
+    if columns == "200":
+        assert lines[0].split() == names
+        assert lines[1].split() == [text.splitlines()[0] for text in (answer.answer, *answer.agents)]
+    else:
+        assert [line.split()[0] for line in lines if not line.startswith(" ")] == names
+        assert all(len(line) <= 30 for line in lines)
+    assert sure.startswith("[confidence ")
+
+
+# Bad input
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main.main(["generate", *map(str, words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    return said.err
+
+
+def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no prompt" in refused(capsys, run)
+    assert "both given" in refused(capsys, run, "hello", "--file", "f")
+    assert "the prompt is empty" in refused(capsys, run, " ")
+    assert "there is no such file" in refused(capsys, run, "--file", tmp_path / "none.txt")
+    assert "this is a folder" in refused(capsys, run, "--file", tmp_path)
+    (tmp_path / "image").write_bytes(b"\xff\xfe\xfa")
+    assert "it is no UTF-8 text" in refused(capsys, run, "--file", tmp_path / "image")
+    (tmp_path / "blank").write_text("\n \n")
+    assert "there is no prompt" in refused(capsys, run, "--file", tmp_path / "blank")
+    told = refused(capsys, run, "hello", "--top-p", "2", "--aggregator", "median")
+    assert "aggregator must be" in told
+    assert "top_p must be" in told
+    assert "a stop string is empty" in refused(capsys, run, "hello", "--stop", "")
+    assert "batch_size must be" in refused(capsys, run, "hello", "--batch-size", "0")
+
+
+def test_a_file_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, run, "--file", "/proc/self/mem")  # to root as well, address 0 is closed
+    assert told.startswith("error: the file cannot be read: Input/output error\n  where: /proc/self/mem\n")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no such folder" in refused(capsys, tmp_path / "nowhere", "hello")
+    told = refused(capsys, "somebody/crowd", "hello")
+    assert "there is no such folder" in told
+    assert "hf download somebody/crowd --local-dir" in told
+    assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
+    (tmp_path / "file").write_text("")
+    assert "this is no folder" in refused(capsys, tmp_path / "file", "hello")
+    assert "a folder on a disk" in refused(capsys, "s3://bucket/run", "hello")
+
+
+def test_a_prompt_longer_than_the_positions_says_how_long(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, run, "Ann has 3 pens. " * 300)
+    assert "tokens, and the base reads 512" in told.splitlines()[0]
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copied"))
+
+
+def test_a_damaged_checkpoint_is_named_with_the_command_that_verifies(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = copied / "final_checkpoint" / "agent1" / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    told = refused(capsys, copied, "hello")
+    assert "the checkpoint is damaged: agent1/adapter_model.safetensors" in told
+    assert f"ci-llm checkpoints verify {copied / 'final_checkpoint'}" in told
+
+
+def test_a_base_that_is_gone_is_named_with_the_option_that_gives_it(
+    crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(crowd, "base_name", "somebody/base")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # it was read at the import
+    folder = save_crowd(crowd, tmp_path / "final_checkpoint")
+    told = refused(capsys, folder, "hello")
+    assert "somebody/base" in told
+    assert "--base-model" in told
+    assert asked(capsys, folder, QUESTIONS[0], *SHORT, "--base-model", "embedded")
+
+
+def status(folder: Path, state: Any, step: int) -> None:
+    now = time.time()
+    made = Status(state, None, step, 1, os.getpid(), "here", pid_space(), now, now, next_command="python train.py")
+    (folder / "status.json").write_text(json.dumps(asdict(made)))
+
+
+def test_a_run_without_a_checkpoint_says_what_to_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status(tmp_path, "running", 12)
+    told = refused(capsys, tmp_path, "hello")
+    assert "the run is still running, at step 12: no checkpoint is committed yet" in told
+    assert "wait for its first one" in told
+    status(tmp_path, "interrupted", 3)
+    told = refused(capsys, tmp_path, "hello")
+    assert "the run is interrupted at step 3, and left no checkpoint" in told
+    assert "hint:  python train.py" in told
+
+
+def test_a_run_that_goes_on_answers_with_its_newest_checkpoint_and_says_so(
+    crowd: Crowd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_crowd(crowd, tmp_path / "checkpoint_step_8", step=8)
+    save_crowd(crowd, tmp_path / "checkpoint_step_16", step=16)
+    status(tmp_path, "running", 19)
+    assert main.main(["generate", str(tmp_path), QUESTIONS[0], *SHORT]) == 0
+    said = capsys.readouterr()
+    assert said.err == "the run is running at step 19; checkpoint_step_16 answers\n"
+    assert said.out == crowd.generate(QUESTIONS[0], max_new_tokens=24)[0] + "\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_and_what_was_answered_stays(run: Path, crowd: Crowd, tmp_path: Path) -> None:
+    file = tmp_path / "many.txt"
+    file.write_text("".join(f"{question}\n" for question in QUESTIONS * 400))
+    words = ["generate", str(run), "--file", str(file), *SHORT, "--batch-size", "1", "--json"]
+    command = [sys.executable, "-m", "ci_llm", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert first["answer"] == crowd.generate(QUESTIONS[0], max_new_tokens=24)[0]
+    assert all(json.loads(line)["prompt"] for line in rest.splitlines())
+    assert len(rest.splitlines()) < 1199

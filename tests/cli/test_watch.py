@@ -1,0 +1,152 @@
+"""`ci-llm status` and `ci-llm watch` as typed: what is printed, how soon, with which exit code, and how they leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.cli.watch import INTERVAL_S
+from ci_llm.interrupts import ABORTED_EXIT_CODE
+from ci_llm.watch.reading import Reading
+from ci_llm.watch.scene import Scene
+from tests.report.folders import FRESH, leave_run, leave_status, metrics
+from tests.supervisor.terminal import Terminal
+from tools.testbed.events import DEADLINE_S
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "transformers", "accelerate", "numpy", "pydantic", "yaml", "datasets", "peft"}
+
+
+def watch(*words: str | Path) -> Terminal:
+    return Terminal("watch", *words, cwd=ROOT, env={"TERM": "xterm"}, program=["-m", "ci_llm"])
+
+
+# Status
+
+
+def test_status_of_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_run(tmp_path / "run", status="running")
+    leave_status(tmp_path / "run", "running", 20, total_steps=60, heartbeat=FRESH)
+    assert main(["status", str(tmp_path / "run")]) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "running: step 20, attempt 1, process 1 on here",
+        "20 of 60 steps, 33 %, 1 steps/s, 100 tokens/s, 0:00:40 left",
+        "loss 0.1 (0.1 0.2)",
+        "evaluation after step 20: crowd nll 0.05, exact match nan (agents nan)",
+        "attempt 1 on here, heartbeat 0 s ago",
+    ]
+
+
+def test_status_of_an_interrupted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_status(tmp_path, "interrupted", 7, reason="walltime", next_command="python train.py", total_steps=9)
+    assert main(["status", str(tmp_path)]) == 75
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "interrupted (walltime): step 7, attempt 1, process 1 on here"
+    assert told[-1] == "go on with: python train.py"
+
+
+def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_run(tmp_path / "run")
+    assert main(["status", str(tmp_path / "run"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["exit_code"], told["step"], told["total_steps"]) == ("completed", 0, 20, None)
+    assert told["losses"] == {"step": 20, "mean": 0.1, "agents": [0.1, 0.2]}
+    assert told["evaluation"]["crowd_exact_match"] == 0.5
+    assert told["evaluation"]["is_final"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"), [(["status"], HEAVY | {"rich"}), (["status", "--json"], HEAVY), (["watch", "--once"], HEAVY)]
+)
+def test_nothing_heavy_is_loaded(words: list[str], absent: set[str], tmp_path: Path) -> None:
+    """A login node: no torch, and the first line at once."""
+    leave_run(tmp_path / "run", status="running")
+    code = f"import sys; from ci_llm.cli.main import main; main({[*words, str(tmp_path / 'run')]}); "
+    code += f"print([name for name in {sorted(absent)} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.stderr.strip(), done.returncode) == ("[]", 0)
+    assert "20" in done.stdout
+
+
+# Watch
+
+
+def test_one_picture_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_run(tmp_path / "a", status="running")
+    leave_run(tmp_path / "b")
+    assert main(["watch", str(tmp_path)]) == 3
+    told = capsys.readouterr().out
+    assert "a  running" in told
+    assert "b  completed" in told
+    assert "\x1b" not in told
+    assert main(["watch", str(tmp_path / "b"), "--once"]) == 0
+
+
+def test_one_picture_of_no_run_is_a_bad_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path / "nothing"), "--once"]) == 2
+    assert f"where: {tmp_path / 'nothing'}" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "no*"), "--once"]) == 2
+    assert "no run has left a status here" in capsys.readouterr().err
+    assert main(["watch", "--twice"]) == 2
+
+
+def test_without_words_it_is_the_run_that_train_would_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave_status(tmp_path / "ci_llm_output", "completed", 5)
+    assert main(["watch", "--once"]) == 0
+    assert "ci_llm_output  completed" in capsys.readouterr().out
+
+
+def test_a_picture_is_redrawn_until_the_run_has_ended(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with watch(run) as terminal:
+        terminal.read_until("no run has begun here yet")
+        leave_status(run, "running", 0, total_steps=60)
+        terminal.read_until("0 of 60 steps")
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(12, 2)) + '{"step": 1')
+        leave_status(run, "running", 12, total_steps=60)
+        terminal.read_until("12 of 60 steps")
+        terminal.read_until("loss 0.1667")
+        leave_status(run, "failed", 12, total_steps=60, reason="nonfinite")
+        terminal.read_until("nonfinite")
+        assert terminal.wait() == 1
+    assert terminal.text.rfind("\x1b[?25h") > terminal.text.rfind("\x1b[?25l"), "the cursor stays hidden"
+
+
+def test_ctrl_c_leaves_quietly(tmp_path: Path) -> None:
+    leave_status(tmp_path, "running", 0)
+    with watch(tmp_path) as terminal:
+        terminal.read_until("Ctrl-C leaves")
+        terminal.signal(signal.SIGINT)
+        assert terminal.wait() == ABORTED_EXIT_CODE
+    assert "Traceback" not in terminal.text
+    assert terminal.text.rfind("\x1b[?25h") > terminal.text.rfind("\x1b[?25l")
+
+
+def test_a_look_at_a_long_run_takes_less_than_a_redraw(tmp_path: Path) -> None:
+    """In processor time, which a busy machine does not lengthen: a reader of the whole file takes ten times as long."""
+    line = json.dumps(metrics(1, 16)[0]).replace('"step": 1,', '"step": %d,')
+    path, count = tmp_path / "metrics.jsonl", 30_000
+    path.write_text("".join(line % step + "\n" for step in range(count)))
+    assert path.stat().st_size > 15e6
+    leave_status(tmp_path, "running", count)
+    scene = Scene([str(tmp_path)])
+    scene.look()
+    began = time.process_time()
+    for step in range(count, count + 10):
+        with path.open("a") as file:
+            file.write(line % step + "\n")
+        scene.look()
+        [look] = scene.looks
+        assert isinstance(look, Reading)
+        assert look.losses_step == step
+    assert (time.process_time() - began) / 10 < INTERVAL_S / 10

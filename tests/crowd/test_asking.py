@@ -1,0 +1,219 @@
+"""Answers with details equal what K plain PEFT models give; stop strings and streams give the same text."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ci_llm import Crowd
+from ci_llm.crowd.asking import Answer, answers, decoding_of, prompter_of
+from ci_llm.crowd.generation import Decoding
+from ci_llm.embedded import BASE_FOLDER, rows
+from ci_llm.errors import BadInput, DataError, ModelError
+from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tools.testbed.events import DEADLINE_S
+
+QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:5]]
+SHORT: Any = {"max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    return disturbed_crowd()
+
+
+@pytest.fixture(scope="module")
+def detailed(crowd: Crowd) -> list[Answer]:
+    return crowd.generate(QUESTIONS, details=True, **SHORT)
+
+
+def test_details_change_no_answer_and_show_what_each_agent_says_alone(crowd: Crowd, detailed: list[Answer]) -> None:
+    assert [answer.prompt for answer in detailed] == QUESTIONS
+    assert [answer.answer for answer in detailed] == crowd.generate(QUESTIONS, **SHORT)
+    prompter = prompter_of(crowd)
+    decoding = Decoding(24, prompter.ends)
+    own = crowd.generate_ids([prompter.ids(q) for q in QUESTIONS], decoding, include_agents=True).agents
+    for number, answer in enumerate(detailed):
+        assert answer.agents == tuple(prompter.text(own[k][number]) for k in range(K))
+    assert len({text for answer in detailed for text in (*answer.agents, answer.answer)}) > len(QUESTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{}, {"aggregator": "logit"}, {"do_sample": True, "temperature": 2.0, "seed": 4}])
+def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, choices: dict[str, Any]) -> None:
+    """Every token, against full passes without cache, padding or neighbours, by formulas written again here."""
+    folder = save_crowd(crowd, tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+    agents = [peft.PeftModel.from_pretrained(plain, folder / "agent0", adapter_name="agent0").eval()]
+    for k in range(1, K):
+        agents[0].load_adapter(folder / f"agent{k}", adapter_name=f"agent{k}")
+    prompter = prompter_of(crowd)
+    prompts = [prompter.ids(question) for question in QUESTIONS]
+    decoding = decoding_of(prompter, **SHORT, **{"seed": 0, **choices})
+    generated = crowd.generate_ids(prompts, decoding, uncertainty=True)
+    ended = 0
+    for prompt, text, tokens in zip(prompts, generated.crowd, generated.tokens, strict=True):
+        log_probs = []
+        for k in range(K):
+            agents[0].set_adapter(f"agent{k}")
+            with torch.no_grad():
+                logits = agents[0](input_ids=torch.tensor([prompt + text])).logits[0, len(prompt) - 1 :]
+            log_probs.append(logits.double().log_softmax(-1))
+        each = torch.stack(log_probs).exp()  # [K, T+1, V]
+        mean = each.mean(0)
+        together = mean if "aggregator" not in choices else torch.stack(log_probs).mean(0).softmax(-1)
+        entropies = -(each * each.log()).sum(-1).mean(0)
+        whole = -(mean * mean.log()).sum(-1)
+        assert len(tokens) in (len(text), len(text) + 1)
+        for at, token in enumerate(tokens):
+            if at < len(text):
+                assert token.probability == pytest.approx(float(together[at, text[at]]), abs=1e-4)
+            else:
+                ended += 1
+                ends = [float(together[at, end]) for end in prompter.ends]
+                assert any(token.probability == pytest.approx(p, abs=1e-4) for p in ends)
+            assert token.entropy == pytest.approx(float(whole[at]), abs=2e-4)
+            assert token.expected_entropy == pytest.approx(float(entropies[at]), abs=2e-4)
+            assert token.disagreement == pytest.approx(float(whole[at] - entropies[at]), abs=2e-4)
+    assert ended, "no text has an end, so its probability was not compared"
+
+
+def test_an_answer_is_the_sum_of_its_tokens(detailed: list[Answer]) -> None:
+    for answer in detailed:
+        probabilities = [token.probability for token in answer.tokens]
+        assert answer.confidence == pytest.approx(math.prod(probabilities))
+        assert 0 < answer.confidence < answer.probability_per_token < 1
+        assert 0 < answer.disagreement < math.log(K)
+        assert answer.entropy == pytest.approx(answer.expected_entropy + answer.disagreement, abs=1e-6)
+        assert answer.agreement in [k / K for k in range(K + 1)]
+
+
+def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) -> None:
+    ended = next(answer for answer in detailed if answer.complete)
+    [again] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens) - 1)
+    assert (again.answer, again.complete) == (ended.answer, False), "without room for the end it is not known"
+    [cut] = crowd.generate(ended.prompt, details=True, max_new_tokens=3)
+    assert not cut.complete
+    assert len(cut.tokens) == 3
+    [whole] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens))
+    assert whole.complete
+
+
+def test_answers_come_batch_by_batch_and_the_batch_changes_none(crowd: Crowd, detailed: list[Answer]) -> None:
+    decoding = decoding_of(prompter_of(crowd), seed=0, **SHORT)
+    found = answers(crowd, QUESTIONS, decoding, batch_size=2, include_agents=False)
+    assert isinstance(found, Iterator)
+    first = next(found)
+    assert (first.answer, first.agents, first.agreement) == (detailed[0].answer, (), None)
+    assert first.confidence == pytest.approx(detailed[0].confidence, abs=1e-4)
+    assert [answer.answer for answer in found] == [answer.answer for answer in detailed[1:]]
+    assert crowd.generate([], details=True) == []
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_any_is_answered(crowd: Crowd) -> None:
+    limit = crowd.model.config.max_position_embeddings
+    with pytest.raises(DataError, match=rf"a prompt has \d+ tokens, and the base reads {limit}") as caught:
+        next(answers(crowd, [*QUESTIONS, "Ann has 3 pens. " * limit], decoding_of(prompter_of(crowd)), batch_size=1))
+    assert caught.value.where == "prompt 5 (counted from 0)"
+
+
+def test_a_crowd_without_a_tokenizer_says_so(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowd, "prompter", None)
+    for ask in (crowd.generate, crowd.stream):
+        with pytest.raises(ModelError, match="no tokenizer"):
+            ask("hello")
+
+
+# Stop strings
+
+
+@pytest.mark.parametrize("stop", ["####", ["\n"], ["=1", "=2", "0\n"], ["no such text"]])
+def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
+    crowd: Crowd, detailed: list[Answer], stop: Any
+) -> None:
+    strings = [stop] if isinstance(stop, str) else stop
+
+    def cut(text: str) -> str:
+        return min((text.partition(string)[0] for string in strings), key=len)
+
+    found = crowd.generate(QUESTIONS, details=True, stop_strings=stop, **SHORT)
+    for answer, whole in zip(found, detailed, strict=True):
+        assert answer.answer == cut(whole.answer)
+        assert answer.agents == tuple(map(cut, whole.agents))
+        assert len(answer.tokens) <= len(whole.tokens)
+        assert answer.tokens == pytest.approx(whole.tokens[: len(answer.tokens)]) or answer.answer == whole.answer
+        assert answer.complete or answer.answer == whole.answer
+    assert [answer.answer for answer in found] == crowd.generate(QUESTIONS, stop_strings=stop, **SHORT)
+    assert any(a.answer != whole.answer for a, whole in zip(found, detailed, strict=True)) is (
+        "no such text" not in stop
+    )
+
+
+def test_a_text_ends_where_its_stop_string_is_complete(crowd: Crowd) -> None:
+    [answer] = crowd.generate(QUESTIONS[0], details=True, stop_strings="\n", **SHORT)
+    assert 0 < len(answer.tokens) < 12, "the rest of the line was generated for nothing"
+    assert answer.complete
+
+
+def test_an_empty_stop_string_is_refused(crowd: Crowd) -> None:
+    with pytest.raises(BadInput, match="a stop string is empty"):
+        crowd.generate("hello", stop_strings=["a", ""])
+
+
+# Streams
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"stop_strings": ["####"]}, {"stop_strings": "=2"}, {"do_sample": True, "seed": 5}]
+)
+def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, Any]) -> None:
+    for question in QUESTIONS[:3]:
+        stream = crowd.stream(question, **SHORT, **choices)
+        pieces = list(stream)
+        [whole] = crowd.generate(question, **SHORT, **choices)
+        assert "".join(pieces) == whole == stream.result.answer
+        assert len(pieces) > 1
+        assert all(pieces)
+        assert list(stream) == [], "it is at its end"
+    assert stream.result.confidence > 0
+    assert (stream.result.agents, stream.result.agreement) == ((), None)
+
+
+def test_a_stream_that_is_closed_stops_at_the_next_token(crowd: Crowd) -> None:
+    with crowd.stream(QUESTIONS[0], max_new_tokens=200) as stream:
+        first = next(stream)
+    assert stream.result.answer.startswith(first)
+    assert not stream.result.complete or len(stream.result.tokens) < 24
+    assert crowd.generate(QUESTIONS[0], **SHORT), "the crowd is free again"
+
+
+def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd) -> None:
+    def answering() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "ci_llm answer"]
+
+    stream = crowd.stream(QUESTIONS[0], max_new_tokens=200)
+    [thread] = answering()
+    next(stream)
+    del stream
+    gc.collect()
+    thread.join(DEADLINE_S)
+    assert not answering()
+
+
+def test_an_error_in_the_thread_is_raised_where_the_stream_is_read(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowd.model, "_prepare_cache_for_generation", lambda *_, **__: {}["cache"])
+    with pytest.raises(ModelError, match="cannot generate"):
+        list(crowd.stream(QUESTIONS[0]))
+    with pytest.raises(DataError, match="the base reads"):
+        crowd.stream("Ann has 3 pens. " * 300)

@@ -1,0 +1,390 @@
+"""What leaves a run: the same logits in plain PEFT in another process; cards, the hub, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.cli.main import main
+from ci_llm.crowd.base import load_base
+from ci_llm.crowd.card import CardFacts, crowd_card, public_name
+from ci_llm.crowd.exporting import prepare
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.merge_methods import merge_of
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.prompts import Prompter
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import BadInput, ModelError
+from tests.data.test_encoder import byte_tokenizer
+from tools.testbed.events import DEADLINE_S
+from tools.testbed.tiny import base
+
+K = 3
+IDS = torch.arange(5, 29)[None]
+#: rsLoRA, a rank that is not alpha, and lists of modules.
+SETTINGS = {
+    "embedded": LoraSettings(K, rank=4, alpha=6.0, target_modules=("q_proj", "down_proj")),
+    "qwen2": LoraSettings(K, rank=2, alpha=5.0, use_rslora=True, target_modules=("k_proj", "o_proj")),
+}
+
+#: A program of somebody else: neither this package nor the tests are imported.
+OTHER = """
+import sys, torch
+from pathlib import Path
+from peft import PeftConfig, PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)
+logits, ids = {}, torch.arange(5, 29)[None]
+for folder in sorted(Path(sys.argv[1]).glob("*/*/**/*config.json")):
+    if folder.name not in ("config.json", "adapter_config.json") or folder.parent.name == "base":
+        continue
+    folder = folder.parent
+    if (folder / "config.json").is_file():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    with torch.no_grad():
+        logits[str(folder.relative_to(sys.argv[1]))] = model.eval()(input_ids=ids).logits.contiguous()
+assert not [name for name in sys.modules if name.startswith(("ci_llm", "tests"))]
+save_file(logits, sys.argv[2])
+"""
+
+
+def saved_crowd(place: Path, family: str) -> Crowd:
+    """A crowd with random weights in `place/crowd`, on the embedded base or on a toy of a family in `place/base`."""
+    name = "embedded"
+    if family != "embedded":
+        name = str(place / "base")
+        base(family, torch.float32).save_pretrained(name)
+        byte_tokenizer(None, pad_token="</s>").save_pretrained(name)
+    loaded = load_base(name)
+    crowd = Crowd(loaded.model, SETTINGS[family], loaded.name, loaded.tokenizer.pad_token_id or 0)
+    crowd.prompter = Prompter(loaded.tokenizer)
+    with torch.no_grad():
+        crowd.agents.weights.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+    crowd.save_pretrained(place / "crowd")
+    return crowd.eval()
+
+
+def logits_of(crowd: Crowd) -> list[Tensor]:
+    found = []
+    for k in range(crowd.num_agents):
+        with torch.no_grad(), crowd.active_agent(k) as model:
+            found.append(model(input_ids=IDS).logits)
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def crowd(place: Path) -> Crowd:
+    """On the embedded base, saved in `place/embedded/crowd`."""
+    return saved_crowd(place / "embedded", "embedded")
+
+
+@pytest.fixture(scope="module")
+def source(crowd: Crowd, place: Path) -> Path:
+    return place / "embedded" / "crowd"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_another_process_computes_the_same_logits_without_this_package(tmp_path: Path) -> None:
+    crowds = {family: saved_crowd(tmp_path / family, family) for family in SETTINGS}
+    for family in SETTINGS:
+        run, to = tmp_path / family / "crowd", tmp_path / family
+        prepare(run, device="cpu").write(to / "all", None)
+        one = prepare(run, device="cpu", agent=1)
+        one.write(to / "one", None)
+        one.write(to / "one_whole", None, into_base=True)
+        prepare(run, device="cpu", merge=merge_of("svd")).write(to / "svd", None)
+        cat = prepare(run, device="cpu", merge=merge_of("cat"))
+        cat.write(to / "cat", None)
+        cat.write(to / "cat_whole", None, into_base=True)
+    subprocess.run(
+        [sys.executable, "-c", OTHER, str(tmp_path), str(tmp_path / "logits")],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        cwd=tmp_path,
+        check=True,
+        timeout=DEADLINE_S,
+    )
+    theirs = load_file(tmp_path / "logits")
+    for family, crowd in crowds.items():
+        ours = logits_of(crowd)
+        assert not torch.allclose(ours[0], ours[1], atol=1e-2), "the agents differ"
+        for k in range(K):
+            plain = theirs[f"{family}/all/agent{k}"]
+            assert torch.equal(plain, theirs[f"{family}/crowd/agent{k}"]), "PEFT's bits are those of the saved crowd"
+            assert_alike(plain, ours[k])
+        assert torch.equal(theirs[f"{family}/one"], theirs[f"{family}/all/agent1"])
+        assert_alike(theirs[f"{family}/one_whole"], ours[1])
+        merged = mean_model(tmp_path / family / "base" if family != "embedded" else BASE_FOLDER, crowd)
+        assert_alike(theirs[f"{family}/cat"], merged)
+        assert_alike(theirs[f"{family}/cat_whole"], merged)
+        assert not torch.equal(theirs[f"{family}/svd"], theirs[f"{family}/cat"])
+
+
+def assert_alike(found: Tensor, wanted: Tensor) -> None:
+    """Equal up to the order of fp32 sums: to a millionth of the largest logit."""
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def mean_model(folder: Path, crowd: Crowd) -> Tensor:
+    """Logits of the base with the mean of the agents' products added to its weights, in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    for k in range(K):
+        tensors = crowd.agents.agent_tensors(k)
+        for name in crowd.agents.layers:
+            a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
+            model.get_submodule(name).weight.data += crowd.agents.each[k].scaling / K * b @ a
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=IDS).logits
+        return logits.float()
+
+
+def test_a_saved_crowd_opens_with_the_same_bits(crowd: Crowd, source: Path) -> None:
+    verify_folder(source)
+    opened = Crowd.from_pretrained(source, device="cpu")
+    assert torch.equal(opened.agents.weights, crowd.agents.weights)
+    assert opened.settings == crowd.settings
+    for one, other in zip(logits_of(opened), logits_of(crowd), strict=True):
+        assert torch.equal(one, other)
+    assert opened.generate("Ann has 7 pens.", max_new_tokens=6) == crowd.generate("Ann has 7 pens.", max_new_tokens=6)
+    with pytest.raises(ModelError, match="exists already"):
+        crowd.save_pretrained(source)
+
+
+def test_an_exported_crowd_opens_again_and_plain_peft_opens_its_agents(
+    crowd: Crowd, source: Path, tmp_path: Path
+) -> None:
+    prepare(source, device="cpu").write(tmp_path / "out", None)
+    again = Crowd.from_pretrained(tmp_path / "out", device="cpu")
+    assert torch.equal(again.agents.weights, crowd.agents.weights)
+    for name in ("tokenizer", "agent0", "agent2"):
+        assert AutoTokenizer.from_pretrained(tmp_path / "out" / name)("3 + 4 =").input_ids
+    plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+    agent = peft.PeftModel.from_pretrained(plain, tmp_path / "out" / "agent2").eval()
+    with torch.no_grad():
+        assert_alike(agent(input_ids=IDS).logits, logits_of(crowd)[2])
+
+
+def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path, tmp_path: Path) -> None:
+    prepare(source, device="cpu", agent=0).write(tmp_path / "whole", None, into_base=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert_alike(model(input_ids=IDS).logits, logits_of(crowd)[0])
+    assert model.config.use_cache, "as in the base; only the training does without"
+    assert AutoTokenizer.from_pretrained(tmp_path / "whole").chat_template
+    assert not list((tmp_path / "whole").glob("adapter*"))
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--agent", "1"], ["--merge", "svd"], ["--merge", "ties", "--into-base"]], ids=str
+)
+def test_no_card_names_a_path_of_this_machine(words: list[str], source: Path, tmp_path: Path) -> None:
+    assert main(["export", str(source), "--to", str(tmp_path / "out"), *words]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    for path in (tmp_path, source.parent, BASE_FOLDER.parent, Path.home()):
+        assert str(path) not in card
+    assert "embedded" in card
+    assert card.count("```") % 2 == 0
+    assert not list(tmp_path.glob(".*")), "no draft is left"
+
+
+def test_what_a_card_says_of_ranks_and_bases() -> None:
+    card = crowd_card(CardFacts("Qwen/Qwen2.5-0.5B", [8, 20], trained=" for 5 optimizer steps on `openai/gsm8k`"))
+    assert "base_model: Qwen/Qwen2.5-0.5B" in card
+    assert "--max-lora-rank 32" in card, "of the ranks that vLLM takes, the first that fits"
+    assert "--lora-modules $(for k in {0..1}; do echo agent$k=$PWD/agent$k; done)" in card
+    assert "convert_lora_to_gguf.py --base $BASE" in card
+    local = crowd_card(CardFacts("/data/my models/base", [8], use_rslora=True))
+    assert "base_model:" not in local
+    assert "BASE=base   # its folder on your machine" in local
+    assert "/data" not in local
+    assert "convert_lora_to_gguf" not in local, "llama.cpp's converter ignores use_rslora"
+    assert [public_name(name) for name in ("/a/b.jsonl", "a/b.jsonl", "user/name", "embedded")] == [
+        "b.jsonl",
+        "b.jsonl",
+        "user/name",
+        "embedded",
+    ]
+
+
+@pytest.mark.slow
+def test_the_snippets_of_a_card_run(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in (("all", []), ("svd", ["--merge", "svd"]), ("whole", ["--merge", "svd", "--into-base"])):
+        assert main(["export", str(source), "--to", str(tmp_path / name), *words]) == 0
+        monkeypatch.chdir(tmp_path / name)
+        snippets = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+        assert snippets
+        for snippet in snippets:
+            names: dict[str, Any] = {}
+            exec(snippet, names)
+            model = names.get("agent") or names.get("model")
+            if model is not None:
+                ids = names["tokenizer"]("3 + 4 =", return_tensors="pt").input_ids
+                assert model(input_ids=ids).logits.isfinite().all()
+
+
+def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    code = main(["export", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["--merge", "mean"], ["began with different random weights", "--merge svd"]),
+        (["--merge", "tyes"], ["there is no merge 'tyes'", "one of: cat, svd"]),
+        (["--merge", "dare_linaer"], ["did you mean dare_linear?"]),
+        (["--merge", "ties", "--density", "1.5"], ["above 0 and at most 1"]),
+        (["--merge", "cat", "--rank", "4"], ["svd cuts it"]),
+        (["--merge", "svd", "--rank", "13"], ["rank 12 together"]),
+        (["--merge", "svd", "--weights", "1,2"], ["2 weights for 3 agents"]),
+        (["--merge", "svd", "--weights", "1,b"], ["--weights", "invalid"]),
+        (["--merge", "svd", "--agent", "0"], ["a merge is made of all agents"]),
+        (["--agent", "3"], ["there is no agent 3", "0 to 2"]),
+        (["--agent", "-1"], ["there is no agent -1"]),
+        (["--density", "0.5"], ["only a merge takes this", "--density"]),
+        (["--into-base"], ["one adapter can be merged into the base", "--agent K"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_bad_call_is_one_message_and_writes_nothing(
+    words: list[str], messages: list[str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = export(capsys, source, "--to", tmp_path / "out", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("error:") == 1
+    for message in messages:
+        assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_left_as_it_is(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("mine", "link"):
+        code, _, err = export(capsys, source, "--to", tmp_path / name, "--merge", "svd")
+        assert (code, "exists already" in err) == (2, True)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_damaged_checkpoint_is_no_fault_of_the_caller_and_still_one_message(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = shutil.copytree(source, tmp_path / "run")
+    file = damaged / "agent1" / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    code, _, err = export(capsys, damaged, "--to", tmp_path / "out")
+    assert code == 2
+    assert "agent1/adapter_model.safetensors has another digest" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_has_not_saved_yet_and_a_path_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text("{}")
+    for name, message in (("run", "has not saved a checkpoint yet"), ("gone", "it does not exist")):
+        code, _, err = export(capsys, tmp_path / name, "--to", tmp_path / "out")
+        assert (code, message in err, "damaged" in err) == (2, True, False)
+
+
+def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ci_llm.core import durable
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable.DISK, "write", full)
+    assert main(["export", str(source), "--to", str(tmp_path / "out"), "--merge", "svd"]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_common_start_the_mean_is_an_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load_base("embedded")
+    alike = Crowd(loaded.model, LoraSettings(2, rank=2, initialize_adapters_rand=False), loaded.name)
+    with torch.no_grad():
+        alike.agents.weights.add_(torch.randn(alike.agents.weights.shape) * 0.01)
+    alike.save_pretrained(tmp_path / "crowd")
+    assert Crowd.from_pretrained(tmp_path / "crowd", device="cpu").common_start
+    code, out, _ = export(capsys, tmp_path / "crowd", "--to", tmp_path / "out", "--merge", "mean", "--json")
+    told = json.loads(out)
+    assert (code, told["exported"], told["ranks"], told["scores"]) == (0, "mean", [2], None)
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == config["r"], "the scale of the agents is in the weights"
+    for name, mean in ((n, alike.agents.agent_tensors(0)[n] + alike.agents.agent_tensors(1)[n]) for n in tensors):
+        torch.testing.assert_close(tensors[name], mean / 2 * alike.agents.each[0].scaling ** 0.5, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's local cache, with no hub behind it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "hub"
+
+
+def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path) -> None:
+    """As the hub's client lays it out: a snapshot of links to blobs."""
+    repository, commit = hub / "models--someone--stories", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    for number, file in enumerate(path for path in source.rglob("*") if path.is_file()):
+        blob, link = repository / "blobs" / str(number), snapshot / file.relative_to(source)
+        for folder in (blob.parent, link.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blob)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    opened = Crowd.from_pretrained("someone/stories", device="cpu")
+    assert torch.equal(opened.agents.weights, crowd.agents.weights)
+
+
+def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up(hub: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        Crowd.from_pretrained("someone/nothing")
+    assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in str(caught.value)
+    for path in (Path("someone/nothing"), "ci_llm_output/final_checkpoint", "run"):
+        with pytest.raises(BadInput, match="there is no checkpoint at this path: it does not exist"):
+            Crowd.from_pretrained(path)

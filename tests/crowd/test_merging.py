@@ -1,0 +1,241 @@
+"""Merges of K adapters: what each computes, against plain matrices and against PEFT, whose traps are named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from ci_llm.core.determinism import seed_everything
+from ci_llm.crowd.base import fingerprint_of
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.merge_methods import ALIASES, METHODS, merge_of
+from ci_llm.crowd.merging import Adapter, merge_into_base, merged, truncated
+from ci_llm.crowd.model import Crowd
+from ci_llm.errors import BadInput
+from tools.testbed.tiny import base
+
+K, R = 3, 4
+#: Even of fp64 adapters PEFT rounds the weights to fp32, wherever it does not concatenate.
+PEFTS_WEIGHTS = {"rtol": 1e-6, "atol": 1e-7}
+TARGETS = ("q_proj", "k_proj", "down_proj")
+
+
+def agents_on(model: Any, *, scale: float = 0.1, seed: int = 7, alike: bool = False, **settings: Any) -> list[Adapter]:
+    """K agents with random weights; the base is without them afterwards."""
+    chosen = {"rank": R, "alpha": 10.0, "target_modules": TARGETS, "use_rslora": True, **settings}
+    crowd = Crowd(model, LoraSettings(K, **chosen), "toy")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * scale)
+        if alike:
+            crowd.agents.weights[1:] = crowd.agents.weights[0]
+    files = crowd.adapter_files()
+    crowd.detach()
+    names = [f"agent{k}" for k in range(K)]
+    tensors = [{n: t.clone() for n, t in files[f"{name}/adapter_model"].items()} for name in names]
+    return [Adapter(files[f"{name}/adapter_config"], own) for name, own in zip(names, tensors, strict=True)]
+
+
+def deltas(adapter: Adapter) -> dict[str, Tensor]:
+    """What the adapter adds to the weight of each module."""
+    config, names = adapter.config, adapter.modules
+    scale = config["lora_alpha"] / (adapter.rank**0.5 if config["use_rslora"] else adapter.rank)
+    pairs = ([adapter.tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "BA"] for name in names)
+    return {name: scale * b @ a for name, (b, a) in zip(names, pairs, strict=True)}
+
+
+def mean_of(agents: Sequence[Adapter], weights: Sequence[float]) -> dict[str, Tensor]:
+    each = [deltas(agent) for agent in agents]
+    return {name: sum(w * one[name] for w, one in zip(weights, each, strict=True)) for name in each[0]}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, delta in wanted.items():
+        torch.testing.assert_close(found[name], delta, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("use_rslora", [False, True], ids=["", "rslora"])
+@pytest.mark.parametrize("weights", [None, (1, 2, 5)], ids=["alike", "weighted"])
+def test_cat_is_exactly_the_mean_of_the_products(dtype: Any, tolerance: float, use_rslora: bool, weights: Any) -> None:
+    model = base(dtype=dtype)
+    agents = agents_on(model, use_rslora=use_rslora)
+    found = merged(model, agents, merge_of("cat", weights))
+    assert (found.rank, found.config["lora_alpha"], found.config["use_rslora"]) == (K * R, K * R, False)
+    shares = [w / sum(weights) for w in weights] if weights else [1 / K] * K
+    assert_same(deltas(found), mean_of(agents, shares), tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_svd_is_the_nearest_of_its_rank_as_pefts_is(family: str) -> None:
+    model = base(family)
+    targets = ("c_attn",) if family == "gpt2" else TARGETS
+    agents = agents_on(model, target_modules=targets)
+    exact = mean_of(agents, [1 / K] * K)
+    for rank in (None, 2, 7):
+        found = merged(model, agents, merge_of("svd", rank=rank))
+        assert found.rank == (rank or R)
+        for name, delta in deltas(found).items():
+            u, s, vh = torch.linalg.svd(exact[name])
+            wanted = u[:, : found.rank] * s[: found.rank] @ vh[: found.rank]
+            torch.testing.assert_close(delta, wanted, rtol=1e-10, atol=1e-12)
+    assert_same(deltas(merged(model, agents, merge_of("svd", rank=K * R))), exact, 1e-12)
+
+
+def test_agents_of_different_ranks_and_modules() -> None:
+    model = base()
+    one, other = (
+        agents_on(model)[0],
+        agents_on(model, rank=2, target_modules=("q_proj", "up_proj"), use_rslora=False)[1],
+    )
+    wanted = {name: delta / 2 for name, delta in deltas(one).items()}
+    for name, delta in deltas(other).items():
+        wanted[name] = wanted.get(name, 0) + delta / 2
+    found = merged(model, [one, other], merge_of("cat"))
+    assert found.rank == R + 2
+    assert_same(deltas(found), wanted, 1e-12)
+    assert_same(deltas(merged(model, [one, other], merge_of("svd", rank=R + 2))), wanted, 1e-12)
+    assert merged(model, [one, other], merge_of("ties")).rank == R
+    with pytest.raises(BadInput, match="differ in rank or modules"):
+        merged(model, [one, other], merge_of("mean"))
+
+
+def test_the_mean_is_that_of_a_and_that_of_b() -> None:
+    model = base()
+    agents = agents_on(model)
+    found = deltas(merged(model, agents, merge_of("mean", (1, 1, 2))))
+    shares = (0.25, 0.25, 0.5)
+    scale = 10.0 / R**0.5
+    for name, delta in found.items():
+        ends = (f"base_model.model.{name}.lora_{side}.weight" for side in "BA")
+        b, a = (sum(w * agent.tensors[end] for w, agent in zip(shares, agents, strict=True)) for end in ends)
+        torch.testing.assert_close(delta, scale * b @ a, **PEFTS_WEIGHTS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_of_equal_agents_every_merge_is_that_agent(name: str) -> None:
+    """Whatever is pruned, voted or averaged; PEFT's own weights of 1/K make `linear` K times too large."""
+    model = base()
+    agents = agents_on(model, alike=True)
+    density = 1.0 if METHODS[name].sparse else None
+    assert_same(deltas(merged(model, agents, merge_of(name, density=density))), deltas(agents[0]), 1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.sparse])
+def test_what_prunes_is_pefts_own(name: str) -> None:
+    model = base()
+    agents = agents_on(model)
+    found = merged(model, agents, merge_of(name, density=0.4, rank=6))
+    seed_everything(42, "merge")
+    with_adapters = peft.PeftModel(model, peft.LoraConfig(**dict(agents[0].config)), "agent0")
+    for k, agent in enumerate(agents):
+        if k:
+            with_adapters.add_adapter(f"agent{k}", peft.LoraConfig(**dict(agent.config)))
+        peft.set_peft_model_state_dict(with_adapters, dict(agent.tensors), f"agent{k}")
+    weight = 1.0 if METHODS[name].averages else 1 / K
+    names = [f"agent{k}" for k in range(K)]
+    with_adapters.add_weighted_adapter(
+        names, [weight] * K, "theirs", METHODS[name].peft, svd_rank=6, density=0.4, svd_full_matrices=False
+    )
+    tensors = peft.get_peft_model_state_dict(with_adapters, adapter_name="theirs", save_embedding_layers=False)
+    with_adapters.unload()
+    theirs = Adapter({"r": 6, "lora_alpha": 6, "use_rslora": False}, tensors)
+    assert_same(deltas(found), deltas(theirs), 1e-12)
+
+
+def test_dare_drops_the_same_values_for_the_same_seed_and_draws_from_nobodys_generator() -> None:
+    model = base()
+    agents = agents_on(model)
+    before = torch.get_rng_state()
+    one, again, other = (merged(model, agents, merge_of("dare", density=0.5, seed=seed)).tensors for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_base_is_without_agents_before_and_after() -> None:
+    model = base()
+    kinds, print_before = [type(m) for m in model.modules()], fingerprint_of(model)
+    agents = agents_on(model)
+    merged(model, agents, merge_of("cat"))
+    assert [type(m) for m in model.modules()] == kinds
+    assert fingerprint_of(model) == print_before
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_a_crowd_gives_its_base_back_with_the_same_bits() -> None:
+    model = base()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        crowd = Crowd(model, LoraSettings(2, rank=2, target_modules=TARGETS), "toy")
+        assert crowd.detach() is model
+        assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_into_the_base() -> None:
+    model = base()
+    agents = agents_on(model)
+    weights = {name: model.get_submodule(name).weight.clone() for name in agents[0].modules}
+    whole = merge_into_base(model, merged(model, agents, merge_of("cat")))
+    for name, delta in mean_of(agents, [1 / K] * K).items():
+        torch.testing.assert_close(whole.get_submodule(name).weight, weights[name] + delta, rtol=1e-12, atol=1e-12)
+
+
+def test_one_agent_alone_is_its_own_merge() -> None:
+    model = base()
+    agents = agents_on(model)[:1]
+    for name in ("cat", "svd", "mean", "dare_linear", "magnitude_prune"):
+        density = 1.0 if METHODS[name].sparse else None
+        assert_same(deltas(merged(model, agents, merge_of(name, density=density))), deltas(agents[0]), 1e-6)
+
+
+def test_a_layer_narrower_than_the_rank_is_filled_up() -> None:
+    a, b = torch.randn(12, 5, dtype=torch.float64), torch.randn(7, 12, dtype=torch.float64)
+    narrow_a, narrow_b = truncated(a, b, 9)
+    assert (narrow_a.shape, narrow_b.shape) == ((9, 5), (7, 9))
+    torch.testing.assert_close(narrow_b @ narrow_a, b @ a)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"name": "tyes"}, "there is no merge 'tyes'"),
+        ({"name": "ties", "density": 0.0}, "above 0 and at most 1"),
+        ({"name": "ties", "density": 1.5}, "above 0 and at most 1"),
+        ({"name": "ties", "density": float("nan")}, "above 0 and at most 1"),
+        ({"name": "cat", "density": 0.5}, "cat keeps all values"),
+        ({"name": "cat", "rank": 4}, "svd cuts it"),
+        ({"name": "svd", "rank": 0}, "at least 1"),
+        ({"name": "svd", "weights": (1, -1, 1)}, "at least 0"),
+        ({"name": "svd", "weights": (0, 0, 0)}, "one above 0"),
+        ({"name": "svd", "weights": (1, float("nan"), 1)}, "at least 0"),
+        ({"name": "svd", "rank": 0, "density": 0.5}, "keeps all values; --rank 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for(words: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        merge_of(**words)
+
+
+def test_what_does_not_fit_the_agents() -> None:
+    model = base()
+    agents = agents_on(model)
+    with pytest.raises(BadInput, match="2 weights for 3 agents"):
+        merged(model, agents, merge_of("cat", (1, 1)))
+    with pytest.raises(BadInput, match="rank 12 together"):
+        merged(model, agents, merge_of("svd", rank=13))
+
+
+def test_a_misspelt_merge_is_told_the_right_one() -> None:
+    with pytest.raises(BadInput) as caught:
+        merge_of("dare_linaer")
+    assert "did you mean dare_linear?" in str(caught.value)
+    assert {merge_of(alias).name for alias in ALIASES} == {*ALIASES.values()}

@@ -1,0 +1,98 @@
+"""Pieces of a text: whole characters, nothing that a stop string may still cut, and joined the text of all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from ci_llm.crowd.streaming import TextSoFar, cut, held_back
+from tests.data.test_encoder import byte_tokenizer
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2: some pieces, and a token for every byte, runs of which are decoded together."""
+    pieces = ["<unk>", "▁", "a", "b", "▁ab", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
+    core = Tokenizer(models.BPE(vocab={p: n for n, p in enumerate(pieces)}, merges=[], byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+TOKENIZERS = {"byte level": byte_tokenizer(), "byte fallback": byte_fallback_tokenizer()}
+
+
+def streamed(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[list[str], int]:
+    """The pieces, and how many tokens were read."""
+    pieces: list[str] = []
+    text = TextSoFar(tokenizer, stops, pieces.append)
+    for count in range(1, len(ids) + 1):
+        if text.update(ids[:count]):
+            break
+    text.finish(ids[:count])
+    return pieces, count
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@given(
+    text=st.text(alphabet="ab é日本🙂\n#", min_size=1, max_size=30),
+    stops=st.lists(st.sampled_from(["##", "ab", "é\n", "本a", "🙂🙂"]), max_size=2),
+)
+def test_pieces_joined_are_the_text_of_all_tokens(tokenizer: Any, text: str, stops: list[str]) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces, count = streamed(tokenizer, ids, stops)
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces) == cut(whole, stops)
+    assert cut(tokenizer.decode(ids[:count], skip_special_tokens=True), stops) == cut(whole, stops)
+    assert all(pieces)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_comes_when_its_last_byte_has_come() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    ids = tokenizer("é日b", add_special_tokens=False)["input_ids"]
+    pieces: list[str] = []
+    text = TextSoFar(tokenizer, [], pieces.append)
+    told = []
+    for count in range(1, len(ids) + 1):
+        text.update(ids[:count])
+        told.append("".join(pieces))
+    assert told == ["", "é", "é", "é", "é日", "é日b"]
+
+
+def test_bytes_that_are_no_character_come_at_the_end_as_the_tokenizer_decodes_them() -> None:
+    for tokenizer in TOKENIZERS.values():
+        ids = tokenizer("ab日", add_special_tokens=False)["input_ids"][:-1]
+        pieces, _ = streamed(tokenizer, ids, [])
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert "\ufffd" in pieces[-1]
+
+
+def test_a_tokenizer_that_cleans_up_spaces_takes_none_back() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    ids = tokenizer("He said , do n't go . Now", add_special_tokens=False)["input_ids"]
+    pieces, _ = streamed(tokenizer, ids, [])
+    assert tokenizer.decode(ids) == "He said, don't go. Now" == "".join(pieces)
+    assert len(pieces) > 2
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "held"),
+    [("abc#", ["##"], 1), ("abc##x", ["##"], 0), ("ab", ["bcd", "abcd"], 2), ("abc", [], 0), ("abcd", ["abcd"], 0)],
+)
+def test_what_a_stop_string_may_begin_with_is_held_back(text: str, stops: list[str], held: int) -> None:
+    assert held_back(text, stops) == held
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "kept"), [("a##b", ["##"], "a"), ("abc", ["c", "b"], "a"), ("abc", ["x"], "abc"), ("a", [], "a")]
+)
+def test_the_first_stop_string_in_the_text_counts(text: str, stops: list[str], kept: str) -> None:
+    assert cut(text, stops) == kept

@@ -1,0 +1,331 @@
+"""`ci-llm evaluate`: the figures of the run's own evaluation, other rows, a kill in the middle, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.crowd.metrics import METRICS, answer_reader
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.scoring import score
+from ci_llm.data.batches import pack
+from ci_llm.data.encoder import Encoder
+from ci_llm.data.rows import Completion
+from ci_llm.embedded import rows as embedded_rows
+from ci_llm.report.facts import read_run
+from ci_llm.report.page import render
+from tests.evaluation.trials import evaluate
+from tools.testbed.forkserver import ForkServer
+
+SHORT = "max_new_tokens_eval=12"
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    """What `ci-llm evaluate ... --json` prints."""
+    assert main(["evaluate", *map(str, words), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """The message of a call that ends with exit code 2."""
+    assert main(["evaluate", *map(str, words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    return said.err
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+# Rows of the run
+
+
+@pytest.mark.slow
+def test_the_run_s_own_rows_give_the_run_s_own_figures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = json.loads((run / "evaluation.json").read_text())
+    found = asked(capsys, run)
+    of_the_run = {"last_step", "stopped_early", "best", "warning"}
+    assert {key: found[key] for key in recorded if key not in of_the_run} == {
+        key: value for key, value in recorded.items() if key not in of_the_run
+    }
+    assert (found["metric"], found["left_out"], found["resumed"]) == ("exact_match", 0, 0)
+    answered = lines(run / "predictions.jsonl")
+    assert [row["correct"] for row in answered].count(False) == found["failed"]
+    again = asked(capsys, run / "final_checkpoint")
+    assert again["resumed"] == 7
+    assert {key: again[key] for key in ("exact_match", "nll", "failed")} == {
+        key: found[key] for key in ("exact_match", "nll", "failed")
+    }
+    said = refusal(capsys, run, "--metric", "string_match")
+    assert "the predictions in this file are of metric exact_match and not string_match" in said
+    assert "begin anew with --overwrite" in said
+
+
+@pytest.mark.slow
+def test_the_report_shows_what_an_evaluation_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked(capsys, run, "--max-samples", "3")
+    wrong, right, third = lines(run / "predictions.jsonl")
+    changed = [wrong | {"correct": False}, right | {"correct": True}, third | {"correct": False}]
+    write(run / "predictions.jsonl", *changed)
+    with (run / "predictions.jsonl").open("a") as file:
+        file.write('{"prompt": "of a killed eval')
+    facts = read_run(run)
+    assert len(facts.predictions) == 3
+    page = render(facts)
+    assert "<h3>Solved</h3>" in page
+    assert "<h3>Failed</h3>" in page
+    assert wrong["prompt"] in page
+    assert f"(confidence {right['confidence']})" in page
+
+
+# Other rows
+
+
+@pytest.mark.slow
+def test_other_rows_are_asked_and_every_answer_is_kept(
+    saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "mine.jsonl"
+    found = asked(capsys, saved, "--data", questions, "--output", output, "--batch-size", "4", SHORT, "--failed", "2")
+    rows = embedded_rows("test")[:10]
+    assert (found["task"], found["n"], found["measured_by"]) == (str(questions), 10, "generation")
+    kept = lines(output)
+    assert [row["prompt"] for row in kept] == [row["question"] for row in rows]
+    assert [row["reference"] for row in kept] == [row["answer"] for row in rows]
+    crowd = Crowd.from_pretrained(saved)
+    expected = crowd.generate([row["question"] for row in rows[:4]], max_new_tokens=12, details=True)
+    for row, answer in zip(kept, expected, strict=False):
+        assert (row["answer"], row["agents"]) == (answer.answer, [*answer.agents])
+        assert row["confidence"] == pytest.approx(answer.confidence, abs=1e-5)
+    read = answer_reader([row["answer"] for row in rows])
+    for row in kept:
+        wanted = read(row["reference"])
+        assert row["correct"] == (read(row["answer"]) == wanted)
+        assert row["agents_correct"] == [read(text) == wanted for text in row["agents"]]
+    assert found["exact_match"]["crowd"] == sum(row["correct"] for row in kept) / 10
+    failed = sorted((row for row in kept if not row["correct"]), key=lambda row: -row["confidence"])
+    assert found["failed_rows"] == failed[:2]
+    assert found["exact_match"]["crowd_minus_mean"]["interval95"] is None, "of ten rows"
+
+
+def test_the_table_names_who_answered_and_the_failed_rows(
+    saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "mine.jsonl"
+    words = ["evaluate", str(saved), "--data", str(questions), "--output", str(output), SHORT, "--max-samples", "5"]
+    assert main([*words, "--failed", "1"]) == 0
+    told = capsys.readouterr().out
+    for name in ("agent0 ", "agent2 ", "agents, mean ", "majority vote ", "crowd ", "crowd - the agents' mean: "):
+        assert f"\n{name}" in told
+    kept = lines(output)
+    assert [row["row"] for row in kept] == [0, 2, 4, 6, 8]
+    failed = max((row for row in kept if not row["correct"]), key=lambda row: row["confidence"])
+    assert f"row {failed['row']} " in told
+    assert f"failed: {sum(not row['correct'] for row in kept)} of 5 rows" in told
+    assert " to 0." not in told, "five rows give no interval"
+    assert main(words) == 0
+    again = capsys.readouterr().out
+    assert "resumed: 5 of 5 rows" in again
+    assert "grep '\"correct\": false'" in again
+
+
+def test_the_metric_decides_what_is_right(
+    saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [saved, "--data", questions, "--max-samples", "4", SHORT]
+    whole = asked(capsys, *words, "--output", tmp_path / "a.jsonl", "--metric", "string_match")
+    final = asked(capsys, *words, "--output", tmp_path / "b.jsonl")
+    texts, read = lines(tmp_path / "a.jsonl"), answer_reader([], "string_match")
+    assert [row["answer"] for row in texts] == [row["answer"] for row in lines(tmp_path / "b.jsonl")]
+    assert [row["correct"] for row in texts] == [read(row["answer"]) == read(row["reference"]) for row in texts]
+    assert whole["nll"] == final["nll"]
+    assert (whole["metric"], final["metric"]) == ("string_match", "exact_match")
+
+
+def test_string_match_looks_past_case_articles_punctuation_and_space() -> None:
+    read = answer_reader(["anything"], "string_match")
+    assert read(" The  Denver\nBroncos. ") == read("denver broncos") == "denver broncos"
+    assert read("There") == "there"
+    assert read("a-b") != read("a b")
+    assert METRICS[0] == "exact_match"
+
+
+def test_plain_text_gives_perplexity_and_bits_per_byte(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["Ann has 5 pens. Leo goes home.", "There are 4 books in the box of Jack. The day is warm."]
+    data = write(tmp_path / "plain.jsonl", *({"text": text} for text in texts))
+    found = asked(capsys, saved, "--data", data)
+    crowd = Crowd.from_pretrained(saved)
+    assert crowd.prompter is not None
+    examples = [Encoder(crowd.prompter.tokenizer).encode(Completion(None, text)) for text in texts]
+    expected = score(crowd, [pack(examples, [0, 1])], "probability")
+    assert expected is not None
+    nats, count = expected.nll.sum(1), int(expected.tokens.sum())
+    size = sum(len(crowd.prompter.text(each.input_ids[1:].tolist()).encode()) for each in examples)
+    assert (found["n"], found["tokens"], found["bytes"]) == (2, count, size)
+    assert size <= sum(len(text.encode()) for text in texts)
+    everyone = [*found["perplexity"]["agents"], found["perplexity"]["crowd"]]
+    assert everyone == pytest.approx((nats / count).exp().tolist(), rel=1e-5)
+    bits = [*found["bits_per_byte"]["agents"], found["bits_per_byte"]["crowd"]]
+    assert bits == pytest.approx((nats / math.log(2) / size).tolist(), rel=1e-5)
+    assert found["predictions"] is None
+    assert main(["evaluate", str(saved), "--data", str(data)]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_rows_that_leave_no_place_are_counted_and_not_asked(
+    saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*lines(questions)[:2], {"question": "Ann has 1 pen. " * 200, "answer": "#### 1"}]
+    data = write(tmp_path / "long.jsonl", *rows, {"question": "Ann has 1 pen?", "answer": ""})
+    words = ["evaluate", str(saved), "--data", str(data), "--output", str(tmp_path / "p.jsonl"), SHORT]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "left out: 2 of 4 rows: 1 without an answer, 1 whose answer begins after max_seq_length 512" in told
+    assert len(lines(tmp_path / "p.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (0, "No row is left to evaluate: 1 of 1 rows: 0 without an answer, 1 whose answer begins after max_seq_length"),
+        (2, "none of 1 rows has place for its answer within"),
+    ],
+)
+def test_where_no_row_has_place_nothing_is_scored(
+    place: int, told: str, saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = lines(questions)[0]
+    data = write(tmp_path / "one.jsonl", row)
+    prompter = Crowd.from_pretrained(saved).prompter
+    assert prompter is not None
+    limit = len(prompter.ids(row["question"])) + place
+    assert told in refusal(capsys, saved, "--data", data, f"max_seq_length={limit}")
+
+
+# A kill
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_and_leaves_the_same_bytes(
+    server: ForkServer, saved: Path, questions: Path, tmp_path: Path
+) -> None:
+    whole, killed, log = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl", tmp_path / "log"
+    words = [str(saved), "--data", str(questions), "--batch-size", "3", "max_new_tokens_eval=30", "--output"]
+    assert server.run(evaluate, log, words=[*words, str(whole)]) == [0], log.read_text()
+    for line, complete in ((4, 4), (3, 7)):  # in the middle of a batch; then again, after the resume
+        assert server.run(evaluate, log, words=[*words, str(killed)], dies_at_line=line) == [-9], log.read_text()
+        assert killed.read_bytes().count(b"\n") == complete
+        assert not killed.read_bytes().endswith(b"\n")
+    assert server.run(evaluate, log, words=[*words, str(killed)]) == [0], log.read_text()
+    assert "resumed: 7 of 10 rows" in log.read_text()
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max-samples", "0"], "--max-samples must be at least 1"),
+        (["--batch-size", "-1", "--failed", "0"], "--batch-size must be at least 1; --failed must be at least 1"),
+        (["--metric", "bleu"], "there is no metric 'bleu': take exact_match or string_match"),
+        (["more"], "'more' is neither an option nor key=value"),
+        (["learning_rate=1"], "learning_rate cannot be changed for an evaluation"),
+        (["agregator=logit"], "agregator is no key"),
+        (["--data", "missing.jsonl"], "the data set does not exist\n  where: --data: "),
+        ([], "does not say which rows it is evaluated on"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_call_is_one_message(
+    words: list[str], told: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refusal(capsys, saved, *words)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"question": "1+1?"}], "has no columns that can be used; it has: question."),
+        ([{"question": "1+1?", "answer": ""}], "column 'answer' is empty"),
+        ([{"prompt": "1+1?", "response": None}], "column 'response' is empty"),
+        ([], "The data set is empty."),
+    ],
+)
+def test_rows_without_answers_are_refused_by_their_column(
+    rows: list[dict[str, Any]], told: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "data.jsonl", *rows)
+    said = refusal(capsys, saved, "--data", data, "--output", tmp_path / "p.jsonl")
+    assert told in said
+    assert "answer_column=" in said or not rows
+    assert not (tmp_path / "p.jsonl").exists()
+
+
+def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, saved, "--data", questions, "--split", "tset")
+    assert "has no split 'tset'" in said
+    assert "--split" in said
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no checkpoint at this path" in refusal(capsys, tmp_path)
+    assert "there is no such folder" in refusal(capsys, tmp_path / "missing")
+    assert "from a folder on a disk" in refusal(capsys, "s3://bucket/run")
+
+
+def test_a_run_without_a_checkpoint_yet_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.report.folders import leave_status
+
+    leave_status(tmp_path, "running", 3)
+    said = refusal(capsys, tmp_path)
+    assert "the run is still running, at step 3: no checkpoint is committed yet" in said
+
+
+def test_a_damaged_checkpoint_is_refused(
+    saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "crowd"))
+    file = copy / "agent1/adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    said = refusal(capsys, copy, "--data", questions, "--output", tmp_path / "p.jsonl")
+    assert "agent1/adapter_model.safetensors has another digest than the manifest says" in said
+    assert "ci-llm checkpoints list" in said
+
+
+def test_a_file_of_something_else_is_refused_before_anything_is_loaded(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.jsonl").write_text("mine\n")
+    monkeypatch.setattr(Crowd, "from_pretrained", None)
+    said = refusal(capsys, saved, "--data", "embedded", "--output", tmp_path / "notes.jsonl")
+    assert "is not of an evaluation" in said
+    assert (tmp_path / "notes.jsonl").read_text() == "mine\n"
+
+
+def test_plain_text_has_no_predictions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write(tmp_path / "plain.jsonl", {"text": "Ann has 5 pens."})
+    assert "plain text has no answers" in refusal(capsys, saved, "--data", data, "--output", tmp_path / "p.jsonl")

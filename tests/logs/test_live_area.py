@@ -1,0 +1,107 @@
+"""What the live area shows fits every width, and a curve in characters shows what it is given."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from rich.console import Console
+
+from ci_llm.core.work import Work
+from ci_llm.logs.live_area import View
+from ci_llm.logs.loss_curve import HEIGHT, draw_curves
+from ci_llm.logs.progress import Position, Speed
+
+
+def drawn(width: int, num_agents: int, *works: Work, losses: list[float] | None = None) -> list[str]:
+    """The lines of a run at step 1204 of 4000."""
+    now = [0.0]
+    speed = Speed(lambda: now[0])
+    view = View(speed)
+    for step in range(1200, 1205):
+        position = Position(
+            step,
+            4000,
+            losses if losses is not None else [1.0 + k / 100 for k in range(num_agents)],
+            tokens=3000 * step,
+            epoch=1.2,
+            learning_rate=9.4e-4,
+        )
+        speed.mark(position)
+        view.take_position(position)
+        now[0] += 0.5
+    for work in works:
+        view.take_work(work)
+    console = Console(width=width, force_terminal=True, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(view.draw(width), no_wrap=True)
+    return captured.get().splitlines()
+
+
+def test_four_agents_on_80_columns() -> None:
+    bar, figures, losses = drawn(79, 4)
+    assert bar.startswith("step  1204/4000  30%  ━")
+    assert bar.endswith("0:23:18 left")
+    assert figures == "epoch 1.20  2 steps/s  6k tokens/s  lr 9.40e-04  0:00:02 so far"
+    assert losses == "loss 1.015  agent0 1.000  agent1 1.010  agent2 1.020  agent3 1.030"
+
+
+def test_sixteen_agents_on_80_and_on_160_columns() -> None:
+    for width, name, first_gap in ((79, " 7", " 0"), (159, " agent7", " agent0")):
+        _, _, summary, first, second = drawn(width, 16)
+        assert summary == "loss 1.075  lowest 1.000 agent0  highest 1.150 agent15"
+        assert first.startswith(f"{first_gap} 1.000  ")
+        assert first.endswith(f"{name} 1.070")
+        assert len(first) == len(second)
+
+
+def test_of_more_agents_than_fit_there_are_mean_and_range() -> None:
+    assert drawn(79, 64)[2:] == ["loss 1.315  lowest 1.000 agent0  highest 1.630 agent63"]
+
+
+@pytest.mark.parametrize("width", [10, 20, 30, 47, 48, 60, 79, 100, 159, 240])
+@pytest.mark.parametrize("num_agents", [1, 2, 4, 7, 16, 33, 128])
+def test_no_line_is_wider_than_the_terminal(width: int, num_agents: int) -> None:
+    lines = drawn(width, num_agents, Work("tokenise", 10**6, "rows", done=12345), Work("load"))
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= 7
+
+
+def test_an_agent_that_is_not_finite_is_seen() -> None:
+    assert drawn(79, 3, losses=[1.0, math.nan, 2.0])[2] == "loss 1.500  agent0 1.000  agent1   nan  agent2 2.000"
+    assert "not finite: 1 of 64" in drawn(79, 64, losses=[math.inf, *[1.0] * 63])[2]
+    assert drawn(79, 64, losses=[math.nan] * 64)[2] == "loss   nan  not finite: 64 of 64"
+
+
+def test_work_with_an_end_has_a_bar_of_its_own_and_goes_when_it_ends() -> None:
+    score = Work("score", 400, "rows", done=100, began_at=time.monotonic() - 10)
+    bar, step, *_ = drawn(79, 4, score)
+    assert bar.startswith("score    100/400  25%  ━")
+    assert bar.endswith("0:00:30 left")
+    assert step.startswith("step   1204/4000  30%  ━")
+    view = View(Speed())
+    view.take_work(score)
+    assert not view.is_empty
+    score.ended = True
+    view.take_work(score)
+    assert view.is_empty
+
+
+def test_a_curve_falls_from_its_first_to_its_last_value() -> None:
+    lines = draw_curves({"o": [(step, 10.0 - step) for step in range(1, 10)], "x": [(5, 2.0)]}, 60).splitlines()
+    assert len(lines) == HEIGHT + 2
+    assert lines[0] == "      9 ┤o"
+    assert lines[HEIGHT - 1] == "      1 ┤        o"
+    assert [line.index("o") for line in lines if "o" in line] == [*range(9, 18)]
+    assert [line.index("x") for line in lines if "x" in line] == [13]
+    assert lines[-1].split() == ["1", "9"]
+
+
+def test_a_curve_bears_what_runs_bring() -> None:
+    assert draw_curves({"o": []}, 80) == draw_curves({"o": [(5, 1.0)]}, 80) == ""
+    assert draw_curves({"o": [(1, 1.0), (2, 2.0)]}, 5) == ""
+    level = draw_curves({"o": [(1, 2.0), (10**6, 2.0)]}, 80).splitlines()
+    assert max(map(len, level)) <= 80
+    assert "┤o" in level[HEIGHT // 2]
+    assert "nan" not in draw_curves({"o": [(1, math.nan), (2, 1.0), (3, math.inf), (4, 0.5)]}, 80)

@@ -1,0 +1,113 @@
+"""What TensorBoard shows of a run: agents and crowd in one chart, Trainer's names, one curve over attempts."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ci_llm.logs.run_log import METRICS_NAME, RunLog
+from tests.logs.test_run_log import make_accelerator
+
+AGENTS = 3
+STEPS = (10, 20, 30)
+EVALUATION = {f"eval/{who}/nll": 0.5 for who in ("agent0", "agent1", "agent2", "crowd")}
+
+
+def training(step: int) -> dict[str, Any]:
+    """A line of metrics about training."""
+    losses = {f"train/agent{k}/loss": 1.0 + k for k in range(AGENTS)}
+    norms = {f"train/agent{k}/grad_norm": 10.0 * k for k in range(AGENTS)}
+    return {"epoch": step / 10, "train/learning_rate": 0.1, "train/task_loss": 2.0, **losses, **norms}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has logged three lines and its final evaluation."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    folder.mkdir()
+    log = RunLog(folder, terminal=io.StringIO())
+    log.open(1)
+    log.start_trackers(make_accelerator(folder, "tensorboard"), ("tensorboard",), hyperparameters={"num_agents": 3})
+    for step in STEPS:
+        log.metrics(step, training(step))
+    log.track(30, EVALUATION | {"final/crowd/exact_match": 0.75, "final/vote/exact_match": 0.5})
+    log.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def events(run: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(run / "tensorboard"))
+    accumulator.Reload()
+    return accumulator
+
+
+def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "values"),
+    [
+        ("train/loss", [2.0, 2.0, 2.0]),
+        ("train/grad_norm", [10.0, 10.0, 10.0]),
+        ("train/epoch", [1.0, 2.0, 3.0]),
+        ("train/learning_rate", pytest.approx([0.1] * 3)),
+    ],
+)
+def test_the_names_of_trainer_stand_beside_ours(theirs: str, values: list[float], events: EventAccumulator) -> None:
+    assert [value for _, value in points(events, theirs)] == values
+    assert [step for step, _ in points(events, theirs)] == [*STEPS]
+
+
+def test_in_the_folder_our_names_stand_alone(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / METRICS_NAME).read_text().splitlines()]
+    assert len(lines) == len(STEPS)
+    assert not {"train/loss", "train/grad_norm", "train/epoch", "eval/loss"} & set(lines[0])
+
+
+def test_the_final_evaluation_is_the_last_point(events: EventAccumulator) -> None:
+    assert points(events, "eval/crowd/nll") == points(events, "eval/loss") == [(30, 0.5)]
+    assert points(events, "final/crowd/exact_match") == [(30, 0.75)]
+
+
+@pytest.fixture
+def board(run: Path) -> str:
+    """The address of a TensorBoard of this process, for the run under its name."""
+    program = pytest.importorskip("tensorboard.program")
+    server = program.TensorBoard()
+    server.configure(argv=[None, "--logdir_spec", f"mine:{run / 'tensorboard'}", "--port", "0", "--load_fast", "false"])
+    return str(server.launch())
+
+
+def ask(board: str, path: str, **query: str) -> Any:
+    with urllib.request.urlopen(f"{board}data/{path}?{urllib.parse.urlencode(query)}") as answer:
+        return json.load(answer)
+
+
+@pytest.mark.slow
+def test_tensorboard_draws_all_agents_and_the_crowd_into_one_chart(board: str) -> None:
+    [name] = ask(board, "runs")
+    assert name.startswith("mine")
+    layout = ask(board, "plugin/custom_scalars/layout")
+    charts = {chart["title"]: chart["multiline"]["tag"] for group in layout["category"] for chart in group["chart"]}
+    assert {*charts} == {"loss", "gradient norm", "nll", "exact match"}
+    drawn = {
+        title: {
+            tag
+            for pattern in patterns
+            for tag in ask(board, "plugin/custom_scalars/scalars", run=name, tag=pattern)["tag_to_events"]
+        }
+        for title, patterns in charts.items()
+    }
+    agents = [f"agent{k}" for k in range(AGENTS)]
+    assert drawn["loss"] == {*(f"train/{agent}/loss" for agent in agents), "train/task_loss"}
+    assert drawn["gradient norm"] == {f"train/{agent}/grad_norm" for agent in agents}
+    assert drawn["nll"] == {f"eval/{who}/nll" for who in (*agents, "crowd")}

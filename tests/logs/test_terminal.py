@@ -1,0 +1,315 @@
+"""The live area on a real pseudo-terminal: what a person sees stays whole, whatever else happens there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ci_llm.core import work
+from ci_llm.logs import areas
+from ci_llm.logs.progress import Position
+from ci_llm.logs.run_log import LOG_NAME, RunLog
+from tests.support.screen import PseudoTerminal
+from tools.testbed.events import DEADLINE_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+logger = logging.getLogger("ci_llm.tests")
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "JPY_PARENT_PID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def terminal() -> Iterator[PseudoTerminal]:
+    with PseudoTerminal() as terminal:
+        yield terminal
+
+
+@pytest.fixture
+def open_log(tmp_path: Path) -> Iterator[Callable[..., RunLog]]:
+    logs: list[RunLog] = []
+
+    def open_one(terminal: PseudoTerminal, **options: Any) -> RunLog:
+        logs.append(RunLog(tmp_path, terminal=terminal.file, **options))
+        logs[-1].open(1)
+        return logs[-1]
+
+    yield open_one
+    for log in logs:
+        log.close()
+
+
+def at(step: int, num_agents: int = 4) -> Position:
+    return Position(step, 4000, [1.0 + k / 100 for k in range(num_agents)], 1000 * step, step / 1000, 1e-3)
+
+
+def shows(*texts: str) -> Callable[[list[str]], bool]:
+    return lambda screen: all(any(text in line for line in screen) for text in texts)
+
+
+def test_an_area_at_the_bottom_and_lines_that_stay_above_it(
+    tmp_path: Path, terminal: PseudoTerminal, open_log: Callable[..., RunLog]
+) -> None:
+    log = open_log(terminal)
+    logger.info("model     [bold]tiny[/bold]")
+    log.progress(at(1))
+    terminal.wait_for("the area", shows("step  1/4000"))
+    logger.info("saved     step 1")
+    logger.warning("the disk is slow")
+    log.progress(at(2))
+    screen = terminal.wait_for("the next step", shows("step  2/4000"))
+    assert screen[:3] == ["model     [bold]tiny[/bold]", "saved     step 1", "warning: the disk is slow"]
+    assert screen[3] == ""
+    assert screen[4].startswith("step  2/4000  0%  ━")
+    assert screen[6] == "loss 1.015  agent0 1.000  agent1 1.010  agent2 1.020  agent3 1.030"
+    assert len(screen) == 7
+    log.close()
+    logger.info("goodbye")
+    assert terminal.wait_for("the end", lambda screen: len(screen) == 3) == screen[:3]
+    assert "\x1b" not in (tmp_path / LOG_NAME).read_text()
+
+
+def test_the_cursor_is_never_hidden_as_a_kill_would_leave_it_so(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog]
+) -> None:
+    open_log(terminal).progress(at(1))
+    terminal.wait_for("the area", shows("step  1/4000"))
+    assert "\x1b[?25l" not in terminal.text
+
+
+def test_what_other_processes_write_is_kept_above_the_area(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog]
+) -> None:
+    log = open_log(terminal)
+    log.progress(at(1))
+    terminal.wait_for("the area", shows("step  1/4000", "loss"))
+    os.write(terminal.file.fileno(), b"^C")
+    os.write(terminal.file.fileno(), b"process 1: error: out of luck\n")
+    log.progress(at(2))
+    screen = terminal.wait_for("the next step", shows("step  2/4000"))
+    assert screen[:3] == ["^Cprocess 1: error: out of luck", "", screen[2]]
+    assert screen[2].startswith("step  2/4000")
+
+
+def test_what_other_code_prints_is_kept_whole_above_the_area(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal.file)
+    monkeypatch.setattr(sys, "stderr", terminal.file)
+    log = open_log(terminal)
+    log.progress(at(1))
+    terminal.wait_for("the area", shows("loss"))
+    print("one\ntwo\nthree", flush=True)
+    print("x.py:1: UserWarning: take\n  care", file=sys.stderr, flush=True)
+    log.progress(at(2))
+    screen = terminal.wait_for("the next step", shows("step  2/4000"))
+    assert screen[:6] == ["one", "two", "three", "x.py:1: UserWarning: take", "  care", ""]
+    log.close()
+    assert sys.stdout is sys.stderr is terminal.file
+
+
+def test_a_bar_of_another_library_has_the_terminal_until_its_line_ends(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ci_llm.logs.terminal.PATIENCE_S", 600.0)
+    monkeypatch.setattr(sys, "stderr", terminal.file)
+    log = open_log(terminal)
+    log.progress(at(1))
+    terminal.wait_for("the area", shows("loss"))
+    for done in range(5):
+        sys.stderr.write(f"\rGenerating {done}/4")
+        sys.stderr.flush()
+    terminal.wait_for("the other bar alone", lambda screen: screen == ["Generating 4/4"])
+    sys.stderr.write("\n")
+    screen = terminal.wait_for("both", shows("loss"))
+    assert screen[:2] == ["Generating 4/4", ""]
+    sys.stderr.write("half a li")
+    sys.stderr.flush()
+    logger.info("saved     step 1")
+    assert terminal.wait_for("a line", shows("saved"))[1:3] == ["half a li", "saved     step 1"]
+
+
+def test_a_resize_leaves_nothing_of_the_old_area(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
+    log = open_log(terminal)
+    log.progress(at(1, 16))
+    terminal.wait_for("two lines of agents", shows(" 0 1.000", "15 1.150"))
+    terminal.resize(160)
+    screen = terminal.wait_for("full names", shows("agent15 1.150"))
+    assert len([line for line in screen if line.startswith("step")]) == 1
+    terminal.resize(40, 5)
+    screen = terminal.wait_for("a narrow screen", lambda screen: max(map(len, screen)) < 40)
+    assert len(screen) <= 4
+
+
+def test_work_with_an_end_is_shown_alone_and_gone_when_it_ends(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog]
+) -> None:
+    open_log(terminal)
+    with work.working("tokenise", 1000, "rows") as tokens:
+        tokens.advance_to(250)
+        terminal.wait_for("the bar", shows("tokenise  250/1000  25%  ━"))
+    logger.info("ready")
+    assert terminal.wait_for("the end", shows("ready")) == ["ready"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("TERM", ""), ("JPY_PARENT_PID", "1")])
+def test_a_terminal_that_cannot_redraw_gets_lines(
+    terminal: PseudoTerminal,
+    open_log: Callable[..., RunLog],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    open_log(terminal).progress(Position(1, 4, [1.0]))
+    terminal.wait_for("the line", lambda screen: screen == ["step 1/4  25%  loss 1 (1)"])
+    assert "\x1b" not in terminal.text
+
+
+def test_without_a_live_area_a_terminal_gets_lines(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
+    open_log(terminal, live=False).progress(Position(1, 4, [1.0]))
+    terminal.wait_for("the line", lambda screen: screen == ["step 1/4  25%  loss 1 (1)"])
+    assert "\x1b" not in terminal.text
+
+
+def test_no_color_is_honoured(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    open_log(terminal).progress(at(1))
+    terminal.wait_for("the area", shows("loss"))
+    assert {*re.findall(r"\x1b\[([\d;]*)m", terminal.text)} <= {"0", "1", "2"}, "bold and dim are no colours"
+
+
+def test_a_terminal_that_is_lost_does_not_end_the_run(tmp_path: Path, open_log: Callable[..., RunLog]) -> None:
+    with PseudoTerminal(reads=False) as terminal:
+        log = open_log(terminal)
+        terminal.hang_up()
+        log.progress(at(1))
+        wait_until("the loss is noticed", lambda: "is gone" in (tmp_path / LOG_NAME).read_text())
+        logger.info("still here")
+        log.progress(at(2))
+        log.close()
+    written = (tmp_path / LOG_NAME).read_text()
+    assert written.count("the terminal is gone") == 1
+    assert "still here" in written
+
+
+def test_a_terminal_that_takes_nothing_does_not_hold_the_run(tmp_path: Path, open_log: Callable[..., RunLog]) -> None:
+    """As after Ctrl-S: the thread that draws waits, and the steps go on."""
+    with PseudoTerminal(reads=False) as terminal:
+        log = open_log(terminal, interval_s=0.0)
+        log.progress(at(1))
+        filler = os.open(os.ttyname(terminal.file.fileno()), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(filler, b"." * 100):
+                pass
+        os.close(filler)
+        for step in range(2, 1000):
+            log.progress(at(step))
+        logger.info("saved     step 999")
+        assert "step 999/4000" in (tmp_path / LOG_NAME).read_text()
+        terminal.start_reading()
+        log.close()
+        terminal.wait_for("the line", shows("saved     step 999"))
+
+
+def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ci_llm.logs.terminal.REFRESH_S", 600.0)
+    log = open_log(terminal)
+    for step in range(1, 1001):
+        log.progress(at(step))
+    log.end_progress()
+    assert terminal.text.count(areas.ERASE) <= 2
+
+
+def test_other_processes_draw_nothing(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
+    log = open_log(terminal, is_main=False)
+    log.begin_progress(at(0))
+    log.progress(at(1))
+    with work.working("score", 10, "rows"):
+        pass
+    log.show_loss_curve()
+    log.end_progress()
+    log.close()
+    assert terminal.text == ""
+
+
+def test_a_forked_process_prints_without_the_locks_of_its_parent(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal.file)
+    log = open_log(terminal)
+    log.progress(at(1))
+    terminal.wait_for("the area", shows("loss"))
+    with log._terminal._lock:
+        pid = os.fork()
+        if pid == 0:
+            print("from a worker", flush=True)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    terminal.wait_for("the worker's line", shows("from a worker"))
+
+
+def test_in_a_notebook_one_output_is_replaced_and_lines_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/html"]))
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
+        shown.append(data["text/html"])
+        return handle
+
+    monkeypatch.setattr(areas, "_notebook", lambda: object())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    log = RunLog(tmp_path)
+    log.progress(at(1))
+    logger.info("saved     step 1")
+    wait_until("the area is shown", lambda: any("agent3" in html for html in shown))
+    assert "<pre" in shown[-1]
+    assert "\x1b" not in shown[-1]
+    log.close()
+    assert shown[-1] == ""
+    assert capsys.readouterr().out == "saved     step 1\n"
+
+
+@pytest.mark.slow
+def test_in_a_real_notebook_the_output_of_the_cell_follows_the_run(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="comes with nbconvert")
+    nbclient = pytest.importorskip("nbclient", reason="comes with nbconvert")
+    begin = f"""
+        import logging, time
+        from ci_llm.logs.run_log import Position, RunLog
+        log = RunLog({str(tmp_path)!r})
+        log.progress(Position(1, 4, [1.0, 2.0]))
+        logging.getLogger("ci_llm.tests").info("saved     step 1")"""
+    go_on = """
+        log.progress(Position(2, 4, [1.0, 4.0]))
+        while "2/4" not in log._terminal._area._shown:
+            time.sleep(0.01)"""
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(code).strip()) for code in (begin, go_on)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=DEADLINE_S, resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = notebook.cells[0].outputs
+    assert [one.text for one in outputs if one.output_type == "stream"] == ["saved     step 1\n"]
+    [shown] = [one.data["text/html"] for one in outputs if one.output_type == "display_data"]
+    assert "step  2/4  50%" in re.sub("<[^>]+>", "", shown)
+    assert "agent1" in shown

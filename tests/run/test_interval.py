@@ -1,0 +1,95 @@
+"""A line of metrics reports means since the line before it, and a resume in between does not change them."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ci_llm.checkpoints.manifest import copy_info
+from ci_llm.run import interval
+from ci_llm.run.interval import Interval
+
+CPU = torch.device("cpu")
+STEPS = [  # targets; summed losses of two agents and of the diversity; gradient norms
+    (10, [10.0, 30.0, 1.0], [1.0, 3.0]),
+    (30, [60.0, 33.3, 0.1], [2.0, 0.1]),
+    (7, [7.7, 9.1, 0.3], [0.7, 0.3]),
+]
+
+
+def after(*steps: tuple[int, list[float], list[float]], into: Interval | None = None) -> Interval:
+    counted = into or Interval(2, CPU)
+    for targets, sums, norms in steps:
+        counted.add(targets, sums, torch.tensor(norms))
+    return counted
+
+
+def test_losses_are_means_over_tokens_and_norms_over_steps() -> None:
+    assert after(*STEPS[:2]).means() == {
+        "train/task_loss": ((10 + 60) / 40 + (30 + 33.3) / 40) / 2,
+        "train/diversity": 1.1 / 40,
+        "train/agent0/loss": 70 / 40,
+        "train/agent0/grad_norm": 1.5,
+        "train/agent1/loss": 63.3 / 40,
+        "train/agent1/grad_norm": pytest.approx(1.55),
+    }
+
+
+def test_a_single_step_is_reported_as_it_is() -> None:
+    means = after((7, [0.1, 0.7, 0.3], [0.1, 0.3])).means()
+    assert means["train/agent0/loss"] == 0.1 / 7
+    assert means["train/agent1/grad_norm"] == torch.tensor(0.3).item()
+
+
+def test_a_step_that_is_not_finite_for_an_agent_does_not_count_for_it() -> None:
+    means = after(STEPS[0], (30, [math.nan, 60.0, math.nan], [math.inf, 5.0])).means()
+    assert (means["train/agent0/loss"], means["train/agent0/grad_norm"], means["train/diversity"]) == (1.0, 1.0, 0.1)
+    assert (means["train/agent1/loss"], means["train/agent1/grad_norm"]) == (90 / 40, 4.0)
+
+
+def test_an_agent_that_was_never_finite_has_nan_and_is_not_in_the_mean() -> None:
+    means = after((10, [math.nan, 30.0, 1.0], [math.nan, 3.0])).means()
+    assert math.isnan(means["train/agent0/loss"])
+    assert math.isnan(means["train/agent0/grad_norm"])
+    assert means["train/task_loss"] == 3.0
+
+
+def test_an_interval_in_which_nothing_was_trained_on_has_no_means_and_leaves_nothing_in_a_checkpoint() -> None:
+    fresh = Interval(2, CPU)
+    fresh.count(100)
+    assert (fresh.means(), fresh.record()) == ({}, {})
+    logged = after(*STEPS)
+    logged.restart()
+    assert (logged.means(), logged.record()) == ({}, {})
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_checkpoint_in_the_middle_carries_the_sums_to_the_last_bit(cut: int) -> None:
+    saved = json.loads(json.dumps(copy_info(after(*STEPS[:cut]).record())))
+    resumed = Interval(2, CPU)
+    resumed.load(saved)
+    assert after(*STEPS[cut:], into=resumed).means() == after(*STEPS).means()
+
+
+def test_the_manifest_of_an_older_checkpoint_holds_no_sums() -> None:
+    resumed = Interval(2, CPU)
+    resumed.load({"epoch": 1.0})
+    assert resumed.means() == {}
+
+
+def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(interval, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    counted = Interval(2, CPU)
+    clock.now += 60.0  # until the first step
+    counted.restart_clock()
+    for _ in range(4):
+        clock.now += 0.5
+        counted.count(300)
+    with counted.paused():
+        clock.now += 1000.0
+    assert counted.speed() == {"tokens_per_s": 600.0, "step_time_s": 0.5}
