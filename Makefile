@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/test_interrupts.py \
 	tests/supervisor/test_policy.py tests/supervisor/test_classify.py
 
-.PHONY: install install-dev train test campaign test-slurm check fast lint coverage mutation bench clean
+.PHONY: install install-dev train test campaign test-slurm check fast lint docs coverage mutation bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -63,6 +63,10 @@ lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, into build/site; a warning is an error.
+docs: install-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Of small changes to the files on which most depends, the share that their tests notice; about an hour.
 mutation: install-dev

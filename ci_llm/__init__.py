@@ -14,7 +14,6 @@ from ci_llm._version import __version__ as __version__
 if TYPE_CHECKING:
     from ci_llm.checkpoints import orbax as orbax
     from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
-    from ci_llm.checkpoints.votes import EachProcess as EachProcess
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
     from ci_llm.core.determinism import seed_everything as seed_everything
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
     from ci_llm.integrations.lightning import LightningCheckpoints as LightningCheckpoints
     from ci_llm.integrations.trainer import TrainerCheckpoints as TrainerCheckpoints
     from ci_llm.interrupts import Interrupts as Interrupts
+    from ci_llm.run.call import train as train
 
 _MODULES = {
     "CheckpointManager": "ci_llm.checkpoints.manager",
     "CiLlmError": "ci_llm.errors",
     "Config": "ci_llm.config",
     "Crowd": "ci_llm.crowd.model",
-    "EachProcess": "ci_llm.checkpoints.votes",
     "Interrupts": "ci_llm.interrupts",
     "LightningCheckpoints": "ci_llm.integrations.lightning",
     "LoraSettings": "ci_llm.crowd.lora",
@@ -54,6 +53,7 @@ _MODULES = {
     "register_hooks": "ci_llm.integrations.accelerate",
     "seed_everything": "ci_llm.core.determinism",
     "tokenize": "ci_llm.data.tokens",
+    "train": "ci_llm.run.call",
 }
 
 __all__ = sorted(_MODULES)

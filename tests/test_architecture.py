@@ -207,7 +207,7 @@ MAP = ROOT / "docs" / "architecture.md"
 
 
 def test_the_map_draws_the_floors() -> None:
-    [drawing] = re.findall(r"<!-- floors -->\n```\n(.*?)```", MAP.read_text(encoding="utf-8"), re.DOTALL)
+    [drawing] = re.findall(r"<!-- floors -->\n```text\n(.*?)```", MAP.read_text(encoding="utf-8"), re.DOTALL)
     drawn = [re.sub(r"^ *\d+ +", "", line).split("  ")[0].strip() for line in drawing.splitlines()]
     assert [tuple(line.split(", ")) for line in drawn] == [*FLOORS]
 

@@ -12,8 +12,7 @@
             manager.wait_until_finished()
             sys.exit()
 
-Its methods have the names of Orbax's CheckpointManager (https://orbax.readthedocs.io); docs/coming_from/orbax.md lists
-the differences. It handles names and tensors, and knows nothing of agents.
+Its methods have the names of Orbax's CheckpointManager (docs/coming_from/orbax.md). It knows nothing of agents.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
 from ci_llm.checkpoints.backends import SaveRequest, open_backend
@@ -38,7 +37,7 @@ from ci_llm.checkpoints.orbax_arguments import Rules, state_of
 from ci_llm.checkpoints.policy import METRICS, BestInterval, Keeping, Metrics, SavePolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Ballot, Contribution, Votes, add_up, by_process, own_parts, replace_entries
+from ci_llm.checkpoints.votes import Ballot, Contribution, EachProcess, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
 from ci_llm.interrupts import Interrupts
@@ -56,8 +55,7 @@ class CheckpointManager(FolderAccess):
     `reached_preemption` and `finish` are collectives: every process calls them with the same step, and process 0 writes
     its own `state`, or each process its part. The next call raises the error of a save in the background.
 
-    It logs to the logger `ci_llm.checkpoints.manager` and its siblings: warnings about what was not saved or does not
-    verify, and notes (INFO) about saves that were not needed or had to wait.
+    It logs to loggers below `ci_llm.checkpoints`: warnings about what was not saved, and notes (INFO) about saves.
 
     Args:
         directory: the folder of the run.
@@ -88,6 +86,8 @@ class CheckpointManager(FolderAccess):
             same meaning; the first save of an empty folder is then due at any step, as it is there.
         positional: Orbax's older call, `CheckpointManager(directory, checkpointers, options)`.
     """
+
+    EachProcess: ClassVar = EachProcess  # for what every process has of its own, in a state
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class CheckpointManager(FolderAccess):
 
     def _complete(self, entries: list[StateEntry], state: Any, contributions: Sequence[Contribution]) -> None:
         """Add to the entries what the other processes have of their own."""
-        collected = {key: by_process(contributions, key) for key in own_parts(state)}
+        collected = {key: Contribution.by_process(contributions, key) for key in own_parts(state)}
         if any(each.inside_window for each in contributions):
             assert self._channel is not None
             collected[KEY] = self._gradients.of_everyone(state, self._channel)

@@ -98,6 +98,11 @@ class Contribution:
         content: Any = from_bytes(message)
         return cls(Votes(*content["votes"]), content["inside_window"], content["own"])
 
+    @staticmethod
+    def by_process(contributions: Sequence[Contribution], key: str) -> dict[str, Any]:
+        """What the state holds under `key`: the values of all processes."""
+        return {f"process{index}": each.own[key] for index, each in enumerate(contributions)}
+
 
 def own_parts(state: Any) -> dict[str, Any]:
     """The values of `EachProcess` in a state, by key; of what is no state, nothing: it is refused elsewhere."""
@@ -108,11 +113,6 @@ def own_parts(state: Any) -> dict[str, Any]:
 def add_up(contributions: Sequence[Contribution]) -> Votes:
     """The votes of all processes."""
     return Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))
-
-
-def by_process(contributions: Sequence[Contribution], key: str) -> dict[str, Any]:
-    """What the state holds under `key`: the values of all processes."""
-    return {f"process{index}": each.own[key] for index, each in enumerate(contributions)}
 
 
 def replace_entries(entries: list[StateEntry], collected: Sequence[StateEntry]) -> None:

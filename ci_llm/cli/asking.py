@@ -92,7 +92,7 @@ def open_run(path: str, base_model: str | None) -> Crowd:
     Raises:
         BadInput: there is none, it is damaged, or its base is not found.
     """
-    from ci_llm.cli.train import set_library_defaults
+    from ci_llm.cluster.hub import set_library_defaults
 
     set_library_defaults()
     from ci_llm.crowd.recognise import require_checkpoint

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ci_llm.cli.arguments import make_parser
-from ci_llm.cli.train import set_library_defaults
+from ci_llm.cluster.hub import set_library_defaults
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
 LINES_SHOWN = 20

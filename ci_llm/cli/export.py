@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.arguments import make_parser
-from ci_llm.cli.train import set_library_defaults
+from ci_llm.cluster.hub import set_library_defaults
 from ci_llm.crowd.merge_methods import DENSITY, METHODS, Merge, merge_of
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 

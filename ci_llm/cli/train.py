@@ -36,6 +36,7 @@ def train(words: list[str]) -> int:
     """`ci-llm train`, and `python train.py`."""
     if "-h" in words or "--help" in words:
         return _print_train_help()
+    from ci_llm.cluster.hub import set_library_defaults
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
@@ -54,7 +55,7 @@ def train(words: list[str]) -> int:
         set_library_defaults()
         from ci_llm.run.job import run_job
 
-        return run_job(config, interrupts, launch, sources=read.lines)
+        return run_job(config, interrupts, launch, sources=read.lines).exit_code(config)
 
 
 def read_configuration(words: Sequence[str]) -> Reading:
@@ -95,22 +96,12 @@ def _go_offline_if_unreachable(config: Config, launch: Launch) -> None:
         print_line(f"hub       unreachable, only its local cache is used ({unreachable})")
 
 
-def set_library_defaults() -> None:
-    """Switch off telemetry, the warning about tokenizers in forked workers, and threads that spin while they wait."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # On a shared machine a spinning thread takes the core from the thread it waits for: two toy steps then take
-    # minutes (measured).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Where it is installed, Accelerate imports it; it then misses a kernel for a forward pass that is not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
 def check(words: list[str]) -> int:
     """`ci-llm check`, and `python dry_run_sanity_check.py`."""
     if {"-h", "--help"} & {*words}:
         print(CHECK_USAGE)
         return 0
+    from ci_llm.cluster.hub import set_library_defaults
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 

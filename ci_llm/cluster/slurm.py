@@ -202,6 +202,8 @@ def reason_not_to_requeue(
     """Why a job must not run again; None if it may. For the arguments see `requeue`."""
     if reason == "signal:SIGINT":
         return "a person stopped it (SIGINT)"
+    if reason == "callback":
+        return "a callback of the program stopped it"
     if info is None:
         return "scontrol says nothing about it"
     if not info.is_batch:

@@ -10,4 +10,5 @@ from ci_llm.config.load import arguments_without as arguments_without
 from ci_llm.config.load import default_file as default_file
 from ci_llm.config.load import load_config as load_config
 from ci_llm.config.load import parse_config as parse_config
+from ci_llm.config.load import read_call as read_call
 from ci_llm.config.load import read_config as read_config

@@ -46,9 +46,7 @@ class Config(AllKeys):
 
     def __init__(self, **values: Any) -> None:
         problems: list[Problem] = []
-        given = by_key(
-            (Entry(name, _raw(value), IN_PYTHON) for name, value in values.items()), problems, last_wins=False
-        )
+        given = by_key(entries_of(values, IN_PYTHON), problems, last_wins=False)
         own = take_own_entries([given], problems)
         sound = sound_values(_python_values(values, given, problems), _as_typed(values, given), problems)
         super().__init__(**(sound | own_values(own, problems)))
@@ -145,8 +143,15 @@ def _one_by_one(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip()) or (names,)
 
 
+def entries_of(values: Mapping[str, Any], where: str) -> list[Entry]:
+    """Python values as if they had been written in a file."""
+    return [Entry(name, _raw(value), where) for name, value in values.items()]
+
+
 def _raw(value: object) -> Raw:
     """A Python value as it would be written in a file."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, list | tuple):
         return Items(tuple(map(_item, value)))
     if isinstance(value, bool) or value is None:
@@ -156,7 +161,7 @@ def _raw(value: object) -> Raw:
 
 def _item(value: object) -> Scalar | Items | Mapped | Unusable:
     if isinstance(value, Mapping):
-        return Mapped(tuple(Entry(str(name), _raw(each), IN_PYTHON) for name, each in value.items()))
+        return Mapped(tuple(entries_of(value, where="")))
     raw = _raw(value)
     return raw if not isinstance(raw, Mapped) else Unusable(str(raw))
 

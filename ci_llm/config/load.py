@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
-from ci_llm.config.config import Config
+from ci_llm.config.config import Config, entries_of
 from ci_llm.config.entries import by_key, read_values, sound_values
 from ci_llm.config.names import FIELDS, flag_form, key_of
 from ci_llm.config.parsing import COMMAND_LINE, Entry, Scalar, parts_of, read_arguments
@@ -16,6 +18,8 @@ from ci_llm.config.problems import Problem, clashing, error_of, stray
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import read_yaml
 from ci_llm.errors import ConfigError
+
+IN_CALL: Final = "train(...)"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,38 @@ def read_config(
     return Reading(config, (*lines, *own.lines))
 
 
+def read_call(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any],
+    launcher: Mapping[str, str] | None = None,
+) -> Reading:
+    """The configuration of a call in Python: `overrides` over `config` over the launcher over the defaults.
+
+    Args:
+        config: a YAML file, a mapping, or what a Config was given; None: no file.
+        launcher: as for `read_config`.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, each with its place and its hint.
+    """
+    problems: list[Problem] = []
+    if config is None or isinstance(config, Mapping | Config):
+        values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
+        name, written = IN_CALL, entries_of(values or {}, IN_CALL)
+    else:
+        name = os.fspath(config)
+        written = read_yaml(_read_file(Path(name)), name)
+    sources = (
+        by_key(_launcher_entries(launcher or {}), problems, last_wins=False),
+        by_key(written, problems, last_wins=False),
+        by_key(typed := entries_of(overrides, IN_CALL), problems, last_wins=False),
+    )
+    own = take_own_entries(sources, problems)
+    call = " ".join(f"{entry.name}={_shown(entry)}" for entry in typed)
+    parts = [name, *([f"overrides: {call}"] if call else []), "defaults for all other keys"]
+    return Reading(_build(merge_sources(*sources), own, problems), ("; ".join(parts), *own.lines))
+
+
 def parse_config(text: str, where: str) -> Config:
     """The configuration that `Config.dump()` wrote, perhaps by another version: keys of that version are left out.
 
@@ -98,6 +134,10 @@ def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[s
 
 def _launcher_entries(launcher: Mapping[str, str]) -> list[Entry]:
     return [Entry(key, Scalar(value), "accelerate launch") for key, value in launcher.items()]
+
+
+def _shown(entry: Entry) -> str:
+    return entry.raw.text if isinstance(entry.raw, Scalar) else str(entry.raw)
 
 
 def _read_file(path: Path) -> str:

@@ -111,12 +111,10 @@ def load_base(
         raise load_error(model_name, error) from error
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
-    if kind := quantization or stored:
-        # Another version of bitsandbytes may round otherwise, so the checkpoint is what counts.
-        fingerprint = fingerprint_of_files(name, f"{kind} of {model.dtype}\n")
-        return Base(model, tokenizer, name, fingerprint, fingerprint_of_files(name, f"{kind}\n", rounded=True))
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
-    return Base(model.to(device), tokenizer, name, fingerprint, rounded)
+    if not (quantization or stored):  # a quantised base is on its device since it was loaded
+        model.to(device)
+    return Base(model, tokenizer, name, fingerprint, rounded)
 
 
 def _count_weights(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -183,12 +181,17 @@ def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
 def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
 
-    Agents on the base do not count: it has the same fingerprint before and after they are attached.
+    Agents on the base do not count: it has the same fingerprint before and after they are attached. Of a quantised
+    base the files of its checkpoint count, with the way it is stored: another version of bitsandbytes may round
+    otherwise.
 
     Args:
         rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in
             half and in single precision then have the same fingerprint, because rounding twice changes nothing.
     """
+    if kind := stored_quantization(model.config):
+        start = f"{kind}\n" if rounded else f"{kind} of {model.dtype}\n"
+        return _fingerprint(_stored_tensors(model.name_or_path), rounded, start)
     named = model.state_dict().items()
     base = {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
     return _fingerprint(sorted(base.items()), rounded)
@@ -204,13 +207,8 @@ def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: st
     return digest.hexdigest()[:32]
 
 
-def fingerprint_of_files(name: str, start: str, *, rounded: bool = False) -> str:
-    """Digest of every tensor in the safetensors files of a checkpoint, read one at a time.
-
-    Args:
-        name: a folder or hub id.
-        start: how the tensors are loaded, which belongs to the identity of the base.
-        rounded: as for `fingerprint_of`.
+def _stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in the safetensors files of a checkpoint, a folder or hub id; one at a time is in memory.
 
     Raises:
         ModelError: the checkpoint has no safetensors files.
@@ -225,12 +223,9 @@ def fingerprint_of_files(name: str, start: str, *, rounded: bool = False) -> str
         )
     files = [whole] if whole else get_checkpoint_shard_files(name, index)[0]
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for file in files:
-            with safe_open(file, "pt") as opened:
-                yield from ((key, opened.get_tensor(key)) for key in sorted(opened.keys()))
-
-    return _fingerprint(tensors(), rounded, start)
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            yield from ((key, opened.get_tensor(key)) for key in sorted(opened.keys()))
 
 
 def _not_causal(model_name: str, kind: str) -> ModelError:

@@ -20,10 +20,9 @@ from ci_llm.checkpoints.folders import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
 from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.cluster.hub import fetch, may_be_on_hub
-from ci_llm.crowd.base import Base, fingerprint_of, fingerprint_of_files, load_base, short_name
+from ci_llm.crowd.base import Base, fingerprint_of, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, tokenizer_files
-from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.recognise import META, SAVED, require_checkpoint
 from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint, ModelError
 
@@ -172,12 +171,7 @@ def _tokenizer(folder: Path, base: Base) -> PreTrainedTokenizerBase:
 def save_crowd(crowd: Crowd, folder: Path) -> None:
     """`Crowd.save_pretrained`."""
     tokenizer = tokenizer_files(crowd.prompter.tokenizer) if crowd.prompter else {}
-    model = crowd.model
-    if stored := stored_quantization(model.config):
-        fingerprint = fingerprint_of_files(crowd.base_name, f"{stored} of {model.dtype}\n")
-    else:
-        fingerprint = fingerprint_of(model)
-    write_crowd(folder, crowd.adapter_files(), crowd.meta(fingerprint), tokenizer)
+    write_crowd(folder, crowd.adapter_files(), crowd.meta(fingerprint_of(crowd.model)), tokenizer)
 
 
 def write_crowd(

@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor
 from torch import distributed as dist
@@ -33,14 +31,12 @@ from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
+from ci_llm.distributed.process_group import join, leave, rendezvous_errors
 from ci_llm.errors import CiLlmError, LaunchError, ModelError, PeerLost
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
-# went silent, and for the main process while it works alone (`main_first`).
-COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 SHUTDOWN_BOUND_S: Final = 10.0
 
 
@@ -77,13 +73,15 @@ class Processes:
         # rendezvous, in which the others would wait for it.
         self.notes = disable_unsupported(os.environ)
         _set_environment(self.launch, on_cpu)
-        with _rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
+        with rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
+            if self.launch.num_processes > 1 and not (dist.is_initialized() or is_initialized()):
+                join(self.launch, _backend(on_cpu))
             self.accelerator = Accelerator(
                 cpu=on_cpu,
                 mixed_precision=config.mixed_precision,
                 log_with=list(log_with) or None,
                 project_dir=project_dir,
-                kwargs_handlers=[_group_settings(self.launch, on_cpu)],
+                kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
             )
         # An Accelerator that exists already has fixed Accelerate's global state: the new one silently adopts it.
         if self.accelerator.num_processes != self.launch.num_processes:
@@ -251,7 +249,7 @@ class Processes:
         while self._tokens:
             self._tokens.pop().unlink(missing_ok=True)
         # destroy_process_group may wait for a lost peer without an end: it runs in a thread that can be abandoned.
-        leaving = threading.Thread(target=_destroy_process_group, name="ci_llm leave", daemon=True)
+        leaving = threading.Thread(target=leave, name="ci_llm leave", daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_BOUND_S)
         # Accelerate's state is global: without this, the next Accelerator of this process would reuse the old group.
@@ -287,7 +285,7 @@ def check_process_group() -> str:
     Raises:
         LaunchError: one of them does not work on this machine.
     """
-    backend = "gloo" if runs_on_cpu() else "cuda:nccl,cpu:gloo"
+    backend = _backend(runs_on_cpu())
     try:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -299,7 +297,7 @@ def check_process_group() -> str:
             hint="let this machine's name resolve (/etc/hosts), or export GLOO_SOCKET_IFNAME=lo",
         ) from error
     finally:
-        _destroy_process_group()
+        leave()
     return f"{backend} on 127.0.0.1:{store.port}"
 
 
@@ -357,25 +355,8 @@ def _set_environment(launch: Launch, on_cpu: bool) -> None:
         torch.set_num_threads(launch.threads_per_process)
 
 
-def _group_settings(launch: Launch, on_cpu: bool) -> InitProcessGroupKwargs:
-    if launch.num_processes == 1:
-        return InitProcessGroupKwargs()
-    backend = "gloo" if on_cpu else "cuda:nccl,cpu:gloo"
-    return InitProcessGroupKwargs(backend=backend, timeout=COLLECTIVE_TIMEOUT)
-
-
-@contextmanager
-def _rendezvous_errors(launch: Launch) -> Iterator[None]:
-    address, port = (launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    try:
-        socket.getaddrinfo(address, port)  # fails at once; torch would try an unknown name for half an hour
-        yield
-    except (RuntimeError, OSError) as error:
-        raise LaunchError(
-            f"the {launch.num_processes} processes cannot meet: {str(error).splitlines()[0]}",
-            where=f"{address}:{port}",
-            hint="export a free MASTER_PORT, and a MASTER_ADDR that every machine can reach",
-        ) from error
+def _backend(on_cpu: bool) -> str:
+    return "gloo" if on_cpu else "cuda:nccl,cpu:gloo"
 
 
 def _token_path(folder: Path, token: str) -> Path:
@@ -401,8 +382,3 @@ def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
         path.unlink(missing_ok=True)
         return False
     return bool(other["parent"] == own["parent"] and other["pid"] != own["pid"])
-
-
-def _destroy_process_group() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()

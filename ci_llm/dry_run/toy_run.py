@@ -272,7 +272,7 @@ def conclusion(context: CheckContext) -> str:
     start = time.monotonic()
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     middle = time.monotonic()
-    _uninterrupted(conclude(run))
+    _uninterrupted(conclude(run)[0])
     end = time.monotonic()
     assert scores is not None
     if run.processes.is_main:

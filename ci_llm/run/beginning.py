@@ -20,7 +20,8 @@ from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
-from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import CheckpointError, ConfigError, LaunchError
 from ci_llm.run.resume import Source, newest_source, open_source
 
 NAME: Final = "beginning.json"
@@ -268,3 +269,32 @@ def _require_same_beginning(
 
 def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
+
+
+def require_same_step(processes: Processes, folder: Path, step: int | None) -> None:
+    """Refuse folders that differ, before anything is concluded from what is in them. A collective.
+
+    Raises:
+        LaunchError: on every process alike.
+    """
+    found = processes.gather_object(step)
+    if len({*found}) > 1:
+        named = ", ".join("none" if step is None else f"step {step}" for step in found)
+        raise LaunchError(
+            f"the processes find different checkpoints to go on from: {named}",
+            where=str(folder.absolute()),
+            hint="give an output_dir on a disk that all machines share, as an absolute path",
+        )
+
+
+def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
+    """For a run that would begin where it ends: its folder would never hold a step for the final checkpoint."""
+    out_of_patience = step < total_steps
+    return ConfigError(
+        f"nothing is left to train: the checkpoint is of step {step}, and "
+        + ("its patience with the evaluations is over" if out_of_patience else f"this run ends at step {total_steps}"),
+        where=f"{folder}",
+        hint="early_stopping_patience=null, or a larger one, trains on from there"
+        if out_of_patience
+        else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.best_step import kept_steps
+from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
@@ -73,6 +75,7 @@ class Run:
     interval: Interval
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     @property
     def micro_batch_size(self) -> int:
@@ -83,6 +86,15 @@ class Run:
         """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
         rates = [rate(step) for rate in self.learning_rates]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
+
+    def tell(self, event: Event, **values: Mapping[str, Any]) -> None:
+        """Tell the callbacks of an event; if one of them wants the training to stop, the next ballot says so."""
+        if self.callbacks:
+            step = self.state.step
+            state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main)
+            with self.heartbeat.resting():
+                if self.callbacks.tell(event, state, values) and not self.is_finished:
+                    self.interrupts.request_stop(STOPPED_BY_CALLBACK)
 
     @property
     def last_learning_rate(self) -> float:

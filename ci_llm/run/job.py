@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
@@ -24,15 +23,16 @@ from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, LaunchError
+from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.beginning import Start, find_start, prepare
+from ci_llm.run.beginning import Start, find_start, nothing_to_train, prepare, require_same_step
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
+from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
 from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import evaluation_metrics, result_metrics
@@ -41,6 +41,7 @@ from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
+from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
@@ -49,16 +50,24 @@ from ci_llm.run.state import Validation
 logger = logging.getLogger(__name__)
 
 
-def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: Sequence[str] = ()) -> int:
-    """Train as `config` says and return the exit code (see the contract on exit codes in docs/).
+def run_job(
+    config: Config,
+    interrupts: Interrupts,
+    launch: Launch,
+    *,
+    sources: Sequence[str] = (),
+    callbacks: Sequence[object] = (),
+) -> Result:
+    """Train as `config` says, from the first step or where an earlier call stopped.
 
     Args:
         sources: lines for people about where the values of `config` come from.
+        callbacks: see callbacks.py.
 
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    folder = config.run_folder
+    told, folder = Callbacks(callbacks, config), config.run_folder
     check_folder(folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
@@ -77,11 +86,12 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
     )
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
-    code = 1
+    result: Result | None = None
     try:
         run = build(config, processes, interrupts, manager, log)
-        code = _run_to_end(run)
-        return code
+        run.callbacks = told
+        result = _run_to_end(run)
+        return result
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
         try:
@@ -89,7 +99,7 @@ def run_job(config: Config, interrupts: Interrupts, launch: Launch, *, sources: 
         finally:
             log.close()
             if not processes.shutdown():
-                end_at_once(code, sys.exc_info()[1])
+                end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
 
 
 def end_at_once(code: int, error: BaseException | None) -> None:
@@ -101,14 +111,14 @@ def end_at_once(code: int, error: BaseException | None) -> None:
     os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
 
 
-def _run_to_end(run: Run) -> int:
-    """Resume or begin, train and conclude; returns the exit code."""
+def _run_to_end(run: Run) -> Result:
+    """Resume or begin, train and conclude."""
     start, trackers = _resume(run)
     run.interrupts.describe_stop = run.describe_stop
-    if run.is_finished and _is_concluded(run.config.run_folder):
+    if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _log_next_steps(run.config, run.processes.launch)
-        return 0
+        return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
         attempt = _begin(run, start, trackers)
@@ -117,11 +127,14 @@ def _run_to_end(run: Run) -> int:
         return _train_and_conclude(run, batches, attempt, stacks)
 
 
-def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: Stacks) -> int:
+def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: Stacks) -> Result:
+    record: dict[str, Any] = {}
     try:
         with _watched(run, attempt, stacks):
+            run.tell("on_train_begin")
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
-                stop = conclude(run)
+                stop, record = conclude(run)
+            run.tell("on_train_end")
         run.manager.wait_until_finished()
         run.log.report_save(run.manager.last_result)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
@@ -133,13 +146,13 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     if stop is not None:
         attempt.interrupted(stop)
         leave_page(run.config, run.processes, run.interrupts, run.manager)
-        return run.config.interrupted_exit_code
+        return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
     _log_next_steps(run.config, run.processes.launch)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
-    return 0
+    return Result("completed", run.state.step, run.config.run_folder, record)
 
 
 def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
@@ -153,7 +166,7 @@ def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
     with run.processes.main_first():
         start = find_start(run.manager, run.config, requests.beginning, requests.at_most)
     source = start.source
-    _require_same_step(run.processes, run.config.run_folder, source.step if source else None)
+    require_same_step(run.processes, run.config.run_folder, source.step if source else None)
     if start.sets_aside:  # the requests are for the run that moves aside
         requests = Requests()
     _log_lines([start.note] if start.note else [])
@@ -174,7 +187,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.rows_per_step)
     run.learning_rates = schedules(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
-        raise _nothing_to_train(run.state.step, run.total_steps, source.folder)
+        raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
         run.interval.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
@@ -204,35 +217,6 @@ def _recover_evaluation(run: Run, *, from_log: bool) -> None:
         known = run.processes.broadcast_object(run.log.read_metrics(run.state.step))
         if f"eval/crowd/{metric}" in known:
             note_evaluation(run, known)
-
-
-def _nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
-    """For a run that would begin where it ends: its folder would never hold a step for the final checkpoint."""
-    out_of_patience = step < total_steps
-    return ConfigError(
-        f"nothing is left to train: the checkpoint is of step {step}, and "
-        + ("its patience with the evaluations is over" if out_of_patience else f"this run ends at step {total_steps}"),
-        where=f"{folder}",
-        hint="early_stopping_patience=null, or a larger one, trains on from there"
-        if out_of_patience
-        else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
-    )
-
-
-def _require_same_step(processes: Processes, folder: Path, step: int | None) -> None:
-    """Refuse folders that differ, before anything is concluded from what is in them. A collective.
-
-    Raises:
-        LaunchError: on every process alike.
-    """
-    found = processes.gather_object(step)
-    if len({*found}) > 1:
-        named = ", ".join("none" if step is None else f"step {step}" for step in found)
-        raise LaunchError(
-            f"the processes find different checkpoints to go on from: {named}",
-            where=str(folder.absolute()),
-            hint="give an output_dir on a disk that all machines share, as an absolute path",
-        )
 
 
 def _log_lines(lines: Iterable[str]) -> None:
@@ -327,6 +311,7 @@ def save(run: Run) -> None:
             info=_info(run),
             keep=kept_steps(run.config, run.state.validation),
         )
+    run.tell("on_save")
 
 
 def _save_last(run: Run, generators: Sequence[dict[str, Any] | None]) -> None:
@@ -346,13 +331,18 @@ def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict
     return run.checkpoint.contents(run.state, rate, run.log.tracker_state(), generators)
 
 
-def conclude(run: Run) -> str | None:
-    """Evaluate agents and crowd, write the results and the final checkpoint; the reason if interrupted meanwhile."""
+def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
+    """Evaluate agents and crowd, write the results and the final checkpoint.
+
+    Returns:
+        the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
+    """
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     latest = {} if scores is None else evaluation_metrics(scores)
     if latest:
         note_evaluation(run, latest)
+        run.tell("on_evaluate", metrics=latest)
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
     with run.heartbeat.resting():
@@ -363,7 +353,7 @@ def conclude(run: Run) -> str | None:
             scores = run.evaluator.scores(step, run.micro_batch_size)
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
     if (stop := run.stop_vote.reason()) is not None or scores is None:
-        return stop
+        return stop, {}
     run.log.report_save(run.manager.last_result)
     run.log.end_progress()
     if answers is not None and answers.example is not None:
@@ -371,7 +361,7 @@ def conclude(run: Run) -> str | None:
     record = _record(run, step, scores, answers)
     _write_results(run, step, record)
     run.log.track(run.state.step, latest | result_metrics(record))
-    return None
+    return None, record
 
 
 def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
@@ -417,10 +407,6 @@ def require_written(manager: CheckpointManager, processes: Processes) -> None:
             where=str(manager.directory),
             hint="make space on this disk; the same command goes on from the last checkpoint",
         ) from cause
-
-
-def _is_concluded(folder: Path) -> bool:
-    return (folder / "evaluation.json").is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()
 
 
 def _log_next_steps(config: Config, launch: Launch) -> None:

@@ -69,6 +69,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         run.pace.end_step(run.manager.last_result)
         run.heartbeat.tick()
         report(run, verdict, findings, norms)
+        run.tell("on_step_end")
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
@@ -177,8 +178,10 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     metrics |= recovery_metrics(run.state, run.config.batch_size)
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
-    run.log.metrics(step, metrics | run.interval.speed())
+    metrics |= run.interval.speed()
+    run.log.metrics(step, metrics)
     run.interval.restart()
+    run.tell("on_log", logs=metrics)
 
 
 def report_learning(run: Run) -> None:
@@ -201,6 +204,7 @@ def evaluate(run: Run) -> str | None:
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         report_evaluation(run, scores)
+        run.tell("on_evaluate", metrics=metrics)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
     return run.stop_vote.reason()

@@ -31,7 +31,7 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
         f"`{command}` begins a new run beside it",
         "overwrite_output_dir=true begins here and moves the old run aside",
     ]
-    if old := [f"{each.key}={_text(each.old)}" for each in changes if each.kind == "sample-exact"]:
+    if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
         ways.append(f"{' '.join(old)} goes on with the old run")
     return "; ".join(ways)
 
@@ -39,7 +39,7 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
 def _new_name(changes: Iterable[Change], config: Config) -> str:
     """A name for the new run that no folder has: `num_agents8-learning_rate0.001`."""
     named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
-    parts = [config.experiment_name or "", *(f"{each.key}{_text(each.new)}" for each in named)]
+    parts = [config.experiment_name or "", *(f"{each.key}{as_typed(each.new)}" for each in named)]
     name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._") or "run"
     return name if _is_free(config, name) else next(n for i in range(2, 10**6) if _is_free(config, n := f"{name}-{i}"))
 
@@ -48,7 +48,7 @@ def _is_free(config: Config, name: str) -> bool:
     return name != config.experiment_name and not Path(config.output_dir, name).exists()
 
 
-def _text(value: object) -> str:
+def as_typed(value: object) -> str:
     """A value as it is typed on a command line."""
     if isinstance(value, list):  # one value for each agent
         return f"[{','.join(map(_text, value))}]"

@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   python safe_train.py                                      this project's trainer, with configs.yaml
   python safe_train.py num_agents=8 -- torchrun --nproc-per-node 4 train.py
   python safe_train.py --train-script train.py --config-path configs --config-name config training.learning_rate=1e-3
-  python safe_train.py --train-script fit.py --config-flag --config --config my.yaml --lr-key optim.lr
+  python safe_train.py --train-script fit.py --config-flag=--config --config my.yaml --lr-key optim.lr
   python safe_train.py --lr-key lr -- python fit.py --lr 1e-3
   python safe_train.py --config my.yaml --lr-key optim.lr -- accelerate launch fit.py my.yaml
   python safe_train.py --on-retry --init_from=resume --goes-on-from out/ckpt.pt -- python train.py config/gpt2.py

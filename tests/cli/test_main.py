@@ -20,6 +20,7 @@ from ci_llm import interrupts
 from ci_llm.cli import entry, guard, main, supervise, train
 from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
+from ci_llm.run.result import Result
 from ci_llm.supervisor.options import parse_options
 from tools.testbed.events import DEADLINE_S
 
@@ -209,9 +210,9 @@ def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project
     """`python /path/train.py` trained other values, without a word: those of no file at all."""
     seen: list[Any] = []
 
-    def job(config: Any, *_: Any, **named: Any) -> int:
+    def job(config: Any, *_: Any, **named: Any) -> Any:
         seen.append((config, *named.get("sources", ())))
-        return 0
+        return 0 if command == "check" else Result("completed", 0, tmp_path)
 
     monkeypatch.setitem(sys.modules, f"ci_llm.{module}", SimpleNamespace(run_job=job, dry_run=job))
     monkeypatch.chdir(tmp_path)

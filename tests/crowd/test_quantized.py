@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from ci_llm.crowd import quantized
-from ci_llm.crowd.base import load_base
+from ci_llm.crowd.base import fingerprint_of, load_base
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.quantized import QuantizedLinear, stored_bytes
@@ -269,3 +269,9 @@ def test_without_quantization_bitsandbytes_is_not_imported() -> None:
     code = "import sys; from ci_llm import load_base; load_base('embedded'); print('bitsandbytes' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["False"], done.stderr
+
+
+def test_a_quantised_base_with_agents_has_the_fingerprint_that_it_was_loaded_with(folder: Path) -> None:
+    base = load_base(str(folder), "fp32", "cpu", "nf4")
+    Crowd(base.model, SETTINGS, str(folder))
+    assert fingerprint_of(base.model) == base.fingerprint

@@ -58,9 +58,9 @@ class Browser:
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.ask(f"{domain}.enable")
 
-    def open(self, page: Path) -> None:
-        """Load a page and wait until it stands."""
-        self.ask("Page.navigate", url=page.resolve().as_uri())
+    def open(self, page: Path | str) -> None:
+        """Load a page, a file or an address, and wait until it stands."""
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         self._receive(lambda message: message.get("method") == "Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:

@@ -1,0 +1,90 @@
+"""`ci_llm.train`: a run that a script or a notebook calls, any number of times; it leaves the process as it was."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ci_llm.cluster.hub import go_offline_if_unreachable, set_library_defaults
+from ci_llm.cluster.launch import accelerate_settings, read_launch
+from ci_llm.config import Config, read_call
+from ci_llm.interrupts import Interrupts, die_with_parent
+
+if TYPE_CHECKING:
+    from ci_llm.run.result import Result
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    callbacks: Iterable[object] = (),
+    **overrides: Any,
+) -> Result:
+    """Train a crowd, or go on with the run that an earlier call has left in the same folder.
+
+    It does what `ci-llm train` does, on one process, or on those of a launcher if every process makes the same call.
+    Ctrl-C, or the stop button of a notebook, finishes the step, saves it and returns; a second one raises
+    KeyboardInterrupt.
+
+    Args:
+        config: a YAML file, a mapping of keys, or a Config; None: the defaults of docs/keys.md and no file.
+        callbacks: objects with methods such as `on_step_end` or `on_evaluate`; see callbacks.py.
+        overrides: keys that win over `config`: `learning_rate=1e-3`, or `lr=1e-3`.
+
+    Returns:
+        the result: `status`, `step`, `metrics`, `folder`, `crowd`.
+
+    Raises:
+        CiLlmError: what failed, where, and what to do. If the run had begun, its folder has the reason as well.
+    """
+    read = read_call(config, overrides, accelerate_settings(os.environ))
+    launch = read_launch()
+    with Interrupts(
+        read.config.stop_signals,
+        read.config.save_signals,
+        describe_stop=lambda: "leaving before the first step",
+        abort_grace_s=math.inf if hasattr(sys, "ps1") else 2.0,  # a notebook must survive a second Ctrl-C
+    ) as interrupts:
+        if not launch.forwards_sigterm:
+            die_with_parent(next(iter(read.config.stop_signals), "SIGTERM"))
+        names = read.config.model_name, *read.config.dataset_names, *read.config.eval_dataset_names
+        unreachable = go_offline_if_unreachable(*names)
+        offline = [f"the hub is unreachable, only its local cache is used ({unreachable})"] if unreachable else []
+        set_library_defaults()
+        from ci_llm.run.job import run_job
+
+        launch = replace(launch, arguments=_words_for_a_shell(read.config))
+        with _process_as_it_was():
+            return run_job(read.config, interrupts, launch, sources=[*read.lines, *offline], callbacks=tuple(callbacks))
+
+
+def _words_for_a_shell(config: Config) -> tuple[str, ...]:
+    """The words that give `ci-llm train` this configuration, for the commands that a run proposes."""
+    from ci_llm.run.new_run import as_typed
+
+    changes = Config().diff(config)
+    return ("--config", os.devnull, *(f"{change.key}={as_typed(change.new)}" for change in changes))
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Put back what a run sets for the whole process: threads, deterministic algorithms, random generators."""
+    import torch
+    from torch.utils import deterministic
+
+    from ci_llm.core import determinism
+
+    threads, generators = torch.get_num_threads(), determinism.capture()
+    mode, fill = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
+        deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        determinism.restore(generators)

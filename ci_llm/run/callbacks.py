@@ -1,0 +1,110 @@
+"""Callbacks: a program's own code, told what happens while a run trains, under the names of Transformers' Trainer.
+
+A callback is an object with one or more methods of these names. Each is called as the Trainer calls it:
+
+    class Prune:
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            control.should_training_stop = metrics["eval/crowd/nll"] > 0.3
+
+`args` is the `Config`, `state` a `TrainerState`, `control` a `Control`. All values are plain and the same on every
+process, and the random generators are afterwards as they were before: a callback cannot change the bits of a run. It
+can ask it to stop. What it raises ends the run as any error does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+from ci_llm.config import Config
+from ci_llm.core import determinism
+from ci_llm.errors import ConfigError
+
+Event = Literal["on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end"]
+EVENTS: Final[tuple[str, ...]] = get_args(Event)
+#: The reason of an interruption that a callback has asked for, as status.json has it.
+STOPPED_BY_CALLBACK: Final = "callback"
+_BASE_OF_THE_TRAINER: Final = "TrainerCallback"  # has a method for every event, each of which does nothing
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the run stands.
+
+    Attributes:
+        global_step: optimizer steps taken.
+        max_steps: optimizer steps of the whole run.
+        epoch: passes over the rows, with its fraction.
+        is_world_process_zero: whether this is the main process; every process calls its callbacks.
+    """
+
+    global_step: int
+    max_steps: int
+    epoch: float
+    is_world_process_zero: bool
+
+
+@dataclass(slots=True)
+class Control:
+    """What a callback can ask for.
+
+    Attributes:
+        should_training_stop: finish the next step, save it and leave, as after a signal. The same call goes on later.
+    """
+
+    should_training_stop: bool = False
+
+
+class Callbacks:
+    """The callbacks of one run.
+
+    Args:
+        callbacks: objects with methods named after events.
+        config: the `args` of every call.
+
+    Raises:
+        ConfigError: an object has no such method, or one for an event that does not exist here.
+    """
+
+    def __init__(self, callbacks: Iterable[object] = (), config: Config | None = None) -> None:
+        self._callbacks, self._config = tuple(callbacks), config
+        for callback in self._callbacks:
+            _check(callback)
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def tell(self, event: Event, state: TrainerState, values: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Call every callback that has a method for the event, in their order.
+
+        Args:
+            values: the keywords of the event, each a mapping; a callback gets a copy.
+
+        Returns:
+            whether one of them wants the run to stop.
+        """
+        generators = determinism.capture()
+        control = Control()
+        for callback in self._callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self._config, state, control, **{name: dict(value) for name, value in values.items()})
+        determinism.restore(generators)
+        return control.should_training_stop
+
+
+def _check(callback: object) -> None:
+    methods = {
+        name
+        for kind in type(callback).__mro__
+        if kind.__name__ != _BASE_OF_THE_TRAINER
+        for name in vars(kind)
+        if name.startswith("on_")
+    }
+    unknown = sorted(methods - {*EVENTS})
+    if unknown or not methods:
+        problem = f"has {', '.join(unknown)}, which nothing calls" if unknown else "has no method for an event"
+        raise ConfigError(
+            f"the callback {callback!r} {problem}", where="train(callbacks=...)", hint=f"events: {', '.join(EVENTS)}"
+        )

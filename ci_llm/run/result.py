@@ -1,0 +1,58 @@
+"""What a call of a run came to, unless it failed: completed or interrupted, where, and with which scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ci_llm.core.durable import read_json
+
+if TYPE_CHECKING:
+    from ci_llm.config import Config
+    from ci_llm.crowd.model import Crowd
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended; the same on every process. A run that fails is an exception and has none.
+
+    Attributes:
+        status: "interrupted": what is saved goes on with the same call.
+        step: optimizer steps taken.
+        folder: of the run.
+        metrics: `evaluation.json`, the final evaluation; empty if the run was interrupted.
+        reason: why it was interrupted: "signal:SIGINT", "walltime", "callback", ...; None if it is completed.
+    """
+
+    status: Literal["completed", "interrupted"]
+    step: int
+    folder: Path
+    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    reason: str | None = None
+
+    @cached_property
+    def crowd(self) -> Crowd:
+        """The crowd of the final checkpoint, or of the newest one of an interrupted run; loaded at first use.
+
+        Raises:
+            CiLlmError: nothing is saved, or it is damaged.
+        """
+        from ci_llm.crowd.model import Crowd
+
+        return Crowd.from_pretrained(self.folder)
+
+    def exit_code(self, config: Config) -> int:
+        """The exit code of a program that ends with this run."""
+        return config.interrupted_exit_code if self.status == "interrupted" else 0
+
+
+def conclusion_of(folder: Path) -> dict[str, Any] | None:
+    """`evaluation.json` of a run that has come to its end; None before."""
+    record = folder / "evaluation.json"
+    if not (record.is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()):
+        return None
+    content: Any = read_json(record)
+    return dict(content)

@@ -1,0 +1,96 @@
+"""The site builds without a warning, stands alone, and can be read on a screen and a phone, light and dark."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.markdown import ROOT
+from tools.testbed.events import DEADLINE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The site as a server of this machine shows it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Writes no line for each request."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_it_has_the_first_page_the_tutorial_and_the_signatures(site: Path) -> None:
+    assert "ensemble of LoRA adapters" in (site / "index.html").read_text()
+    assert "from your own data to an adapter that serves" in (site / "tutorial.html").read_text()
+    reference = (site / "reference.html").read_text()
+    assert "save_interval_steps" in reference
+    assert "KeyboardInterrupt" in reference, "the docstring of train"
+
+
+def test_links_to_files_of_the_repository_lead_to_copies(site: Path) -> None:
+    page = (site / "architecture.html").read_text()
+    assert 'href="source/ci_llm/run/loop.py"' in page
+    assert (site / "source/ci_llm/run/loop.py").read_bytes() == (ROOT / "ci_llm/run/loop.py").read_bytes()
+    assert 'href="slurm.html' in (site / "interruptions.html").read_text()
+
+
+def test_no_page_names_another_server_for_what_it_loads(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(https?:[^\" >]+)", page.read_text())
+        loaded += re.findall(
+            r"<link[^>]+rel=\"?(?:stylesheet|preconnect|icon)[^>]+href=\"?(https?:[^\" >]+)", page.read_text()
+        )
+        assert not loaded, page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+@pytest.mark.parametrize("page", ["index", "troubleshooting"])
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
+def test_a_browser_shows_it_without_a_complaint(
+    page: str, width: int, scheme: str, address: str, tmp_path: Path
+) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        browser.look(width=width, scheme=scheme)
+        browser.open(f"{address}/{page}.html")
+        picture = browser.picture(tmp_path / f"{page}-{width}-{scheme}.png")
+        assert picture.stat().st_size > 20_000
+        background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        brightness = sum(map(int, re.findall(r"\d+", background)[:3]))
+        assert (brightness < 200) == (scheme == "dark"), background
+        assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+        assert not [request for request in browser.requests if not request.startswith((address, "data:"))]
+        assert not browser.complaints

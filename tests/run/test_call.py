@@ -1,0 +1,260 @@
+"""`ci_llm.train` in a script and a notebook: again and again in one process, on several, interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from nbclient import NotebookClient
+
+import ci_llm
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.diff import compare
+from ci_llm.config import read_call
+from ci_llm.core.run_status import read_status
+from ci_llm.run.callbacks import Callbacks, Control, TrainerState
+from tools.testbed.forkserver import ForkServer
+
+KEYS: dict[str, Any] = {
+    "num_agents": 2,
+    "lora_rank": 2,
+    "lora_dropout": 0.1,
+    "max_train_samples": 9,
+    "max_train_steps": 4,
+    "batch_size": 2,
+    "eval_steps": 2,
+    "eval_samples": 4,
+    "generation_eval_samples": 2,
+    "max_new_tokens_eval": 4,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "num_workers": 0,
+    "report_to": "none",
+    "write_report": False,
+}
+
+
+class Witness:
+    """Writes down what it is told, and does all that a callback should not do."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.logs: list[Mapping[str, Any]] = []
+
+    def on_train_begin(self, args: ci_llm.Config, state: TrainerState, control: Control) -> None:
+        assert (args.lora_rank, state.max_steps) == (2, 4)
+        self.told.append(("begin", state.global_step))
+
+    def on_step_end(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+        random.random(), np.random.rand(), torch.rand(3)
+        self.told.append(("step", state.global_step))
+
+    def on_log(self, args: object, state: TrainerState, control: Control, logs: dict[str, Any]) -> None:
+        self.logs.append(dict(logs))
+        logs.clear()
+
+    def on_evaluate(self, args: object, state: TrainerState, control: Control, metrics: dict[str, Any]) -> None:
+        self.told.append(("evaluate", state.global_step))
+        assert metrics["eval/crowd/nll"] > 0
+
+    def on_save(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+        self.told.append(("save", state.global_step))
+
+    def on_train_end(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+        self.told.append(("end", state.global_step))
+        control.should_training_stop = True  # too late to mean anything
+
+
+class StopAt:
+    """Asks for a stop after a step, as a person or as a program."""
+
+    def __init__(self, step: int, *, by_signal: bool = False) -> None:
+        self.step, self.by_signal = step, by_signal
+
+    def on_step_end(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+        if state.global_step == self.step and self.by_signal:
+            os.kill(os.getpid(), signal.SIGINT)
+        control.should_training_stop = state.global_step == self.step and not self.by_signal
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two checkpoints have the same bits."""
+    return compare(load_checkpoint(one), load_checkpoint(other)).identical
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without callbacks."""
+    return ci_llm.train(KEYS, output_dir=tmp_path_factory.mktemp("plain") / "run").folder
+
+
+@pytest.mark.slow
+def test_callbacks_are_told_everything_and_change_no_bit(plain: Path, tmp_path: Path) -> None:
+    witness = Witness()
+    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness])
+    assert (result.status, result.step, result.reason) == ("completed", 4, None)
+    assert witness.told == [
+        ("begin", 0),
+        *[("step", 1), ("step", 2), ("save", 2), ("evaluate", 2)],
+        *[("step", 3), ("step", 4), ("save", 4), ("evaluate", 4), ("end", 4)],
+    ]
+    assert [logs["train/task_loss"] > 0 for logs in witness.logs] == [True] * 4
+    for name in ("checkpoint_step_2", "checkpoint_step_4", "final_checkpoint"):
+        assert same(plain / name, tmp_path / "run" / name)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/task_loss"] for line in logged if "train/task_loss" in line] == [
+        logs["train/task_loss"] for logs in witness.logs
+    ]
+
+
+@pytest.mark.slow
+def test_a_result_has_scores_and_a_crowd_that_answers(plain: Path) -> None:
+    again = ci_llm.train(KEYS, output_dir=plain)  # is complete: nothing is left to do
+    assert again.metrics == json.loads((plain / "evaluation.json").read_text())
+    assert len(again.metrics["nll"]["agents"]) == again.crowd.num_agents == 2
+    assert again.crowd is again.crowd
+    assert isinstance(again.crowd.generate(["Ann has 7 pens."], max_new_tokens=2)[0], str)
+    assert "nll" not in repr(again), "the scores would fill the screen of a notebook"
+
+
+@pytest.mark.slow
+def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
+    def settings() -> list[Any]:
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+        wakeup = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
+        generators = random.getstate(), torch.get_rng_state().tolist()
+        return [handlers, wakeup, torch.get_num_threads(), torch.get_deterministic_debug_mode(), generators]
+
+    torch.use_deterministic_algorithms(False)
+    before = settings()
+    ci_llm.train(KEYS, output_dir=tmp_path, max_train_steps=1, generation_eval_samples=0)
+    assert settings() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [(StopAt(1), "callback"), (StopAt(1, by_signal=True), "signal:SIGINT")],
+    ids=["by a callback", "by Ctrl-C"],
+)
+def test_a_stopped_run_is_saved_and_goes_on_with_the_same_call(
+    stop: StopAt, reason: str, plain: Path, tmp_path: Path
+) -> None:
+    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[stop])
+    assert (result.status, result.reason, result.step) == ("interrupted", reason, 2)
+    assert read_status(tmp_path / "run").reason == reason
+    assert result.metrics == {}
+    assert result.crowd.num_agents == 2
+    assert ci_llm.train(KEYS, output_dir=tmp_path / "run").status == "completed"
+    assert same(plain / "final_checkpoint", tmp_path / "run" / "final_checkpoint")
+
+
+@pytest.mark.slow
+def test_an_error_of_a_callback_ends_the_run_and_is_on_record(tmp_path: Path) -> None:
+    class Broken:
+        def on_step_end(self, *_: object, **__: object) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[Broken()])
+    assert read_status(tmp_path / "run").reason == "error:ZeroDivisionError"
+
+
+def two_runs(folder: str) -> int:
+    """On each of several processes: two runs in a row, and what they came to."""
+    torch.set_num_threads(1)
+    for name in ("one", "other"):
+        result = ci_llm.train(KEYS, output_dir=Path(folder, name))
+        index = os.environ["RANK"]
+        told = {"status": result.status, "step": result.step, "nll": result.metrics["nll"]}
+        Path(folder, f"{name}_{index}.json").write_text(json.dumps(told))
+    return 0
+
+
+@pytest.mark.slow
+def test_every_process_of_a_launcher_gets_the_same_result_twice_in_a_row(server: ForkServer, tmp_path: Path) -> None:
+    codes = server.run(two_runs, tmp_path / "log", ranks=2, folder=str(tmp_path))
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    texts = [(tmp_path / f"{name}_{index}.json").read_text() for name in ("one", "other") for index in (0, 1)]
+    assert len({*texts}) == 1
+    assert json.loads(texts[0])["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_in_a_notebook_the_stop_button_returns_a_result_and_the_next_cell_goes_on(tmp_path: Path) -> None:
+    keys = {**KEYS, "output_dir": str(tmp_path / "run")}
+    cells = [
+        "import os, signal\nimport ci_llm\n"
+        "class Button:\n    def on_step_end(self, args, state, control):\n"
+        "        if state.global_step == 1:\n            os.kill(os.getpid(), signal.SIGINT)",  # as the button does
+        f"stopped = ci_llm.train({keys!r}, callbacks=[Button()])\nstopped.status, stopped.step",
+        f"ci_llm.train({keys!r}).status",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    done = NotebookClient(book, timeout=300, kernel_name="python3").execute()
+    results = [
+        output["data"]["text/plain"]
+        for cell in done.cells
+        for output in cell.outputs
+        if output["output_type"] == "execute_result"
+    ]
+    assert results == ["('interrupted', 2)", "'completed'"]
+    said = json.dumps(done)
+    assert "-m ci_llm train --config /dev/null num_agents=2" in said, "the command that goes on works in a shell"
+
+
+# Without a run
+
+
+def test_a_configuration_is_a_file_a_mapping_or_keys(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 1e-3\nnum_agents: 3\n")
+    wanted = ci_llm.Config(learning_rate=5e-4, num_agents=3)
+    for given in (file, str(file), {"lr": 1e-3, "num_agents": 3}, ci_llm.Config(lr=1e-3, num_agents=3)):
+        assert read_call(given, {"lr": 5e-4}).config == wanted
+    read = read_call(file, {"output_dir": tmp_path})
+    assert read.lines == (f"{file}; overrides: output_dir={tmp_path}; defaults for all other keys",)
+    assert read_call(None, {}).config == ci_llm.Config()
+    assert read_call(None, {}, {"mixed_precision": "bf16"}).config.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"config": {"learning_rat": 1, "num_agents": "many"}}, "learning_rat(.|\n)*num_agents"),
+        ({"config": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"batch_size": 0, "lr": "fast"}, "learning_rate(.|\n)*batch_size"),
+        ({"model_name": "embedded", "dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"callbacks": [object()]}, "no method for an event"),
+    ],
+)
+def test_bad_input_is_an_exception_that_says_what_and_where(
+    call: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ci_llm.CiLlmError, match=message):
+        ci_llm.train(**call)
+
+
+def test_a_callback_for_an_event_that_nothing_calls_is_refused() -> None:
+    class Misspelt:
+        def on_step_ends(self, *_: object) -> None:
+            raise AssertionError
+
+    with pytest.raises(ci_llm.CiLlmError, match=r"has on_step_ends, which nothing calls\n.*\n.*on_step_end,"):
+        Callbacks([Misspelt()])
+
+
+def test_a_control_has_no_other_wishes() -> None:
+    with pytest.raises(AttributeError):
+        Control().should_save = True  # type: ignore[attr-defined]

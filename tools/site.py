@@ -1,0 +1,79 @@
+"""The hook of mkdocs.yml: pages that lie outside docs/ join the site, and links that work on a code host work there.
+
+README.md is the first page. A link to a file of the repository leads to a copy of it; a link to a folder is text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from mkdocs.structure.files import File, Files
+
+import ci_llm
+
+ROOT: Final = Path(__file__).parents[1]
+#: Pages of the site that have another place in the repository.
+PAGES: Final = {"index.md": "README.md", "slurm.md": "slurm/README.md", "contributing.md": "CONTRIBUTING.md"}
+SOURCES: Final = "source"
+#: The signatures and docstrings of the public names; mkdocstrings fills it in.
+REFERENCE: Final = "reference.md"
+_FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from elsewhere, and a copy of every file that a page links to."""
+    for page, source in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, REFERENCE, content=_reference()))
+    for page in files.documentation_pages():
+        for _, _, target, _ in _LINK.findall(_FENCE.sub("", page.content_string)):
+            path = _in_repository(page.src_uri, target)
+            if _is_source(path) and files.get_file_from_path(f"{SOURCES}/{path}") is None:
+                files.append(File.generated(config, f"{SOURCES}/{path}", content=(ROOT / path).read_bytes()))
+    return files
+
+
+def _reference() -> str:
+    names = [
+        f"::: {module}" + f".{name}" * (not module.endswith(f".{name}")) for name, module in ci_llm._MODULES.items()
+    ]
+    return "\n\n".join(["# Signatures", "What every public name takes, returns and raises.", *names])
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite the links of a page, but for those inside blocks of code."""
+    here = page.file.src_uri
+    parts, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        parts += [_LINK.sub(lambda link: _rewritten(link, here), markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(lambda link: _rewritten(link, here), markdown[end:])])
+
+
+def _rewritten(link: re.Match[str], page: str) -> str:
+    image, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+    path = _in_repository(page, target)
+    elsewhere = {source: name for name, source in PAGES.items()}
+    if path in elsewhere:
+        place = elsewhere[path]
+    elif path.startswith("docs/"):
+        place = path.removeprefix("docs/")
+    elif _is_source(path):
+        place = f"{SOURCES}/{path}"
+    else:
+        return text if (ROOT / path).is_dir() else link[0]  # a missing target is left for mkdocs to complain about
+    return f"{image}[{text}]({posixpath.relpath(place, posixpath.dirname(page) or '.')}{anchor})"
+
+
+def _in_repository(page: str, target: str) -> str:
+    """The path that a link of a page of the site means, from the root of the repository."""
+    source = PAGES.get(page, f"docs/{page}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+
+
+def _is_source(path: str) -> bool:
+    return not path.startswith(("docs/", "..")) and path not in PAGES.values() and (ROOT / path).is_file()
