@@ -130,10 +130,10 @@ class Config(AllKeys):
         """The value of a key, or the list of all agents' values if any of `both` lets them differ."""
         if key not in OWN_KEYS or not any(key in own for each in both for own in map(overriding, each.agents)):
             return getattr(self, key)
-        values = [getattr(self.of_agent(k), key) for k in range(self.num_agents)]
-        if key == "seed":  # the common one orders the rows as well
-            values = [self.seed, *(own.get("seed") for own in self.agents)]
-        return values
+        if key == "seed":  # the common one orders the rows as well, and an agent's own may equal it
+            alike = len({each.seed for each in both}) == 1
+            return [own.get("seed") for own in self.agents or [{}] * self.num_agents] if alike else self.seed
+        return [getattr(own, key) for own in self.each_agent]
 
 
 def _one_by_one(names: str) -> tuple[str, ...]:

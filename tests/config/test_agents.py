@@ -10,6 +10,7 @@ import pytest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.config.load import read_config
 from ci_llm.errors import ConfigError
+from ci_llm.run.new_run import as_typed
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -139,6 +140,12 @@ def test_a_run_without_own_settings_writes_what_it_always_wrote() -> None:
     assert Config(agents=[{}, {}]) == Config(num_agents=2)
 
 
+def test_a_difference_is_written_as_it_is_typed() -> None:
+    change = Config(lora_target_modules=[["q_proj", "v_proj"], "all-linear"]).diff(Config(num_agents=2))[0]
+    assert as_typed(change.old) == "[[q_proj,v_proj],all-linear]"
+    assert load_config(None, [f"{change.key}={as_typed(change.old)}"]).num_agents == 2
+
+
 def test_differences_are_told_by_what_they_mean_and_not_by_how_they_are_written() -> None:
     as_list, as_mappings = Config(learning_rate=[1e-3, 2e-3]), Config(agents=[{"lr": 1e-3}, {"lr": 2e-3}])
     assert not as_list.diff(as_mappings)
@@ -149,4 +156,8 @@ def test_differences_are_told_by_what_they_mean_and_not_by_how_they_are_written(
     assert {each.key for each in Config(seed=[1, 2]).diff(Config(seed=[1, 2], experiment_name="x"))} == {
         "experiment_name"
     }
+    (change,) = Config(seed=[42, 42]).diff(Config(num_agents=2))
+    assert (change.key, change.old, change.new) == ("seed", [42, 42], [None, None])
+    (change,) = Config(seed=[1, 2]).diff(Config(agents=[{"seed": 1}, {"seed": 2}], seed=7))
+    assert (change.key, change.old, change.new) == ("seed", 42, 7)
     assert not as_list.diff(Config(learning_rate=[1e-3, 2e-3], agents=[{"name": "a"}, {"name": "b"}]))
