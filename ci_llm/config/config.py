@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.config.agents import own_values, take_own_entries
 from ci_llm.config.documentation import groups
 from ci_llm.config.entries import by_key, read_values, sound_values
-from ci_llm.config.parsing import Entry, Items, Raw, Scalar, Unusable
+from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, overriding
+from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, clashing, error_of
-from ci_llm.config.schema import AllKeys, ChangeKind
+from ci_llm.config.schema import DUMPED_IF_SET, AllKeys, ChangeKind
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_yaml
 from ci_llm.errors import ConfigError
@@ -45,8 +47,9 @@ class Config(AllKeys):
     def __init__(self, **values: Any) -> None:
         problems: list[Problem] = []
         given = by_key(entries_of(values, IN_PYTHON), problems, last_wins=False)
+        own = take_own_entries([given], problems)
         sound = sound_values(_python_values(values, given, problems), _as_typed(values, given), problems)
-        super().__init__(**sound)
+        super().__init__(**(sound | own_values(own, problems)))
         problems += [clashing(clash, given) for clash in find_clashes(self)]
         if problems:
             raise error_of(problems)
@@ -85,15 +88,52 @@ class Config(AllKeys):
     def dump(self) -> str:
         """YAML of all values, in groups; `load_config` reads it back to an equal `Config`."""
         values = self.model_dump()
-        return dump_yaml({title: {key: values[key] for key in keys} for title, keys in groups().items()})
+        unset = {key for key in DUMPED_IF_SET if values[key] == Config.model_fields[key].default}
+        return dump_yaml(
+            {title: {key: values[key] for key in keys if key not in unset} for title, keys in groups().items()}
+        )
+
+    def of_agent(self, agent: int) -> Config:
+        """The configuration with which this agent would train alone, apart from what keys its random numbers."""
+        own = self.agents[agent] if self.agents else {}
+        changed = {key: value for key, value in overriding(own).items() if key != NAME}
+        return self.model_copy(update={**changed, "agents": (), "num_agents": 1})
+
+    @property
+    def each_agent(self) -> list[Config]:
+        """`of_agent` of every agent."""
+        return [self.of_agent(k) for k in range(self.num_agents)]
+
+    @property
+    def learning_rates(self) -> str:
+        """The learning rates of the agents in words: `0.001`, or `0.001, 0.002` where they differ."""
+        return ", ".join(dict.fromkeys(f"{own.learning_rate:g}" for own in self.each_agent))
+
+    @property
+    def agent_names(self) -> list[str]:
+        """The name of every agent: its own, or agent0, agent1, ..."""
+        return names_of(self.agents or [{}] * self.num_agents)
 
     def diff(self, other: Config) -> list[Change]:
-        """What `other` changes, seen from this configuration, in the order of the keys."""
-        return [
-            Change(key, getattr(self, key), getattr(other, key), **field.json_schema_extra)  # type: ignore[arg-type]
-            for key, field in Config.model_fields.items()
-            if getattr(self, key) != getattr(other, key)
-        ]
+        """What `other` changes, seen from this configuration, in the order of the keys.
+
+        A key that differs between agents has a list of values, one for each.
+        """
+        changes = []
+        for key, field in Config.model_fields.items():
+            old, new = (each._told(key, self, other) for each in (self, other))
+            if old != new and key != "agents":
+                changes.append(Change(key, old, new, **field.json_schema_extra))  # type: ignore[arg-type]
+        return changes
+
+    def _told(self, key: str, *both: Config) -> object:
+        """The value of a key, or the list of all agents' values if any of `both` lets them differ."""
+        if key not in OWN_KEYS or not any(key in own for each in both for own in map(overriding, each.agents)):
+            return getattr(self, key)
+        if key == "seed":  # the common one orders the rows as well, and an agent's own may equal it
+            alike = len({each.seed for each in both}) == 1
+            return [own.get("seed") for own in self.agents or [{}] * self.num_agents] if alike else self.seed
+        return [getattr(own, key) for own in self.each_agent]
 
 
 def _one_by_one(names: str) -> tuple[str, ...]:
@@ -113,10 +153,17 @@ def _raw(value: object) -> Raw:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, list | tuple):
-        return Items(tuple(item if isinstance(item := _raw(each), Scalar) else Unusable(str(item)) for each in value))
+        return Items(tuple(map(_item, value)))
     if isinstance(value, bool) or value is None:
         return Scalar({True: "true", False: "false", None: "null"}[value])
     return Scalar(str(value)) if isinstance(value, str | int | float) else Unusable(f"a {type(value).__name__}")
+
+
+def _item(value: object) -> Scalar | Items | Mapped | Unusable:
+    if isinstance(value, Mapping):
+        return Mapped(tuple(entries_of(value, where="")))
+    raw = _raw(value)
+    return raw if not isinstance(raw, Mapped) else Unusable(str(raw))
 
 
 def _python_values(values: Mapping[str, Any], given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:

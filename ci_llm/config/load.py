@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.entries import by_key, read_values, sound_values
 from ci_llm.config.names import FIELDS, flag_form, key_of
@@ -74,8 +75,10 @@ def read_config(
         by_key(written, problems, last_wins=False),
         by_key([entry for entry in typed if entry.name != "config"], problems, last_wins=True),
     )
-    config = _build(merge_sources(*sources), problems)
-    return Reading(config, tuple(describe_sources(None if path is None else Path(path), *sources)))
+    lines = describe_sources(None if path is None else Path(path), *({**source} for source in sources))
+    own = take_own_entries(sources, problems)
+    config = _build(merge_sources(*sources), own, problems)
+    return Reading(config, (*lines, *own.lines))
 
 
 def read_call(
@@ -99,14 +102,15 @@ def read_call(
     else:
         name = os.fspath(config)
         written = read_yaml(_read_file(Path(name)), name)
-    given = merge_sources(
+    sources = (
         by_key(_launcher_entries(launcher or {}), problems, last_wins=False),
         by_key(written, problems, last_wins=False),
         by_key(typed := entries_of(overrides, IN_CALL), problems, last_wins=False),
     )
+    own = take_own_entries(sources, problems)
     call = " ".join(f"{entry.name}={_shown(entry)}" for entry in typed)
     parts = [name, *([f"overrides: {call}"] if call else []), "defaults for all other keys"]
-    return Reading(_build(given, problems), ("; ".join(parts),))
+    return Reading(_build(merge_sources(*sources), own, problems), ("; ".join(parts), *own.lines))
 
 
 def parse_config(text: str, where: str) -> Config:
@@ -117,7 +121,9 @@ def parse_config(text: str, where: str) -> Config:
     """
     known = [entry for entry in read_yaml(text, where) if entry.name in FIELDS]
     problems: list[Problem] = []
-    return _build(by_key(known, problems, last_wins=False), problems)
+    given = by_key(known, problems, last_wins=False)
+    own = take_own_entries([given], problems)
+    return _build(given, own, problems)
 
 
 def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
@@ -148,9 +154,9 @@ def _read_file(path: Path) -> str:
         ) from error
 
 
-def _build(given: Mapping[str, Entry], problems: list[Problem]) -> Config:
+def _build(given: Mapping[str, Entry], own: OwnEntries, problems: list[Problem]) -> Config:
     """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
-    values = sound_values(read_values(given, problems), given, problems)
+    values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
     config = Config.model_construct({*values}, **values)
     unsound = {*given} - {*values}
     problems += [clashing(clash, given) for clash in find_clashes(config) if not unsound & {*clash.keys}]

@@ -43,20 +43,30 @@ class Unusable:
 
 
 NESTED_MAPPING = Unusable("a nested mapping")
-NESTED_LIST = Unusable("a nested list")
 
 
 @dataclass(frozen=True)
 class Items:
     """A list of values."""
 
-    values: tuple[Scalar | Unusable, ...]
+    values: tuple[Scalar | Items | Mapped | Unusable, ...]
 
     def __str__(self) -> str:
-        return "[" + ", ".join(map(str, self.values[:5])) + (", ...]" if len(self.values) > 5 else "]")
+        shown = ["a nested list" if isinstance(value, Items) else str(value) for value in self.values[:5]]
+        return "[" + ", ".join(shown) + (", ...]" if len(self.values) > 5 else "]")
 
 
-Raw = Scalar | Items | Unusable
+@dataclass(frozen=True)
+class Mapped:
+    """A mapping inside a list: the settings of one agent."""
+
+    entries: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        return "a nested mapping"
+
+
+Raw = Scalar | Items | Mapped | Unusable
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ def _kinds(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[_Kind]:
     elif origin is tuple:
         yield _Kind(tuple, metadata, item=next(_kinds(get_args(annotation)[0])))
     else:
-        yield _Kind(annotation, metadata)
+        yield _Kind(origin or annotation, metadata)
 
 
 def kinds_of(field: FieldInfo) -> list[_Kind]:
@@ -126,6 +136,11 @@ _SPAN = re.compile(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,8})m)?(?:([
 _MISS = object()
 
 
+def takes_list(field: FieldInfo) -> bool:
+    """Whether the value of the key may be a list itself."""
+    return any(kind.item is not None for kind in kinds_of(field))
+
+
 def read_value(field: FieldInfo, raw: Raw) -> object:
     """The value of `field` that `raw` means.
 
@@ -139,7 +154,7 @@ def read_value(field: FieldInfo, raw: Raw) -> object:
     raise UnreadableError
 
 
-def _read_one(kind: _Kind, raw: Scalar | Unusable) -> object:
+def _read_one(kind: _Kind, raw: Scalar | Items | Mapped | Unusable) -> object:
     return _READERS[kind.type](kind, raw) if isinstance(raw, Scalar) else _MISS
 
 
@@ -210,6 +225,7 @@ _READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {
     float: _read_number,
     str: _read_text,
     tuple: _read_list,
+    dict: lambda *_: _MISS,
 }
 
 
@@ -219,6 +235,7 @@ _NOUNS: dict[Any, str] = {
     float: "a number",
     str: "text",
     types.NoneType: "null",
+    dict: "a mapping",
 }
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ci_llm.config.aliases import ALIASES, TRANSLATIONS
 from ci_llm.config.names import FIELDS, canonical, flag_form, normalized
-from ci_llm.config.parsing import COMMAND_LINE, NESTED_MAPPING, Entry, expected, hint
+from ci_llm.config.own_keys import OWN_KEYS, why_common
+from ci_llm.config.parsing import COMMAND_LINE, NESTED_MAPPING, Entry, expected, hint, takes_list
 from ci_llm.config.suggest import nearest
 from ci_llm.config.unsupported import UNSUPPORTED
 from ci_llm.config.validation import Clash
@@ -43,7 +44,10 @@ def misfit(key: str, entry: Entry) -> Problem:
     field = FIELDS[key]
     name = key if key == normalized(entry.name) else f"{key} (written {entry.name})"
     what = f"{name} is {entry.raw}, but takes {expected(field)}"
-    return Problem(entry.where, what, hint(field, entry.raw) or f"the default is {dump_value(field.default)}")
+    instead = hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
+    if str(entry.raw).strip("'").startswith("[") and not takes_list(field) and key not in OWN_KEYS:
+        instead = f"it cannot differ between agents: {why_common(key)}"
+    return Problem(entry.where, what, instead)
 
 
 def given_twice(key: str, first: Entry, second: Entry) -> Problem:

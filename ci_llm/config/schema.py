@@ -136,6 +136,9 @@ class AgentKeys(Keys):
         " must tell them apart",
     )
     dropconnect_p: Dropout = exact(0.0, "probability of dropping a weight of an adapter, drawn anew in each step")
+    agents: tuple[dict[str, Any], ...] = exact(
+        (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
+    )
     init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
     )
@@ -234,6 +237,9 @@ class TrainingKeys(Keys):
     num_warmup_steps_ratio: Share = exact(0.05, "share of the run in which the learning rate rises to its peak")
     num_warmup_steps: Size | None = exact(
         None, "optimizer steps in which the learning rate rises; null: num_warmup_steps_ratio decides"
+    )
+    row_weights: Literal["uniform", "bootstrap"] = exact(
+        "uniform", "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1"
     )
     fused_optimizer: bool = rounding(True, "AdamW in one fused kernel; false: the plain one")
     seed: Annotated[int, Ge(0), Lt(2**32)] = exact(42, "seed of everything random")
@@ -378,6 +384,9 @@ class AllKeys(
 ):
     """All keys of a run. Pydantic collects the fields of bases from last to first, which gives their order."""
 
+
+#: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
+DUMPED_IF_SET = ("agents", "row_weights")
 
 #: Keys without effect, and why. The reason is logged once if the value is not the default.
 NO_EFFECT: dict[str, str] = {

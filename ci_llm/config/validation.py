@@ -33,10 +33,11 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"diversity joint needs lambda_sw below 1, not {c.lambda_sw:g}: the agents weigh 1 - lambda_sw",
             "set lambda_sw between 0 and 1, 0.1 for instance",
         )
-    if c.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+    kinds = {c.lr_scheduler_type, *(own.get("lr_scheduler_type", c.lr_scheduler_type) for own in c.agents)}
+    for kind in sorted(kinds & {"reduce_lr_on_plateau", "greedy"}):
         yield Clash(
             ("lr_scheduler_type",),
-            f"lr_scheduler_type {c.lr_scheduler_type} follows the loss, not the step",
+            f"lr_scheduler_type {kind} follows the loss, not the step",
             "take cosine, linear or constant_with_warmup",
         )
     if c.model_dtype == "fp64" and c.quantization:

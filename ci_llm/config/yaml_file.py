@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 import yaml
 
-from ci_llm.config.parsing import NESTED_LIST, NESTED_MAPPING, Entry, Items, Raw, Scalar, Unusable
+from ci_llm.config.parsing import NESTED_MAPPING, Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.errors import ConfigError
 
 _HINT = "write one `key: value` per line, with a space after the colon and none before the key"
+DEEPEST = 3  # `agents: [{lora_target_modules: [q_proj]}]`: a list in a mapping in a list
 _PLAIN_NAMES = ("str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in _PLAIN_NAMES)
 
@@ -34,7 +35,16 @@ def read_yaml(text: str, name: str) -> list[Entry]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError("the configuration is not a list of `key: value` lines", where=_place(name, root), hint=_HINT)
-    return [Entry(_key_text(key), _raw(value), _place(name, key)) for key, value in root.value]
+    return _entries(root, name)
+
+
+def read_flow(text: str) -> Raw | None:
+    """One value in YAML's short form, `[1, 2]` or `[{a: 1}]`, as it is typed on a command line; None if it is none."""
+    try:
+        node = _compose(text, "")
+    except ConfigError:
+        return None
+    return None if node is None else _raw(node, "")
 
 
 def dump_yaml(sections: Mapping[str, Mapping[str, object]]) -> str:
@@ -71,18 +81,24 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         raise ConfigError("the YAML is nested too deeply", where=name, hint=_HINT) from error
 
 
-def _raw(node: yaml.Node) -> Raw:
+def _entries(node: yaml.MappingNode, name: str, depth: int = 0) -> list[Entry]:
+    return [Entry(_key_text(key), _raw(value, name, depth), _place(name, key)) for key, value in node.value]
+
+
+def _raw(node: yaml.Node, name: str, depth: int = 0) -> Scalar | Items | Unusable:
     if node.tag not in _PLAIN_TAGS:
         return Unusable(f"the YAML tag {node.tag}")
-    if isinstance(node, yaml.SequenceNode):
-        return Items(tuple(_item(child) for child in node.value))
-    return _item(node)
-
-
-def _item(node: yaml.Node) -> Scalar | Unusable:
-    if isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN_TAGS:
+    if isinstance(node, yaml.ScalarNode):
         return Scalar(node.value, quoted=node.style is not None)
-    return NESTED_MAPPING if isinstance(node, yaml.MappingNode) else NESTED_LIST
+    if isinstance(node, yaml.SequenceNode) and depth < DEEPEST:
+        return Items(tuple(_item(child, name, depth + 1) for child in node.value))
+    return NESTED_MAPPING if isinstance(node, yaml.MappingNode) else Unusable("a nested list")
+
+
+def _item(node: yaml.Node, name: str, depth: int) -> Scalar | Items | Mapped | Unusable:
+    if isinstance(node, yaml.MappingNode) and node.tag in _PLAIN_TAGS and depth < DEEPEST:
+        return Mapped(tuple(_entries(node, name, depth + 1)))
+    return _raw(node, name, depth)
 
 
 def _key_text(node: yaml.Node) -> str:
@@ -90,4 +106,4 @@ def _key_text(node: yaml.Node) -> str:
 
 
 def _place(name: str, node: yaml.Node) -> str:
-    return f"{name}:{node.start_mark.line + 1}"
+    return f"{name}:{node.start_mark.line + 1}" if name else ""

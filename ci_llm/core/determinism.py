@@ -21,9 +21,9 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1  # 63 bits, which fit a signed integer
 
 
-def generator_for(*parts: int | str) -> torch.Generator:
-    """A new CPU generator for one purpose, for example `generator_for(seed, "adapter", agent)`."""
-    return torch.Generator().manual_seed(derive_seed(*parts))
+def generator_for(*parts: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A new generator for one purpose, for example `generator_for(seed, "adapter", agent)`."""
+    return torch.Generator(device).manual_seed(derive_seed(*parts))
 
 
 def seed_everything(*parts: int | str) -> None:

@@ -10,7 +10,8 @@ Legend: K agents, P parameters of one agent, r rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.lora import LoraSettings, StackedLoRALinear
+from ci_llm.crowd.input_dropout import InputDropout
+from ci_llm.crowd.lora import AgentGroup, AgentLora, LoraSettings, StackedLoRALinear
 from ci_llm.crowd.quantized import take_over_products
 from ci_llm.crowd.targets import find_targets, shortest_names
 from ci_llm.errors import ForeignCheckpoint, ModelError
@@ -28,71 +30,126 @@ from ci_llm.errors import ForeignCheckpoint, ModelError
 class AgentStorage:
     """The crowd's trainable numbers and the modules that hold views of them.
 
+    Each row holds one agent's numbers module by module, as they would lie if it were alone. Rows of smaller agents end
+    in padding, which belongs to no parameter: gradients, moments, weight decay and clipping do not reach it.
+
     Attributes:
         layers: the adapted modules by their name in the base.
-        weights: [K, P], fp32, or fp64 on an fp64 base.
+        dropout: of their inputs.
+        each: the settings of every agent.
+        weights: [K, P], fp32, or fp64 on an fp64 base; P is the largest agent's.
         gradients: [K, P], like `weights`.
-        rows: K parameters [P], views of the rows of `weights`, for the optimizer.
+        sizes: [K] the trainable numbers of each agent.
+        rows: K parameters [sizes[k]], views of the rows of `weights`, for the optimizer.
     """
 
-    def __init__(self, layers: Mapping[str, StackedLoRALinear], settings: LoraSettings) -> None:
-        self.layers = dict(layers)
-        self.settings = settings
+    def __init__(
+        self,
+        layers: Mapping[str, StackedLoRALinear],
+        settings: LoraSettings,
+        dropout: InputDropout,
+        adapted: Sequence[Collection[str]],
+    ) -> None:
+        self.layers, self.dropout, self.settings = dict(layers), dropout, settings
+        sizes = [self._size_of(agent, names) for agent, names in zip(settings.kinds(), adapted, strict=True)]
         first = next(iter(self.layers.values())).base_layer
         # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
         dtype = torch.float64 if first.weight.dtype == torch.float64 else torch.float32
-        size = sum(settings.rank * (m.in_features + m.out_features) for m in self.layers.values())
         device = torch.device(str(first.weight.device))
         try:
-            self.weights = torch.zeros(settings.num_agents, size, dtype=dtype, device=device)
+            self.weights = torch.zeros(settings.num_agents, max(sizes), dtype=dtype, device=device)
             self.gradients = torch.zeros_like(self.weights)
         except (RuntimeError, MemoryError) as error:  # allocators raise nothing narrower; only they run here
-            raise _too_many(settings, size * dtype.itemsize) from error
-        self._mask: Tensor | None = None
+            raise _too_many(settings, max(sizes) * dtype.itemsize) from error
+        repeats = settings.num_agents // len(sizes)  # agents without settings of their own are all of one kind
+        self.each, self.sizes = settings.each(), sizes * repeats
+        self._adapted = [frozenset(names) for names in adapted] * repeats
+        self._masks: Tensor | None = None
+        self._masks_of_step = False
+        self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
         self._bind_weights()
-        self.rows = [nn.Parameter(row) for row in self.weights]
+        self.rows = [nn.Parameter(row) for row in self._own(self.weights)]
+        self._gradient_views = self._views_of_gradients()
 
-    def _views(self, storage: Tensor) -> Iterator[tuple[StackedLoRALinear, Tensor, Tensor]]:
-        """(module, A [K, r, in], B [K, out, r]) for every module, in order, as views of `storage [K, P]`."""
-        start, k, r = 0, self.settings.num_agents, self.settings.rank
-        for module in self.layers.values():
-            middle = start + r * module.in_features
-            end = middle + module.out_features * r
-            yield (
-                module,
-                storage[:, start:middle].view(k, r, module.in_features),
-                storage[:, middle:end].view(k, module.out_features, r),
-            )
+    def _size_of(self, agent: AgentLora, adapted: Iterable[str]) -> int:
+        return agent.rank * sum(self.layers[name].in_features + self.layers[name].out_features for name in adapted)
+
+    def _own(self, storage: Tensor) -> list[Tensor]:
+        """The rows of `storage` [K, P] without their padding."""
+        return [row[:size] for row, size in zip(storage, self.sizes, strict=True)]
+
+    def _places(self, k: int) -> Iterator[tuple[str, int, int, int]]:
+        """(name, start, middle, end) of each module that agent k adapts: its row has A from start on, B from middle."""
+        start, rank = 0, self.each[k].rank
+        for name in self.adapted_by(k):
+            middle = start + rank * self.layers[name].in_features
+            end = middle + rank * self.layers[name].out_features
+            yield name, start, middle, end
             start = end
+
+    def _views(self, storage: Tensor, k: int) -> Iterator[tuple[StackedLoRALinear, Tensor, Tensor]]:
+        """(module, A [r, in], B [out, r]) of agent k for each module it adapts, in order, as views of `storage`."""
+        row, rank = storage[k], self.each[k].rank
+        for name, start, middle, end in self._places(k):
+            yield self.layers[name], row[start:middle].view(rank, -1), row[middle:end].view(-1, rank)
+
+    def _alike(self) -> Iterator[tuple[int, int]]:
+        """Neighbours `first`, ..., `end - 1` whose adapters have the same shape in every module."""
+        kinds = [(a.rank, a.scaling, a.dropout > 0, own) for a, own in zip(self.each, self._adapted, strict=True)]
+        end = 0
+        for _, members in groupby(kinds):
+            first, end = end, end + len(list(members))
+            yield first, end
+
+    def _bind_groups(self) -> None:
+        """Give every module its groups: views of the weights and of the masks that are in force."""
+        groups: dict[str, list[AgentGroup]] = {name: [] for name in self.layers}
+        for first, end in self._alike():
+            adapters = {name: self._group(first, end, *place) for name, *place in self._places(first)}
+            for name, found in groups.items():
+                found.append(adapters.get(name, AgentGroup(first, end)))
+        for name, module in self.layers.items():
+            module.groups = tuple(groups[name])
+
+    def _group(self, first: int, end: int, start: int, middle: int, stop: int) -> AgentGroup:
+        """The group of these neighbours on a module that they adapt; for the places see `_places`."""
+        agent, n = self.each[first], end - first
+
+        def stacked(storage: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = storage[first:end, start:middle], storage[first:end, middle:stop]
+            return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
+
+        masks = None if self._masks is None else stacked(self._masks)
+        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, stacked(self.weights), masks)
 
     def _bind_weights(self) -> None:
         """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""
-        for module, a, b in self._views(self.weights):
-            module.stacked = (a, b)
-            for k in range(self.settings.num_agents):
-                for owner, stacked in ((module.lora_A, a), (module.lora_B, b)):
+        self._bind_groups()
+        for k in range(self.settings.num_agents):
+            for module, a, b in self._views(self.weights, k):
+                for owner, view in ((module.lora_A, a), (module.lora_B, b)):
                     name = f"agent{k}"
                     if name in owner:
-                        owner[name].data = stacked[k]
+                        owner[name].data = view
                     else:
-                        owner[name] = nn.Parameter(stacked[k])
+                        owner[name] = nn.Parameter(view)
 
     @torch.no_grad()
     def restack(self) -> None:
         """Copy the parameters into one storage again, after `.to()` gave each a storage of its own."""
-        module = next(iter(self.layers.values()))
-        example = module.lora_A["agent0"]
-        fresh = torch.empty(self.weights.shape, dtype=example.dtype, device=example.device)
-        for layer, a, b in self._views(fresh):
-            for k in range(self.settings.num_agents):
-                a[k].copy_(layer.lora_A[f"agent{k}"])
-                b[k].copy_(layer.lora_B[f"agent{k}"])
+        example = next(iter(next(iter(self.layers.values())).lora_A.values()))
+        fresh = torch.zeros(self.weights.shape, dtype=example.dtype, device=example.device)
+        for k in range(self.settings.num_agents):
+            for module, a, b in self._views(fresh, k):
+                a.copy_(module.lora_A[f"agent{k}"])
+                b.copy_(module.lora_B[f"agent{k}"])
         self.weights, self.gradients = fresh, torch.zeros_like(fresh)
-        self._mask = None
+        self._masks, self._masks_of_step, self._known_limits = None, False, None
         self._bind_weights()
         # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
-        for row, data in zip(self.rows, self.weights, strict=True):
+        for row, data in zip(self.rows, self._own(self.weights), strict=True):
             row.data = data
+        self._gradient_views = self._views_of_gradients()
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -101,12 +158,14 @@ class AgentStorage:
         Agent k draws from a generator of its own, so that it starts the same whatever K is.
         """
         self.weights.zero_()
-        for k in range(self.settings.num_agents):
-            agent = k if self.settings.initialize_adapters_rand else 0
-            generator = generator_for(self.settings.seed, "adapter", agent)
-            for module, a, _ in self._views(self.weights):
+        for k, agent in enumerate(self.each):
+            key = (agent.seed, "adapter", agent.index)
+            if not self.settings.initialize_adapters_rand:
+                key = (self.settings.seed, "adapter", 0)
+            generator = generator_for(*key)
+            for module, a, _ in self._views(self.weights, k):
                 bound = 1 / math.sqrt(module.in_features)
-                a[k].copy_(torch.empty(a[k].shape).uniform_(-bound, bound, generator=generator))
+                a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
 
     def begin_step(self, step: int) -> None:
         """Zero the gradients, assign them to the parameters, and draw this step's DropConnect masks per agent.
@@ -116,51 +175,85 @@ class AgentStorage:
         """
         self.gradients.zero_()
         # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
-        for module, a, b in self._views(self.gradients):
-            for k in range(self.settings.num_agents):
-                module.lora_A[f"agent{k}"].grad, module.lora_B[f"agent{k}"].grad = a[k], b[k]
-        for row, grad in zip(self.rows, self.gradients, strict=True):
-            row.grad = grad
-        if self.settings.dropconnect:
+        for parameter, grad in self._gradient_views:
+            parameter.grad = grad
+        if self._drops_weights:
             self._draw_masks(step)
 
+    def begin_micro_step(self, *key: int) -> None:
+        """Say which micro-step follows; it keys the dropout of agents that draw for themselves.
+
+        Args:
+            key: optimizer step, process, number within the step.
+        """
+        self.dropout.micro_step = key
+
+    @property
+    def _drops_weights(self) -> bool:
+        return any(agent.dropconnect for agent in self.each)
+
+    def _views_of_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its part of `gradients`."""
+        views = list(zip(self.rows, self._own(self.gradients), strict=True))
+        for k in range(self.settings.num_agents):
+            for module, a, b in self._views(self.gradients, k):
+                views += [(module.lora_A[f"agent{k}"], a), (module.lora_B[f"agent{k}"], b)]
+        return views
+
     def _draw_masks(self, step: int) -> None:
-        if self._mask is None:
-            self._mask = torch.empty_like(self.weights)
-            self._bind_masks(self._mask)
-        for k, row in enumerate(self._mask):
-            generator = generator_for(self.settings.seed, "dropconnect", step, k)
-            row.copy_(torch.empty(row.shape).bernoulli_(self._keep, generator=generator) / self._keep)
+        if not self._masks_of_step:
+            self._masks, self._masks_of_step = torch.ones_like(self.weights), True
+            self._bind_groups()
+        assert self._masks is not None
+        for agent, row in zip(self.each, self._own(self._masks), strict=True):
+            if agent.dropconnect:
+                keep = 1 - agent.dropconnect
+                generator = generator_for(agent.seed, "dropconnect", step, agent.index)
+                row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep)
 
     def draw_masks_of_pass(self) -> None:
         """Draw DropConnect masks for one forward pass, from the global generator as dropout does.
 
         This serves loops that never call `begin_step`; after `begin_step`, the masks of that step stay in force.
         """
-        if self.settings.dropconnect and self._mask is None:
+        if self._drops_weights and not self._masks_of_step:
             # A fresh tensor, because the backward pass of an earlier forward pass may still need the old masks.
-            self._bind_masks(torch.empty_like(self.weights).bernoulli_(self._keep).div_(self._keep))
+            self._masks = torch.ones_like(self.weights)
+            own = (
+                self._own(self._masks) if self.settings.agents else [self._masks]
+            )  # agents that are alike draw at once
+            for agent, part in zip(self.settings.kinds(), own, strict=True):
+                part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
+            self._bind_groups()
 
-    @property
-    def _keep(self) -> float:
-        return 1 - self.settings.dropconnect
-
-    def _bind_masks(self, masks: Tensor) -> None:
-        for module, a, b in self._views(masks):
-            module.masks = (a, b)
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Scale each agent's gradient to a norm of at most `max_norm`; None leaves the gradients as they are.
+    def clip(self, max_norms: Sequence[float | None]) -> Tensor:
+        """Scale each agent's gradient to a norm of at most its own of `max_norms`; None leaves it as it is.
 
         Returns:
             [K] the norms before clipping, on the device; the call does not wait for the device.
         """
-        norms: Tensor = torch.linalg.vector_norm(self.gradients, dim=1)
-        if max_norm is not None:
+        norms = self.norms(self.gradients)
+        if any(each is not None for each in max_norms):
             exact = norms.double()  # a factor is then rounded once, when it is cast back
-            factors = torch.where(exact > max_norm, max_norm / (exact + 1e-6), 1.0)
+            limit = self._limits(tuple(max_norms))
+            factors = torch.where(exact > limit, (exact + 1e-6).reciprocal() * limit, 1.0)
             self.gradients.mul_(factors.to(self.gradients.dtype)[:, None])
         return norms
+
+    def _limits(self, max_norms: tuple[float | None, ...]) -> float | Tensor:
+        """The bounds as one number or as [K] on the device, where they are copied once: a copy waits for a GPU."""
+        numbers = [math.inf if each is None else each for each in max_norms]
+        if len({*numbers}) == 1:
+            return numbers[0]
+        if self._known_limits is None or self._known_limits[0] != max_norms:
+            self._known_limits = max_norms, torch.tensor(numbers, dtype=torch.float64, device=self.weights.device)
+        return self._known_limits[1]
+
+    def norms(self, storage: Tensor) -> Tensor:
+        """[K] the norm of every agent's numbers in `storage` [K, P]; padding would change the order of the sum."""
+        if min(self.sizes) == storage.shape[1]:
+            return torch.linalg.vector_norm(storage, dim=1)  # type: ignore[no-any-return]
+        return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
 
     def leave_out(self, agents: Sequence[int]) -> None:
         """Keep the bits of these agents in the next optimizer step: weight decay and moments would change them even
@@ -168,10 +261,15 @@ class AgentStorage:
         for k in agents:
             self.rows[k].grad = None
 
+    def adapted_by(self, k: int) -> list[str]:
+        """Names of the modules that agent k adapts, in order."""
+        return [name for name in self.layers if name in self._adapted[k]]
+
     def agent_tensors(self, k: int) -> dict[str, Tensor]:
         """The tensors of agent k by PEFT's names, as views: the content of `adapter_model.safetensors`."""
         tensors = {}
-        for name, module in self.layers.items():
+        for name in self.adapted_by(k):
+            module = self.layers[name]
             tensors[f"base_model.model.{name}.lora_A.weight"] = module.lora_A[f"agent{k}"].detach()
             tensors[f"base_model.model.{name}.lora_B.weight"] = module.lora_B[f"agent{k}"].detach()
         return tensors
@@ -209,15 +307,26 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     """
     take_over_products(model)
     model.requires_grad_(False)
+    kinds = settings.kinds()
+    found = {wanted: find_targets(model, wanted) for wanted in dict.fromkeys(agent.target_modules for agent in kinds)}
+    everything = {name for names in found.values() for name in names}
+    dropout = _input_dropout(settings)
     layers = {}
-    for name in find_targets(model, settings.target_modules):
+    for name in [name for name, _ in model.named_modules() if name in everything]:
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        layers[name] = StackedLoRALinear(getattr(parent, child), settings, name)
+        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, name)
         setattr(parent, child, layers[name])
-    storage = AgentStorage(layers, settings)
+    storage = AgentStorage(layers, settings, dropout, [found[agent.target_modules] for agent in kinds])
     storage.initialise()
     return storage
+
+
+def _input_dropout(settings: LoraSettings) -> InputDropout:
+    """Agents with settings of their own draw for themselves; all others draw together, as they always did."""
+    kinds = settings.kinds()
+    keys = [(agent.seed, agent.index) for agent in kinds] if settings.agents else None
+    return InputDropout([agent.dropout for agent in kinds], keys)
 
 
 def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:
@@ -229,24 +338,24 @@ def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:
     )
 
 
-def adapter_config(model: PreTrainedModel, settings: LoraSettings, base_name: str) -> dict[str, Any]:
-    """`adapter_config.json` as PEFT writes it, so that the folder opens with plain PEFT."""
+def adapter_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: str) -> dict[str, Any]:
+    """`adapter_config.json` of agent k as PEFT writes it, so that the folder opens with plain PEFT."""
     from peft import LoraConfig, TaskType
 
-    adapted = {n: m for n, m in model.named_modules() if isinstance(m, StackedLoRALinear)}
-    conv = any(isinstance(m.base_layer, Conv1D) for m in adapted.values())
+    own = agents.each[k]
+    conv = any(isinstance(agents.layers[name].base_layer, Conv1D) for name in agents.adapted_by(k))
     bias: Literal["none"] = "none"
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base_name,
         inference_mode=True,
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        use_rslora=settings.use_rslora,
+        r=own.rank,
+        lora_alpha=own.alpha,
+        lora_dropout=own.dropout,
+        use_rslora=own.use_rslora,
         fan_in_fan_out=conv,
         bias=bias,
-        target_modules=list(shortest_names(model, adapted.keys())),
+        target_modules=list(shortest_names(model, agents.adapted_by(k))),
     ).to_dict()
     plain = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
     return {k: v for k, v in plain.items() if v is not None}

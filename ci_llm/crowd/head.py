@@ -5,13 +5,14 @@ computes it chunk by chunk, and the backward pass only scales it. The idea is th
 (Hsu et al., 2024) and of Cut Cross-Entropy (Wijmans et al., 2024); here every token has a weight of its own in the
 backward pass, so that any function of the log-probabilities may follow.
 
-Legend: K agents, S targets, R = K·S rows, D hidden width, V vocabulary.
+Legend: K agents, S targets, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -50,11 +51,15 @@ class Head:
         )
 
     def logits(self, states: Tensor) -> Tensor:
-        """States [..., D] -> logits [..., V], in fp32, or in fp64 for states in fp64."""
+        """States [..., D] -> logits [..., V], in fp32, or in fp64 for states in fp64.
+
+        Agents [K, S, D] have a product each, as in `target_log_probs`.
+        """
+        if states.dim() > 2:
+            return torch.stack([self.logits(own) for own in states])
         weight, bias = self.weight.to(states.dtype), _cast(self.bias, states.dtype)
-        z = torch.nn.functional.linear(states.flatten(0, -2), weight, bias)
-        z = self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
-        return z.view(*states.shape[:-1], z.shape[-1])
+        z = torch.nn.functional.linear(states, weight, bias)
+        return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def shape_logits(self, z: Tensor) -> Tensor:
         """Apply scale and soft cap to h Wᵀ + b; any shape."""
@@ -69,31 +74,33 @@ class Head:
 
 
 class _TargetLogProbs(torch.autograd.Function):
-    """States [R, D] and targets [R] -> log-probabilities [R]; its own gradient with respect to the states."""
+    """States [K, S, D] and targets [S] -> log-probabilities [K, S]; its own gradient with respect to the states."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, head: Head) -> Tensor:
-        rows = states.shape[0]
+        agents, count, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
-        log_probs = torch.empty(rows, dtype=wide, device=states.device)
+        log_probs = torch.empty(agents, count, dtype=wide, device=states.device)
         slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         # Cast once and not per chunk: with a large vocabulary there are many chunks, and each cast is expensive.
         head = replace(head, weight=head.weight.to(states.dtype))
-        for chunk in head.chunks(rows):
-            z = head.logits(states[chunk])
+        # No chunk holds rows of two agents: the last rows of a product may round differently (fp64 on a CPU), and an
+        # agent's bits shall not depend on its neighbours.
+        for k, chunk in product(range(agents), head.chunks(count)):
+            z = head.logits(states[k, chunk])
             index = targets[chunk, None]
             # The derivative of the soft cap needs z, which is overwritten below.
             bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
             peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow
             wanted = z.gather(1, index) - peak
             total = z.sub_(peak).exp_().sum(1, keepdim=True)  # in place: z is the largest tensor of the pass
-            log_probs[chunk] = (wanted - total.log()).squeeze(1)
+            log_probs[k, chunk] = (wanted - total.log()).squeeze(1)
             if slopes is not None:
                 # z becomes scale · (onehot - softmax), the gradient of the log-probability before the soft cap.
                 z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
                 if bend is not None:
                     z.mul_(bend)
-                torch.mm(z.to(states.dtype), head.weight, out=slopes[chunk])
+                torch.mm(z.to(states.dtype), head.weight, out=slopes[k, chunk])
         ctx.save_for_backward(slopes)
         return log_probs
 
@@ -101,7 +108,7 @@ class _TargetLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (slopes,) = ctx.saved_tensors
-        return slopes * grad[:, None].to(slopes.dtype), None, None
+        return slopes * grad[..., None].to(slopes.dtype), None, None
 
 
 def target_log_probs(states: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -115,13 +122,11 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head) -> Tensor:
     Returns:
         [K, S] in nats, differentiable in `states`; fp32, or fp64 for states in fp64.
     """
-    agents, count, width = states.shape
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        flat = _TargetLogProbs.apply(states.reshape(agents * count, width), targets.repeat(agents), head)
-    return flat.view(agents, count)  # type: ignore[no-any-return]
+        return _TargetLogProbs.apply(states, targets, head)  # type: ignore[no-any-return]
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -64,9 +64,9 @@ def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
             odd.append(f"adapted modules ({len(first.modules)} and {len(adapter.modules)})")
         if odd:
             raise ModelError(
-                f"the agents of a crowd have the same shape, and these two adapters differ in {', '.join(odd)}",
+                f"adapters that are imported together have the same shape, and these two differ in {', '.join(odd)}",
                 where=f"{first.source}, {adapter.source}",
-                hint="import adapters of the same shape together",
+                hint="import adapters of one shape; init_from with `agents:` starts from adapters of different shapes",
             )
 
 

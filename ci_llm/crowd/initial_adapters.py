@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 
 from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
+from ci_llm.crowd.lora import AgentLora
 from ci_llm.crowd.model import Crowd
 from ci_llm.errors import ModelError
 
@@ -32,29 +34,30 @@ def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
         )
     for k in range(crowd.num_agents):
         adapter = adapters[k % len(adapters)]
-        _check_scale(crowd, adapter)
+        _check_scale(crowd.agents.each[k], adapter)
         crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
     crowd.common_start = len(adapters) == 1
     every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
     return f"starting from {folder}: {every}"
 
 
-def require_distinct_agents(crowd: Crowd, where: str) -> None:
-    """Refuse agents that start with the same weights and would keep them, because they are trained on the same rows.
+def require_distinct_agents(crowd: Crowd, where: str, training: Sequence[Hashable] = ()) -> None:
+    """Refuse agents that start with the same weights and would keep them, because they are trained in the same way.
 
-    With dropout or DropConnect they become different, because each agent draws its own masks. A diversity term does
-    not help: it has the same gradient for equal agents.
+    With dropout or DropConnect they become different, because each agent draws its own masks, unless they have the
+    same seed. A diversity term does not help: it has the same gradient for equal agents.
 
     Args:
         where: the keys that made them equal, for the error.
+        training: [K] the settings of every agent; none: all are trained alike.
 
     Raises:
         ModelError: some agents would stay equal to the last bit.
     """
-    if crowd.settings.dropout or crowd.settings.dropconnect:
-        return
     raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.agents.weights)
-    alike = max(Counter(map(xxhash.xxh3_128_digest, raw)).values())
+    digests = map(xxhash.xxh3_128_digest, raw)
+    drawn = [(agent.seed, agent.index) if agent.dropout or agent.dropconnect else None for agent in crowd.agents.each]
+    alike = max(Counter(zip(digests, drawn, training or drawn, strict=True)).values())
     if alike > 1:
         raise ModelError(
             f"{alike} of {crowd.num_agents} agents begin with the same weights, and nothing makes them differ:"
@@ -65,8 +68,8 @@ def require_distinct_agents(crowd: Crowd, where: str) -> None:
         )
 
 
-def _check_scale(crowd: Crowd, adapter: ExternalAdapter) -> None:
-    there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, crowd.settings))
+def _check_scale(agent: AgentLora, adapter: ExternalAdapter) -> None:
+    there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, agent))
     odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
     if odd:
         raise ModelError(

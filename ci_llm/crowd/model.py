@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -168,15 +169,31 @@ class Crowd(nn.Module):
         return self._packed(batch) if self.route == "packed" else self._padded(batch)
 
     def _packed(self, batch: Batch) -> Tensor:
-        return self.model.base_model(  # type: ignore[no-any-return]
-            input_ids=batch.input_ids.expand(self.num_agents, -1),
-            position_ids=batch.position_ids[None],
+        ids, positions, bounds = batch.input_ids, batch.position_ids, batch.bounds
+        if spare := self._spare(batch.num_tokens):  # they are one more row, which nothing reads
+            ids = F.pad(ids, (0, spare), value=self.pad_id)
+            positions = torch.cat([positions, positions.new_tensor(range(spare))])
+            bounds = (*bounds, bounds[-1] + spare)
+        states: Tensor = self.model.base_model(
+            input_ids=ids.expand(self.num_agents, -1),
+            position_ids=positions[None],
             use_cache=False,
-            segments=Segments(batch.bounds),
+            segments=Segments(bounds),
         ).last_hidden_state
+        return states[:, : batch.num_tokens] if spare else states
+
+    def _spare(self, tokens: int) -> int:
+        """Tokens that have to be added, so that an agent's bits do not depend on how many agents there are.
+
+        Each product with the base takes the tokens of all agents at once. On a CPU the kernels for the last rows of a
+        product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.
+        """
+        return -tokens % 4 if self.model.dtype == torch.float64 else max(0, 4 - tokens)
 
     def _padded(self, batch: Batch) -> Tensor:
         inputs, (rows, columns) = padded(batch, self.pad_id)
+        if spare := self._spare(inputs["input_ids"].shape[1]):
+            inputs = {name: F.pad(each, (0, spare)) for name, each in inputs.items()}
         # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
         # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
         repeated = {name: inputs[name].repeat(self.num_agents, 1) for name in ("input_ids", "position_ids")}
@@ -344,9 +361,7 @@ class Crowd(nn.Module):
         Args:
             fingerprint: of the base, see `fingerprint_of`.
         """
-        settings = asdict(self.settings)
-        targets = settings["target_modules"]
-        settings["target_modules"] = targets if isinstance(targets, str) else list(targets)
+        sizes = self.agents.sizes
         return {
             "num_agents": self.num_agents,
             "base_model_name_or_path": self.base_name,
@@ -354,16 +369,16 @@ class Crowd(nn.Module):
             "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
             "prompt_form": self.prompter.form if self.prompter else "chat",
             "common_start": self.common_start,
-            "lora": settings,
-            "parameters_per_agent": self.agents.weights.shape[1],
+            "lora": self.settings.to_dict(),
+            "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
             **({} if (stored := stored_quantization(self.model.config)) is None else {"quantization": stored}),
         }
 
     def adapter_files(self) -> dict[str, Any]:
         """Every agent in PEFT's layout: file names without their endings -> tensors or JSON."""
-        config = adapter_config(self.model, self.settings, self.base_name)
+        kinds = [adapter_config(self.model, self.agents, k, self.base_name) for k in range(len(self.settings.kinds()))]
         files: dict[str, Any] = {}
         for k in range(self.num_agents):
             files[f"agent{k}/adapter_model"] = self.agents.agent_tensors(k)
-            files[f"agent{k}/adapter_config"] = config
+            files[f"agent{k}/adapter_config"] = kinds[k % len(kinds)]
         return files

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ci_llm.crowd.diversity import TermInputs, find_form
 from ci_llm.crowd.model import CrowdOutput
+from ci_llm.crowd.row_weights import bootstrap_weights
 from ci_llm.data.batches import Batch
 
 
@@ -44,6 +45,8 @@ class Objective:
         projections: random directions of the sliced Wasserstein distance.
         representation: the point of a row that it compares: last_token, first_token or mean.
         seed: of the directions.
+        bootstrap: [K] what keys the row weights of an agent that draws them, None for an agent that weighs all rows
+            alike; empty if all do. Weights change what is learned, and not the losses that are reported.
     """
 
     diversity: str = "none"
@@ -51,6 +54,7 @@ class Objective:
     projections: int = 64
     representation: str = "last_token"
     seed: int = 42
+    bootstrap: tuple[tuple[int, int] | None, ...] = ()
 
     def __call__(self, output: CrowdOutput, batch: Batch, step: int) -> StepLoss:
         """The loss of one micro-batch.
@@ -75,7 +79,12 @@ class Objective:
         )
         with torch.set_grad_enabled(form.rewarded and torch.is_grad_enabled()):
             term = form.term(inputs)
-        total = task.sum()
+        total = self._weighted(log_probs, batch) if self.bootstrap else task.sum()
         if form.rewarded:
             total = total - self.weight * log_probs.shape[0] * term
         return StepLoss(total, task.detach(), term.detach())
+
+    def _weighted(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        """[] the summed cross-entropy with every row's weight for every agent."""
+        weights = bootstrap_weights(self.bootstrap, batch.sample_ids).to(log_probs)
+        return -(log_probs * weights[:, batch.target_rows]).sum()

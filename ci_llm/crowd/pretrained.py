@@ -87,8 +87,7 @@ def open_pretrained(
         base = _base(meta, str(source), device, base_model)
         tokenizer = _tokenizer(folder, base)
     lora = meta["lora"]
-    targets = lora["target_modules"]
-    settings = LoraSettings(**{**lora, "target_modules": targets if isinstance(targets, str) else tuple(targets)})
+    settings = LoraSettings.from_dict(lora)
     agents = range(settings.num_agents)
     return Pretrained(
         base=base,

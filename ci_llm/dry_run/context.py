@@ -148,7 +148,9 @@ class CheckContext:
             "overwrite_output_dir": False,
         }
         if self.uses_stand_in:
-            toy |= {"model_name": "embedded", "lora_target_modules": "all-linear", "init_from": None}
+            shape: dict[str, object] = {"lora_target_modules": "all-linear"}
+            own = tuple({**agent, **shape} for agent in self.config.agents)
+            toy |= {"model_name": "embedded", "init_from": None, "agents": own, **shape}
         return self.config.model_copy(update=toy)
 
     def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:

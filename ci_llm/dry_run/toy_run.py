@@ -198,7 +198,7 @@ def diversity(context: CheckContext) -> str:
     generator = generator_for(run.config.seed, "dry run")
     noise = torch.randn(kept.shape, generator=generator).to(kept) * NOISE
     try:
-        alike, _ = _diversity_of(run, noise[:1].expand_as(noise), batch)
+        alike, _ = _diversity_of(run, torch.zeros_like(noise), batch)  # agents of any shape are then the base itself
         apart, gradient = _diversity_of(run, noise, batch)
     finally:
         run.crowd.agents.weights.copy_(kept)

@@ -40,6 +40,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
 from ci_llm.crowd.base import fingerprint_of
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
@@ -220,9 +221,11 @@ class _Hooks:
 
     def _require_same(self, state: dict[str, Any], folder: Path) -> None:
         there, here = state[META], self._crowd.meta(self._fingerprint)
-        lora = ("rank", "alpha", "target_modules", "use_rslora")
         pairs = {"agents": (there["num_agents"], here["num_agents"])}
-        pairs |= {key: (there["lora"][key], here["lora"][key]) for key in lora}
+        pairs |= {
+            key: tuple(LoraSettings.from_dict(each["lora"]).told(key) for each in (there, here))
+            for key in ("rank", "alpha", "target_modules", "use_rslora")
+        }
         pairs["fingerprint of the base"] = (there["base_fingerprint"], here["base_fingerprint"])
         pairs["processes"] = (len(state["processes"]), self._accelerator.num_processes)
         pairs |= {name: (len(state["accelerate"][name]), len(own)) for name, own in self._stateful().items()}

@@ -7,6 +7,7 @@ holds that it has acted.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -205,7 +206,8 @@ def _has_overwritten(known: Beginning | None, config: Config, wanted: str | None
 
 def _settings(config: Config) -> dict[str, Any]:
     """The keys off their defaults whose change would make this another run."""
-    return {one.key: one.new for one in Config().diff(config) if one.kind == "sample-exact"}
+    settings = {one.key: one.new for one in Config().diff(config) if one.kind == "sample-exact"}
+    return json.loads(json.dumps(settings))  # type: ignore[no-any-return]  # as the record has them, lists for tuples
 
 
 def _overwrite(config: Config, wanted: str | None) -> Start:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class Run:
     the run goes on from; `status` belongs to the attempt. Everything else stays.
 
     Attributes:
-        learning_rate: of a 0-based step, before any factor.
+        learning_rates: per agent that of a 0-based step, before any factor.
+        max_grad_norms: per agent.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
     """
@@ -61,7 +63,8 @@ class Run:
     state: TrainState
     plan: Plan
     total_steps: int
-    learning_rate: Callable[[int], float]
+    learning_rates: Sequence[Callable[[int], float]]
+    max_grad_norms: Sequence[float | None]
     last_good: LastGood
     nonfinite: NonFiniteResponse
     memory: MemoryRelief
@@ -78,6 +81,11 @@ class Run:
     def micro_batch_size(self) -> int:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
+        rates = [rate(step) for rate in self.learning_rates]
+        return rates[0] if len({*rates}) == 1 else fmean(rates)
 
     def tell(self, event: Event, **values: Mapping[str, Any]) -> None:
         """Tell the callbacks of an event; if one of them wants the training to stop, the next ballot says so."""

@@ -43,7 +43,7 @@ from ci_llm.run.recovery import Requests, apply_requests, in_force, read_request
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
-from ci_llm.run.setup import build, check_folder, plan_ahead, schedule
+from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
 from ci_llm.run.state import Validation
 
@@ -185,7 +185,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     restored = run.checkpoint.restore(source)
     run.state = restored.state
     run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.rows_per_step)
-    run.learning_rate = schedule(run.config, run.total_steps)
+    run.learning_rates = schedules(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
         raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
@@ -247,7 +247,8 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
-    logger.info(f"optimizer AdamW, learning_rate {config.learning_rate:g}, {config.lr_scheduler_type}")
+    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
+    logger.info(f"optimizer AdamW, learning_rate {config.learning_rates}, {kinds}")
     run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
@@ -382,6 +383,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     config, trained_on = run.config, run.eval_rows.rows.trained_on
     return {
         **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
+        **({"names": config.agent_names} if config.agents else {}),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,

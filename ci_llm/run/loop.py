@@ -123,6 +123,7 @@ def compute_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Sums:
         run.heartbeat.tick()
         # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the same.
         seed_everything(run.config.seed, "micro-step", step, run.processes.index, number)
+        run.crowd.agents.begin_micro_step(step, run.processes.index, number)
         batch = batch.to(run.crowd.device)
         with run.processes.autocast():
             loss = run.objective(run.crowd(batch), batch, step)
@@ -141,10 +142,10 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
     agents = run.crowd.agents
     run.processes.reduce_flat_(agents.gradients)
     agents.gradients.div_(max(verdict.num_targets, 1) * (run.state.loss_scale or 1.0))
-    norms = agents.clip(run.config.max_grad_norm)
+    norms = agents.clip(run.max_grad_norms)
     agents.leave_out(left_out)
     for k, group in enumerate(run.optimizer.param_groups):
-        group["lr"] = run.learning_rate(step) * run.state.recovery.lr_factor(k)
+        group["lr"] = run.learning_rates[k](step) * run.state.recovery.lr_factor(k)
     run.optimizer.step()
     return norms
 
@@ -167,6 +168,9 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         "train/learning_rate": run.last_learning_rate,
         **run.interval.means(),
     }
+    if run.config.agents:
+        for k, rate in enumerate(run.learning_rates):
+            metrics[f"train/agent{k}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
     if not findings.bad_batch:
         run.learning.look(norms.tolist())
     report_learning(run)
@@ -184,7 +188,7 @@ def report_learning(run: Run) -> None:
     before, run.status.warning = run.status.warning, run.learning.warning()
     run.status.first_loss = run.learning.first_loss
     if run.status.warning is not None and before is None:
-        rate = f"learning_rate {run.config.learning_rate:g}"
+        rate = f"learning_rate {run.config.learning_rates}"
         logger.warning(f"{run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
     elif before is not None and run.status.warning is None:
         logger.info("the agents learn again: the warning no longer holds")

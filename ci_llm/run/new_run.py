@@ -50,6 +50,8 @@ def _is_free(config: Config, name: str) -> bool:
 
 def as_typed(value: object) -> str:
     """A value as it is typed on a command line."""
+    if isinstance(value, list):  # one value for each agent
+        return f"[{','.join(f'[{as_typed(each)}]' if isinstance(each, tuple) else as_typed(each) for each in value)}]"
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     if isinstance(value, bool) or value is None:

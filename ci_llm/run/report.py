@@ -30,9 +30,10 @@ def score_table(record: Mapping[str, Any]) -> str:
     """Agents beside the crowd, from an `evaluation.json`."""
     exact, nll = record["exact_match"], record["nll"]
     lines = [f"{'':<14}{'exact match':>12}{'nll':>10}"]
-    for k, (match, loss) in enumerate(zip(exact["agents"], nll["agents"], strict=True)):
-        lines.append(f"{f'agent{k}':<14}{match:>12.3f}{loss:>10.4f}")
     count = len(exact["agents"])
+    names = record.get("names") or [f"agent{k}" for k in range(count)]
+    for name, match, loss in zip(names, exact["agents"], nll["agents"], strict=True):
+        lines.append(f"{name:<14}{match:>12.3f}{loss:>10.4f}")
     lines.append(f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}")
     lines.append(f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}")
     if "vote" in exact:

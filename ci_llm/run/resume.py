@@ -21,8 +21,10 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.checkpoints.votes import EachProcess
 from ci_llm.config import Change, Config, parse_config
+from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.core import determinism
 from ci_llm.crowd.base import Base, short_name
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.recognise import require_checkpoint, require_run
 from ci_llm.data.tokens import TokenizedRows
@@ -224,14 +226,18 @@ class RunCheckpoint:
         return odd
 
     def _meta(self) -> dict[str, Any]:
-        return self.crowd.meta(self.base.fingerprint)
+        """What describes the crowd; for agents with settings of their own also everything they were trained with."""
+        meta = self.crowd.meta(self.base.fingerprint)
+        return meta | {"agents": _settings_of_agents(self.config)} if self.config.agents else meta
 
     def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
         own = self._meta()
-        lora = ("rank", "alpha", "target_modules", "use_rslora")
         pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
-        pairs |= {f"lora_{key}": (meta["lora"][key], own["lora"][key]) for key in lora}
+        pairs |= {
+            f"lora_{key}": tuple(LoraSettings.from_dict(each["lora"]).told(key) for each in (meta, own))
+            for key in ("rank", "alpha", "target_modules", "use_rslora")
+        }
         if not self._is_same_base(source):
             pairs |= {
                 "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.base.name)),
@@ -279,6 +285,14 @@ class RunCheckpoint:
                 hint=f"{other_ways(changes, self.config, self.processes.launch)};"
                 " allow_inexact_resume=true goes on with the new rows from this step",
             )
+
+
+def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
+    """Name and settings of every agent, as plain values."""
+    return [
+        {NAME: name, **{key: list(v) if isinstance(v := getattr(own, key), tuple) else v for key in OWN_KEYS}}
+        for name, own in zip(config.agent_names, config.each_agent, strict=True)
+    ]
 
 
 def _in_episode(state: TrainState) -> list[int]:

@@ -9,8 +9,9 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from typing import Final
 
 import datasets
 import torch
@@ -19,10 +20,11 @@ from transformers import get_scheduler
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
+from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of, tokenizer_files
@@ -117,14 +119,7 @@ def join(
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
     plan, total_steps = plan_ahead(config, len(rows), rows_per_step)
-    optimizer = torch.optim.AdamW(
-        [{"params": [row]} for row in crowd.agents.rows],  # one group per agent
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        fused=config.fused_optimizer,
-    )
+    optimizer = _optimizer(config, crowd)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.count)
@@ -133,9 +128,7 @@ def join(
         config=config,
         base=base,
         crowd=crowd,
-        objective=Objective(
-            config.diversity, config.lambda_sw, config.swd_num_projections, config.swd_representation, config.seed
-        ),
+        objective=_objective(config, crowd),
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
@@ -147,7 +140,8 @@ def join(
         state=_first_state(config, rows_per_step),
         plan=plan,
         total_steps=total_steps,
-        learning_rate=schedule(config, total_steps),
+        learning_rates=schedules(config, total_steps),
+        max_grad_norms=[own.max_grad_norm for own in config.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
@@ -158,6 +152,29 @@ def join(
         ),
         heartbeat=heartbeat,
         interval=Interval(crowd.num_agents, crowd.device),
+    )
+
+
+def _optimizer(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
+    """AdamW with one group per agent."""
+    groups = [
+        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
+        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
+    ]
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=config.fused_optimizer)
+
+
+def _objective(config: Config, crowd: Crowd) -> Objective:
+    drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
+    keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
+    return Objective(
+        config.diversity,
+        config.lambda_sw,
+        config.swd_num_projections,
+        config.swd_representation,
+        config.seed,
+        bootstrap=tuple(keys) if any(drawn) else (),
     )
 
 
@@ -197,13 +214,37 @@ def build_crowd(config: Config, base: Base) -> Crowd:
     if config.init_from:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
     require_distinct_agents(
-        crowd, f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false"
+        crowd,
+        f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
+        [_training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
     )
     if config.use_gradient_checkpointing:
         crowd.gradient_checkpointing_enable()
-    count = crowd.agents.weights.shape[1]
-    logger.info(f"agents    {config.num_agents} x LoRA rank {config.lora_rank}, {count:,} trainable parameters each")
+    for line in _described(config, crowd):
+        logger.info(f"agents    {line}")
     return crowd
+
+
+def _training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
+    """What tells this agent's training from that of another with the same start."""
+    drawn = (agent.seed, agent.index) if own.row_weights == "bootstrap" else None
+    return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))
+
+
+def _described(config: Config, crowd: Crowd) -> Iterator[str]:
+    """The agents in a line, and those with settings of their own in a line each."""
+    sizes = crowd.agents.sizes
+    if not config.agents:
+        yield f"{config.num_agents} x LoRA rank {config.lora_rank}, {sizes[0]:,} trainable parameters each"
+    for name, own, size in zip(config.agent_names, config.agents, sizes, strict=False):
+        told = [f"{key} {_told(value)}" for key, value in own.items() if key != NAME]
+        yield f"{name}: {', '.join([*told, f'{size:,} trainable parameters'])}"
+
+
+def _told(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def lora_settings(config: Config) -> LoraSettings:
@@ -218,7 +259,20 @@ def lora_settings(config: Config) -> LoraSettings:
         use_rslora=config.use_rslora,
         initialize_adapters_rand=config.initialize_adapters_rand,
         seed=config.seed,
+        agents=tuple({_LORA[key]: value for key, value in own.items() if key in _LORA} for own in config.agents),
     )
+
+
+#: A key that an agent may have of its own -> its name in `LoraSettings`.
+_LORA: Final = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "dropconnect_p": "dropconnect",
+    "lora_target_modules": "target_modules",
+    "use_rslora": "use_rslora",
+    "seed": "seed",
+}
 
 
 def _tokenized(
@@ -232,6 +286,13 @@ def _tokenized(
         cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
         main_first=processes.main_first(),
     )
+
+
+def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
+    """`schedule` of every agent."""
+    if not config.agents:
+        return [schedule(config, total_steps)] * config.num_agents
+    return [schedule(own, total_steps) for own in config.each_agent]
 
 
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:

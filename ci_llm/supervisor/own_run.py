@@ -51,6 +51,7 @@ class OwnRun:
         self.grace_s = GRACE_S if grace_s is None else grace_s
         self._command = command
         self._config = load_config(default_file(), words)
+        self._highest_rate = max(own.learning_rate for own in self._config.each_agent)
         self._folder = self._config.run_folder
         self._recovery = read_recovery(self._folder)
         self._status_before: Status | None = None
@@ -128,7 +129,7 @@ class OwnRun:
             kind,
             detail,
             progress=self._newest_step() > self._step_before,
-            learning_rate=self._config.learning_rate * self._recovery.learning_rate_factor,
+            learning_rate=self._highest_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
             good_step=self._good_step(cause) if kind == "nonfinite" else None,
             signature=crash_signature(kind, known),
@@ -139,7 +140,7 @@ class OwnRun:
         """Write the new settings into recovery.json. The configuration stays, and so does the effective batch."""
         lines, new = [], self._recovery
         if decision.learning_rate is not None:
-            factor = decision.learning_rate / self._config.learning_rate
+            factor = decision.learning_rate / self._highest_rate
             new = replace(new, learning_rate_factor=factor)
             lines.append(f"learning rate: {self._recovery.learning_rate_factor:.3g} -> {factor:.3g} of the schedule's")
         if decision.batch_size is not None:

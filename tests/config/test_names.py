@@ -256,7 +256,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lr: -1e-4", "learning_rate (written lr) is '-1e-4', but takes a number above 0", "the default is 0.0002"),
     ("lr: 1e-4x", "learning_rate (written lr) is '1e-4x', but takes a number above 0", "the default is 0.0002"),
     ("lr: .nan", "learning_rate (written lr) is '.nan', but takes a number above 0", "the default is 0.0002"),
-    ("lr: [1e-4]", "learning_rate (written lr) is ['1e-4'], but takes a number above 0", "the default is 0.0002"),
+    ("lambda_sw: [1e-4]", "lambda_sw is ['1e-4'], but takes a number of at least 0", "it cannot differ between agents"),
     ("epochs: 0", "epochs is '0', but takes a number above 0", "the default is 3"),
     ("epochs: three", "epochs is 'three', but takes a number above 0", "the default is 3"),
     ("adam_beta2: 1.0", "adam_beta2 is '1.0', but takes a number of at least 0 and below 1", "the default is 0.999"),

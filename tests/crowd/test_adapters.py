@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ci_llm.crowd import targets
-from ci_llm.crowd.lora import LoraSettings, _FusedLinear, _LowRank
+from ci_llm.crowd.lora import AgentGroup, LoraSettings, _FusedLinear, _LowRank
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
@@ -208,7 +209,7 @@ def test_an_agent_without_gradient_keeps_its_bits() -> None:
     crowd(batch()).loss.backward()
     crowd.agents.gradients[1, 5] = float("nan")
     before = crowd.agents.weights.clone()
-    norms = crowd.agents.clip(1e-3)
+    norms = crowd.agents.clip([1e-3] * K)
     assert norms.isfinite().tolist() == [k != 1 for k in range(len(norms))]
     crowd.agents.leave_out([1])
     clipped = crowd.agents.gradients.norm(dim=1)
@@ -267,19 +268,28 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
     x, dropped = random(2, 6, 5).requires_grad_(), random(2, 6, 5).requires_grad_()
 
     def fused(x: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, None, weight, bias, stacked_of(p), masks, 0.7, *p)
+        return _FusedLinear.apply(x, None, weight, bias, [group_of(p)], *p)
 
     def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, z, weight, None, stacked_of(p), masks, 0.7, *p)
+        return _FusedLinear.apply(x, z, weight, None, [group_of(p, drops=True)], *p)
+
+    def fused_of_two_kinds(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
+        """Agent 0 without dropout, agent 1 with it; they have other scalings."""
+        groups = [group_of((p[0], p[2])), replace(group_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)]
+        return _FusedLinear.apply(x, z, weight, bias, groups, p[0], p[2], p[1], p[3])
 
     def low_rank(x: Tensor, *p: Tensor) -> Tensor:
-        return _LowRank.apply(x, stacked_of(p), masks, 0.7, *p)
+        return _LowRank.apply(x, group_of(p), *p)
 
-    def stacked_of(p: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        return torch.stack(p[:2]).detach(), torch.stack(p[2:]).detach()
+    def group_of(p: tuple[Tensor, ...], *, drops: bool = False) -> AgentGroup:
+        n = len(p) // 2
+        stacked = torch.stack(p[:n]).detach(), torch.stack(p[n:]).detach()
+        own = masks and (masks[0][:n], masks[1][:n])
+        return AgentGroup(0, n, scaling=0.7, drops=drops, stacked=stacked, masks=own)
 
     assert torch.autograd.gradcheck(fused, (x, *parameters))
     assert torch.autograd.gradcheck(fused_dropped, (x, dropped, *parameters))
+    assert torch.autograd.gradcheck(fused_of_two_kinds, (x, dropped, *parameters))
     assert torch.autograd.gradcheck(low_rank, (x, *parameters))
 
 

@@ -167,7 +167,7 @@ def mean_model(folder: Path, crowd: Crowd) -> Tensor:
         tensors = crowd.agents.agent_tensors(k)
         for name in crowd.agents.layers:
             a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
-            model.get_submodule(name).weight.data += crowd.settings.scaling / K * b @ a
+            model.get_submodule(name).weight.data += crowd.agents.each[k].scaling / K * b @ a
     with torch.no_grad():
         logits: Tensor = model(input_ids=IDS).logits
         return logits.float()
@@ -354,7 +354,7 @@ def test_of_a_common_start_the_mean_is_an_agent(tmp_path: Path, capsys: pytest.C
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["lora_alpha"] == config["r"], "the scale of the agents is in the weights"
     for name, mean in ((n, alike.agents.agent_tensors(0)[n] + alike.agents.agent_tensors(1)[n]) for n in tensors):
-        torch.testing.assert_close(tensors[name], mean / 2 * alike.settings.scaling**0.5, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(tensors[name], mean / 2 * alike.agents.each[0].scaling ** 0.5, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+"""Settings of single agents: `agents:`, a list of mappings, and lists of K values for keys that agents may have of
+their own.
+
+Both forms become one list of entries per agent. Of two sources the stronger one decides key by key: a value for all
+agents on the command line sets aside what the file says of single agents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from ci_llm.config.entries import by_key, read_values, sound_values
+from ci_llm.config.names import FIELDS, UnknownNameError, resolve
+from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
+from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, takes_list
+from ci_llm.config.problems import Problem, given_twice, unknown
+from ci_llm.config.yaml_file import read_flow
+
+_NAMES: Final = re.compile(r"[\w.:+-][\w .:+-]{0,59}")
+
+
+@dataclass
+class OwnEntries:
+    """What the sources say of single agents.
+
+    Attributes:
+        entries: per agent; None where no source says anything.
+        decided_by: the entry from which their number follows.
+        lines: for people: what a stronger source has set aside.
+    """
+
+    entries: list[dict[str, Entry]] | None = None
+    decided_by: Entry | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+def take_own_entries(sources: Sequence[dict[str, Entry]], problems: list[Problem]) -> OwnEntries:
+    """Move what is about single agents out of the sources, which come from the weakest to the strongest.
+
+    `num_agents` of the strongest source that has it then is the number of agents, or a problem is added.
+    """
+    own = OwnEntries()
+    for number, source in enumerate(sources):
+        lists = {key: values for key in OWN_KEYS if key in source and (values := _values_of(key, source[key]))}
+        listed = source.pop("agents", None)
+        for key in OWN_KEYS:
+            if own.entries and listed is None and key in source and key not in lists:
+                _set_aside(own, key, source[key])
+        if listed is not None:
+            _take_mappings(own, listed, problems)
+        for key, values in lists.items():
+            _take_list(own, source.pop(key), key, values, listed, problems)
+        if listed is not None or lists:
+            for weaker in sources[:number]:
+                weaker.pop("num_agents", None)
+    _require_same_number(own, sources, problems)
+    return own
+
+
+def _set_aside(own: OwnEntries, key: str, by: Entry) -> None:
+    assert own.entries is not None
+    for old in (agent.pop(key) for agent in own.entries if key in agent):
+        own.lines.append(f"{key} of an agent ({old.where}) is set aside: {by.where} says {by.raw} for all")
+
+
+def _values_of(key: str, entry: Entry) -> tuple[Raw, ...] | None:
+    """The values of a list with one value per agent; None if the entry is one value for all."""
+    raw = _read_text(entry.raw)
+    if not isinstance(raw, Items) or not raw.values:
+        return None
+    several = not takes_list(FIELDS[key]) or any(isinstance(value, Items) for value in raw.values)
+    return raw.values if several else None
+
+
+def _read_text(raw: Raw) -> Raw:
+    """A list as it was typed on a command line: `[1e-3, 2e-3]`."""
+    if isinstance(raw, Scalar) and not raw.quoted and raw.text.strip().startswith(("[", "{")):
+        return read_flow(raw.text) or raw
+    return raw
+
+
+def _take_mappings(own: OwnEntries, listed: Entry, problems: list[Problem]) -> None:
+    raw = _read_text(listed.raw)
+    if isinstance(raw, Scalar) and raw.text.lower() in ("null", "none", "[]"):
+        raw = Items(())
+    if not isinstance(raw, Items) or not all(isinstance(value, Mapped) for value in raw.values):
+        what = f"agents is {raw}, but takes a list of mappings, one for each agent"
+        problems.append(Problem(listed.where, what, "write agents: [{learning_rate: 1e-3}, {learning_rate: 2e-3}]"))
+        return
+    mappings = [value for value in raw.values if isinstance(value, Mapped)]
+    own.entries = [_entries_of(mapping, listed, problems) for mapping in mappings] or None
+    own.decided_by = listed
+
+
+def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem]) -> dict[str, Entry]:
+    """The entries of one mapping, by key; those that no agent can have are problems."""
+    entries = [replace(entry, where=entry.where or listed.where) for entry in mapping.entries]
+    names = [entry for entry in entries if entry.name == NAME]
+    if len(names) > 1:
+        problems.append(given_twice(NAME, names[0], names[1]))
+    others = [entry for entry in entries if entry.name != NAME and not _is_refused(entry, problems)]
+    named = {NAME: names[0]} if names else {}
+    return named | by_key(others, problems, last_wins=False)
+
+
+def _is_refused(entry: Entry, problems: list[Problem]) -> bool:
+    """Whether the entry is no key of a single agent; then a problem says why."""
+    try:
+        found = resolve(entry)
+    except UnknownNameError:
+        problems.append(unknown(entry))
+        return True
+    if found is None or found[0] in OWN_KEYS:
+        return False
+    key = found[0]
+    problems.append(
+        Problem(
+            entry.where,
+            f"{key} cannot differ between agents: {why_common(key)}",
+            "write it once for all, outside of `agents:`",
+        )
+    )
+    return True
+
+
+def _take_list(
+    own: OwnEntries, entry: Entry, key: str, values: tuple[Raw, ...], listed: Entry | None, problems: list[Problem]
+) -> None:
+    if own.entries is None:
+        own.entries, own.decided_by = [{} for _ in values], entry
+    if len(values) != len(own.entries):
+        assert own.decided_by is not None
+        other, there = own.decided_by, len(own.entries)
+        what = f"{key} has {len(values)} values, and {other.name} ({other.where}) has {there}"
+        problems.append(Problem(entry.where, what, "give one value for each agent, or one value for all"))
+        return
+    for agent, value in zip(own.entries, values, strict=True):
+        if listed is not None and key in agent:
+            problems.append(given_twice(key, agent[key], entry))
+            return
+        agent[key] = Entry(entry.name, value, entry.where)
+
+
+def _require_same_number(own: OwnEntries, sources: Sequence[dict[str, Entry]], problems: list[Problem]) -> None:
+    if own.entries is None:
+        return
+    assert own.decided_by is not None
+    declared = next((source["num_agents"] for source in reversed(sources) if "num_agents" in source), None)
+    for source in sources:
+        source.pop("num_agents", None)
+    there, by = len(own.entries), own.decided_by
+    if declared is not None and str(declared.raw).strip("'") != str(there):
+        what = f"num_agents is {declared.raw}, but {by.name} ({by.where}) has {there} agents"
+        problems.append(Problem(declared.where, what, f"leave num_agents out, or write num_agents={there}"))
+
+
+def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
+    """`num_agents`, and `agents` with the validated values of each by key; nothing where no source says anything."""
+    if own.entries is None:
+        return {}
+    agents = []
+    for entries in own.entries:
+        named = entries.pop(NAME, None)
+        values = sound_values(read_values(entries, problems), entries, problems)
+        agent: dict[str, Any] = {} if named is None else {NAME: _name(named, problems)}
+        agents.append(agent | {key: values[key] for key in OWN_KEYS if key in values})
+    problems += _doubles(agents, own.decided_by)
+    return {"num_agents": len(agents), "agents": tuple(agents) if any(agents) else ()}
+
+
+def _name(entry: Entry, problems: list[Problem]) -> str:
+    text = entry.raw.text if isinstance(entry.raw, Scalar) else ""
+    if not _NAMES.fullmatch(text):
+        what = f"name is {entry.raw}, but takes letters, digits, spaces and . : + - _, 60 at most"
+        problems.append(Problem(entry.where, what, "write name: small, for instance"))
+    return text
+
+
+def _doubles(agents: Sequence[Mapping[str, Any]], decided_by: Entry | None) -> Iterator[Problem]:
+    names = names_of(agents)
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        assert decided_by is not None
+        yield Problem(decided_by.where, f"{names.count(name)} agents are called {name}", "give each a name of its own")

@@ -1,0 +1,56 @@
+"""The keys that agents may have of their own, and why all others are the same for all agents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ci_llm.config.precedence import STRONGER
+from ci_llm.config.schema import AgentKeys, BaseModelKeys, DataKeys, EvaluationKeys, Keys, ObjectiveKeys, TrainingKeys
+
+#: What an agent may have of its own, beside `name`.
+OWN_KEYS: Final = (
+    *("learning_rate", "lr_scheduler_type", "num_warmup_steps", "num_warmup_steps_ratio", "weight_decay"),
+    *("max_grad_norm", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout"),
+    *("dropconnect_p", "seed", "row_weights"),
+)
+NAME: Final = "name"
+
+_WHY_COMMON: Final[Mapping[str, str]] = {
+    "num_agents": "it is the length of the list",
+    "initialize_adapters_rand": "an agent's own start is keyed by its seed",
+    "init_from": "it names the folder of all adapters, one for each agent",
+    "max_seq_length": "all agents read the same tokens",
+    "batch_size": "all agents take the same rows in one pass",
+    "global_batch_size": "all agents take the same rows in one pass",
+    "max_train_steps": "all agents take their steps together",
+    "epochs": "all agents take their steps together",
+}
+_WHY_GROUP: Final[Mapping[type[Keys], str]] = {
+    BaseModelKeys: "one frozen base carries all agents",
+    AgentKeys: "it is about all agents together",
+    ObjectiveKeys: "it is about all agents together",
+    DataKeys: "all agents read the same rows",
+    TrainingKeys: "all agents take their steps together, with one optimizer",
+    EvaluationKeys: "all agents are evaluated together",
+}
+
+
+def why_common(key: str) -> str:
+    """Why a key is the same for all agents."""
+    group = next(base for base in _WHY_GROUP_ORDER if key in base.__annotations__)
+    return _WHY_COMMON.get(key) or _WHY_GROUP.get(group, "a run has one of it")
+
+
+_WHY_GROUP_ORDER: Final = (*_WHY_GROUP, *(base for base in Keys.__subclasses__() if base not in _WHY_GROUP))
+
+
+def names_of(agents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of every agent: its own, or agent0, agent1, ..."""
+    return [str(agent.get(NAME) or f"agent{k}") for k, agent in enumerate(agents)]
+
+
+def overriding(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that an agent's own settings change, with those that they set aside: a ratio sets aside a number."""
+    aside = {strong: None for strong, weak in STRONGER.items() if weak in own and strong not in own}
+    return {**{key: value for key, value in aside.items() if key in OWN_KEYS}, **own}

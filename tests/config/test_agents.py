@@ -1,0 +1,163 @@
+"""Settings of single agents: every way to write them, which source wins, and one message for each slip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.config import Config, load_config, parse_config
+from ci_llm.config.load import read_config
+from ci_llm.errors import ConfigError
+from ci_llm.run.new_run import as_typed
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "own.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "agents"),
+    [
+        (["learning_rate=[1e-3,2e-3]"], ({"learning_rate": 1e-3}, {"learning_rate": 2e-3})),
+        (["--lr", "[1e-3, 2e-3]"], ({"learning_rate": 1e-3}, {"learning_rate": 2e-3})),
+        (["--r=[4,8]", "seed=[1,2]"], ({"lora_rank": 4, "seed": 1}, {"lora_rank": 8, "seed": 2})),
+        (["max_grad_norm=[null,0.5]"], ({"max_grad_norm": None}, {"max_grad_norm": 0.5})),
+        (
+            ["lora_target_modules=[[q_proj],all-linear,[q_proj,v_proj]]"],
+            (
+                {"lora_target_modules": ("q_proj",)},
+                {"lora_target_modules": "all-linear"},
+                {"lora_target_modules": ("q_proj", "v_proj")},
+            ),
+        ),
+        (
+            ["agents=[{lr: 1e-3, name: slow}, {row_weights: bootstrap}]"],
+            ({"name": "slow", "learning_rate": 1e-3}, {"row_weights": "bootstrap"}),
+        ),
+        (["agents=[{lr: 1e-3}, {}]", "lora_rank=[2,4]"], ({"learning_rate": 1e-3, "lora_rank": 2}, {"lora_rank": 4})),
+        (["learning_rate=[5e-3]"], ({"learning_rate": 5e-3},)),
+    ],
+)
+def test_lists_and_mappings_give_agents_their_own_settings(arguments: list[str], agents: Any) -> None:
+    config = load_config(None, arguments)
+    assert config.agents == agents
+    assert config.num_agents == len(agents)
+    assert parse_config(config.dump(), "dumped") == config
+    assert Config(agents=list(map(dict, agents))) == config
+
+
+def test_a_list_of_names_is_still_one_value() -> None:
+    config = load_config(None, ["lora_target_modules=[q_proj,v_proj]"])
+    assert (config.lora_target_modules, config.agents, config.num_agents) == (("q_proj", "v_proj"), (), 4)
+    assert load_config(None, ["dataset_name=[a.jsonl,b.jsonl]"]).dataset_names == ("a.jsonl", "b.jsonl")
+
+
+def test_the_file_takes_both_forms(tmp_path: Path) -> None:
+    path = written(tmp_path, "agents:\n  - name: slow\n    lr: 1e-4\n  - {}\nlora_rank: [2, 4]\nweight_decay: 0.1\n")
+    config = load_config(path)
+    assert config.agents == ({"name": "slow", "learning_rate": 1e-4, "lora_rank": 2}, {"lora_rank": 4})
+    assert config.agent_names == ["slow", "agent1"]
+    assert [own.weight_decay for own in config.each_agent] == [0.1, 0.1]
+    assert [own.learning_rate for own in config.each_agent] == [1e-4, 2e-4]
+    assert config.of_agent(1).num_agents == 1
+
+
+def test_the_command_line_wins_key_by_key(tmp_path: Path) -> None:
+    text = "num_agents: 2\nagents:\n  - {lr: 1e-4, seed: 5}\n  - {lr: 2e-4}\n"
+    path = written(tmp_path, text)
+    reading = read_config(path, ["learning_rate=3e-3"])
+    assert reading.config.agents == ({"seed": 5}, {})
+    assert any("learning_rate of an agent" in line and "is set aside" in line for line in reading.lines)
+    assert load_config(path, ["learning_rate=[1e-3,2e-3]"]).agents == (
+        {"learning_rate": 1e-3, "seed": 5},
+        {"learning_rate": 2e-3},
+    )
+    assert load_config(path, ["agents=[{seed: 1}]"]).agents == ({"seed": 1},)
+    assert load_config(path, ["agents=null"]).agents == ()
+
+
+def test_a_list_on_the_command_line_sets_aside_the_number_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "num_agents: 4\n")
+    assert load_config(path, ["learning_rate=[1e-3,2e-3]"]).num_agents == 2
+
+
+def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
+    config = Config(num_warmup_steps=9, agents=[{"num_warmup_steps_ratio": 0.5}, {}])
+    assert [own.num_warmup_steps for own in config.each_agent] == [None, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("agents: [{leraning_rate: 1e-3}]", ["leraning_rate is no key", "did you mean learning_rate?"]),
+        ("agents: [{batch_size: 4}]", ["batch_size cannot differ between agents", "the same rows in one pass"]),
+        ("agents: [{model_name: x}]", ["model_name cannot differ", "one frozen base carries all agents"]),
+        ("agents: [{max_seq_length: 9}]", ["max_seq_length cannot differ", "read the same tokens"]),
+        ("agents: [{save_steps: 9}]", ["save_steps cannot differ", "a run has one of it"]),
+        ("agents: [{dataset_name: x}]", ["dataset_name cannot differ between agents"]),
+        ("agents: [{num_agents: 2}]", ["num_agents cannot differ", "the length of the list"]),
+        ("agents: [{lr: -1}]", ["learning_rate (written lr) is '-1', but takes a number above 0"]),
+        ("agents: [{lr: 1, learning_rate: 2}]", ["learning_rate (as lr and learning_rate) is given twice"]),
+        ("agents: [{name: a, name: b}]", ["name is given twice"]),
+        ("agents: [{name: a}, {name: a}]", ["2 agents are called a"]),
+        ("agents: [{name: agent1}, {}]", ["2 agents are called agent1"]),
+        ("agents: [{name: a/b}]", ["name is 'a/b', but takes letters"]),
+        ("agents: {lr: 1}", ["agents is a nested mapping, but takes a list of mappings"]),
+        ("agents: [1, 2]", ["agents is ['1', '2'], but takes a list of mappings"]),
+        ("agents: [{lr: 1}, {}]\nnum_agents: 3", ["num_agents is '3', but agents", "has 2 agents", "num_agents=2"]),
+        ("lr: [1, 2]\nlora_rank: [1, 2, 3]", ["lora_rank has 3 values, and lr", "has 2", "one value for each agent"]),
+        ("agents: [{lr: 1}, {}]\nlr: [1, 2]", ["learning_rate", "is given twice"]),
+        ("batch_size: [2, 4]", ["batch_size is ['2', '4']", "cannot differ between agents: all agents take the same"]),
+        ("lr_scheduler_type: [cosine, greedy]", ["lr_scheduler_type greedy follows the loss"]),
+    ],
+)
+def test_what_is_wrong_is_one_message(tmp_path: Path, text: str, expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text))
+    assert "problems" not in str(caught.value), "one slip is one problem"
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "num_agents: 3\nagents:\n  - lr: none\n    nonsense: 1\n  - batch_size: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert "4 problems" in message
+    for line, what in ((1, "num_agents is"), (3, "learning_rate"), (4, "nonsense is no key"), (5, "batch_size cannot")):
+        assert f"own.yaml:{line}: {what}" in message
+
+
+def test_a_run_without_own_settings_writes_what_it_always_wrote() -> None:
+    assert "\nagents:" not in Config().dump()
+    assert "row_weights" not in Config().dump()
+    assert "row_weights" in Config(row_weights="bootstrap").dump()
+    assert Config(agents=[{}, {}]) == Config(num_agents=2)
+
+
+def test_a_difference_is_written_as_it_is_typed() -> None:
+    change = Config(lora_target_modules=[["q_proj", "v_proj"], "all-linear"]).diff(Config(num_agents=2))[0]
+    assert as_typed(change.old) == "[[q_proj,v_proj],all-linear]"
+    assert load_config(None, [f"{change.key}={as_typed(change.old)}"]).num_agents == 2
+
+
+def test_differences_are_told_by_what_they_mean_and_not_by_how_they_are_written() -> None:
+    as_list, as_mappings = Config(learning_rate=[1e-3, 2e-3]), Config(agents=[{"lr": 1e-3}, {"lr": 2e-3}])
+    assert not as_list.diff(as_mappings)
+    (change,) = as_list.diff(Config(learning_rate=[1e-3, 4e-3]))
+    assert (change.key, change.old, change.new) == ("learning_rate", [1e-3, 2e-3], [1e-3, 4e-3])
+    assert change.kind == "sample-exact"
+    assert {each.key for each in Config(num_agents=2).diff(as_list)} == {"learning_rate"}
+    assert {each.key for each in Config(seed=[1, 2]).diff(Config(seed=[1, 2], experiment_name="x"))} == {
+        "experiment_name"
+    }
+    (change,) = Config(seed=[42, 42]).diff(Config(num_agents=2))
+    assert (change.key, change.old, change.new) == ("seed", [42, 42], [None, None])
+    (change,) = Config(seed=[1, 2]).diff(Config(agents=[{"seed": 1}, {"seed": 2}], seed=7))
+    assert (change.key, change.old, change.new) == ("seed", 42, 7)
+    assert not as_list.diff(Config(learning_rate=[1e-3, 2e-3], agents=[{"name": "a"}, {"name": "b"}]))

@@ -1,0 +1,334 @@
+"""Agents with settings of their own: each has the bits that it has alone, and is the adapter that PEFT would train."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, Literal
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ci_llm.crowd.base import load_base
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.row_weights import bootstrap_weights
+from ci_llm.data.batches import Batch, pack
+from ci_llm.errors import BadInput, ForeignCheckpoint
+from tests.crowd.test_adapters import peft_loss
+from tools.testbed.tiny import base, batch
+
+STEPS = 3
+SMALL: Final = {"rank": 3, "alpha": 5, "use_rslora": True, "seed": 1}  # a scaling that no product keeps exact
+LARGE: Final = {"rank": 16, "alpha": 16, "seed": 2}
+ATTENTION: Final = {"rank": 4, "target_modules": ("q_proj", "v_proj"), "seed": 3}
+MLP: Final = {"rank": 4, "target_modules": ("up_proj", "down_proj"), "seed": 4}
+DROPPING: Final = {"rank": 4, "dropout": 0.3, "dropconnect": 0.2, "seed": 5}
+EVERY_KIND: Final = (SMALL, LARGE, ATTENTION, MLP, DROPPING)
+
+#: What an agent of its kind stands among, and at which place; K is 1, 4 or 8.
+COMPANY: Final = {
+    "three of its kind": lambda own: (0, [own, *({**own, "seed": 50 + n} for n in range(3))]),
+    "seven of its kind": lambda own: (
+        5,
+        [{**own, "seed": 50 + n} for n in range(5)] + [own] + [{**own, "seed": 60}] * 2,
+    ),
+    "other kinds": lambda own: (2, [SMALL | {"seed": 70}, LARGE | {"seed": 71}, own, DROPPING | {"seed": 72}]),
+    "other layers": lambda own: (3, [ATTENTION | {"seed": 70}, MLP | {"seed": 71}, LARGE | {"seed": 72}, own]),
+    "eight of all kinds": lambda own: (7, [{**EVERY_KIND[n % 5], "seed": 80 + n} for n in range(7)] + [own]),
+}
+
+
+@dataclass
+class Trained:
+    """What can be told about one agent: tensors by name, among them moments, losses and norms of every step."""
+
+    tensors: dict[str, Tensor]
+
+    def differs_from(self, other: Trained) -> list[str]:
+        assert self.tensors.keys() == other.tensors.keys()
+        return [name for name, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[name])]
+
+
+def train(
+    model: Any,
+    entries: Sequence[dict[str, Any]],
+    *,
+    route: Literal["packed", "padded"] = "packed",
+    sick: int | None = None,
+    packed: Sequence[Batch] = (),
+) -> list[Trained]:
+    """Train a crowd as the loop does, with a learning rate, weight decay and clipping of each agent's own."""
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
+    crowd.route = route
+    agents = crowd.agents
+    if sick is not None:
+        agents.weights[sick].fill_(float("nan"))
+    rates = [1e-2 / agent.rank for agent in agents.each]
+    optimizer = torch.optim.AdamW(
+        [{"params": [row], "lr": rate, "weight_decay": rate} for row, rate in zip(agents.rows, rates, strict=True)],
+        fused=True,
+    )
+    crowd.train()
+    told: list[dict[str, Tensor]] = [{} for _ in entries]
+    for step, rows in enumerate(packed or [batch((8 + n, 15, 22 - 2 * n)) for n in range(STEPS)]):
+        agents.begin_step(step)
+        agents.begin_micro_step(step, 0, 0)
+        loss = Objective()(crowd(rows), rows, step)
+        loss.total.backward()
+        norms = agents.clip([0.5 * agent.rank for agent in agents.each])
+        agents.leave_out([] if sick is None else [sick])
+        optimizer.step()
+        for k, facts in enumerate(told):
+            facts |= {f"loss {step}": loss.task[k].clone(), f"norm {step}": norms[k].clone()}
+    for k, facts in enumerate(told):
+        facts |= {name: tensor.clone() for name, tensor in agents.agent_tensors(k).items()}
+        facts |= {f"moment {name}": each for name, each in optimizer.state.get(agents.rows[k], {}).items()}
+        assert not agents.weights[k, agents.sizes[k] :].nan_to_num(1.0).any() or k == sick
+        assert not agents.gradients[k, agents.sizes[k] :].any()
+    return [Trained(facts) for facts in told]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Alone and in company
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
+def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
+    model = base("llama", dtype)
+    (alone,) = train(model, [own])
+    for name, company in COMPANY.items():
+        place, entries = company(own)
+        assert not alone.differs_from(train(model, entries)[place]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gpt2", "gemma3"])
+def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
+    """With biases, with layers that are no nn.Linear, with attention windows."""
+    model = base(family, dtype)
+    for own in ({"rank": 3, "seed": 1}, {"rank": 4, "dropout": 0.2, "seed": 2}):
+        (alone,) = train(model, [own])
+        others = [{"rank": 8, "seed": 3}, {"rank": 3, "alpha": 3, "seed": 4}, {"rank": 3, "dropout": 0.1, "seed": 5}]
+        assert not alone.differs_from(train(model, [*others, own])[3])
+
+
+def test_the_same_holds_on_the_padded_route_and_for_very_few_tokens() -> None:
+    """Products of one to three rows take other kernels than those of K times as many."""
+    model = base("bloom", torch.float32)
+    (alone,) = train(model, [SMALL], route="padded")
+    assert not alone.differs_from(train(model, [LARGE, SMALL, LARGE | {"seed": 9}], route="padded")[1])
+    for dtype in (torch.float32, torch.float64):
+        llama, few = base("llama", dtype), [batch((2,), 1), batch((3,), 1)]
+        (alone,) = train(llama, [SMALL], packed=few)
+        assert not alone.differs_from(train(llama, [LARGE, SMALL, LARGE | {"seed": 9}], packed=few)[1])
+
+
+@pytest.mark.parametrize("sick", [0, 2])
+def test_a_sick_neighbour_changes_no_bit(sick: int) -> None:
+    model = base("llama", torch.float32)
+    (alone,) = train(model, [SMALL])
+    entries = [LARGE, SMALL, ATTENTION]
+    found = train(model, entries, sick=sick)
+    assert not alone.differs_from(found[1])
+    assert found[sick].tensors["loss 0"].isnan()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_on_the_embedded_base(dtype: torch.dtype) -> None:
+    model = load_base("embedded").model.to(dtype)
+    packed = [batch((31, 57, 44)), batch((101, 7)), batch((64,))]
+    for own in (SMALL, DROPPING):
+        (alone,) = train(model, [own], packed=packed)
+        for name in ("seven of its kind", "other layers"):
+            place, entries = COMPANY[name](own)
+            assert not alone.differs_from(train(model, entries, packed=packed)[place]), name
+
+
+def test_the_comparison_notices_one_bit() -> None:
+    (one,) = train(base("llama", torch.float32), [SMALL])
+    other = Trained({name: tensor.clone() for name, tensor in one.tensors.items()})
+    name = next(name for name in one.tensors if "exp_avg_sq" in name)
+    other.tensors[name].view(torch.int32)[5] ^= 1
+    assert one.differs_from(other) == [name]
+
+
+# Equal to PEFT
+
+
+def test_three_optimizer_steps_equal_peft_for_agents_of_every_kind() -> None:
+    model = base()
+    entries = [SMALL, LARGE, ATTENTION, MLP]
+    found = train(model, entries)
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
+    for k, settings in enumerate(crowd.agents.each):
+        config = crowd.adapter_files()[f"agent{k}/adapter_config"]
+        twin = peft.get_peft_model(
+            copy.deepcopy(model), peft.LoraConfig(**config | {"inference_mode": False}), autocast_adapter_dtype=False
+        )
+        start = {name.replace(".weight", ".default.weight"): t for name, t in crowd.agents.agent_tensors(k).items()}
+        assert not twin.load_state_dict(start, strict=False).unexpected_keys
+        trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+        rate = 1e-2 / settings.rank
+        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=rate)
+        for step in range(STEPS):
+            rows = batch((8 + step, 15, 22 - 2 * step))
+            optimizer.zero_grad()
+            (peft_loss(twin.train(), rows) * rows.num_targets).backward()
+            torch.nn.utils.clip_grad_norm_(trained, 0.5 * settings.rank)
+            optimizer.step()
+        wanted = dict(twin.named_parameters())
+        for name in crowd.agents.agent_tensors(k):
+            theirs = wanted[name.replace(".weight", ".default.weight")].data
+            torch.testing.assert_close(found[k].tensors[name], theirs, rtol=0, atol=1e-12)
+
+
+def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) -> None:
+    model = base(dtype=torch.float32)
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=(SMALL, ATTENTION, LARGE)), "toy").eval()
+    crowd.choose_route()
+    with torch.no_grad():
+        for k, row in enumerate(crowd.agents.rows):
+            row.copy_(torch.randn(row.shape, generator=torch.Generator().manual_seed(k)) * 0.1)
+        ours = crowd.head.logits(crowd.states(packed := batch((12,))))
+    files = crowd.adapter_files()
+    for k, settings in enumerate(crowd.agents.each):
+        folder = tmp_path / f"agent{k}"
+        folder.mkdir()
+        config = files[f"agent{k}/adapter_config"]
+        assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (
+            settings.rank,
+            settings.alpha,
+            settings.use_rslora,
+        )
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {name: tensor.contiguous() for name, tensor in files[f"agent{k}/adapter_model"].items()}
+        assert all(settings.rank in tensor.shape for tensor in tensors.values())
+        save_file(tensors, folder / "adapter_model.safetensors")
+        opened = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+        with torch.no_grad():
+            theirs = opened(input_ids=packed.input_ids[None]).logits[0]
+            with crowd.active_agent(k) as alone:
+                here = alone(input_ids=packed.input_ids[None]).logits[0]
+        torch.testing.assert_close(ours[k], theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(here, theirs, rtol=1e-5, atol=1e-5)
+
+
+# The storage
+
+
+def test_padding_belongs_to_no_agent() -> None:
+    crowd = Crowd(base(), LoraSettings(agents=(SMALL, LARGE)), "toy")
+    agents = crowd.agents
+    assert agents.sizes[0] < agents.sizes[1] == agents.weights.shape[1]
+    assert [row.shape for row in agents.rows] == [(agents.sizes[0],), (agents.sizes[1],)]
+    assert sum(p.numel() for p in crowd.parameters() if p.requires_grad) == sum(agents.sizes)
+    with pytest.raises(ForeignCheckpoint, match="tensors differ in name or shape"):
+        agents.load_agent(0, agents.agent_tensors(1), "here")
+
+
+def test_agents_of_several_kinds_survive_a_move() -> None:
+    crowd = Crowd(base(), LoraSettings(agents=(SMALL, MLP, LARGE)), "toy")
+    before = [{n: t.clone() for n, t in crowd.agents.agent_tensors(k).items()} for k in range(3)]
+    crowd.to(torch.float32)
+    for k in range(3):
+        for name, tensor in crowd.agents.agent_tensors(k).items():
+            assert torch.equal(tensor, before[k][name].float())
+    crowd.agents.begin_step(0)
+    crowd(batch()).loss.backward()
+    assert crowd.agents.gradients.abs().sum(1).min() > 0
+
+
+def test_an_agent_with_its_own_seed_starts_as_the_first_agent_of_that_seed() -> None:
+    alone = Crowd(base(), LoraSettings(num_agents=1, rank=4, seed=7), "toy").agents.weights[0]
+    among = Crowd(base(), LoraSettings(rank=4, agents=({}, {"seed": 7})), "toy").agents.weights
+    common = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").agents.weights
+    assert torch.equal(alone, among[1])
+    assert torch.equal(common[0], among[0])
+
+
+def test_settings_survive_the_meta_file() -> None:
+    settings = LoraSettings(agents=(SMALL, ATTENTION, {}))
+    assert LoraSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert settings.num_agents == 3
+    assert "agents" not in LoraSettings().to_dict()
+    with pytest.raises(BadInput, match="an agent has no learning_rate of its own"):
+        LoraSettings(agents=({"learning_rate": 1e-3},))
+
+
+def test_activation_checkpointing_draws_the_same_dropout_again() -> None:
+    def gradient(checkpointing: bool) -> Tensor:
+        crowd = Crowd(base(), LoraSettings(agents=(DROPPING, SMALL)), "toy").train()
+        with torch.no_grad():
+            crowd.agents.weights.copy_(
+                torch.randn(crowd.agents.weights.shape, generator=torch.Generator().manual_seed(0))
+            )
+        if checkpointing:
+            crowd.gradient_checkpointing_enable()
+        crowd.agents.begin_step(1)
+        crowd.agents.begin_micro_step(1, 0, 0)
+        crowd(batch()).loss.backward()
+        return crowd.agents.gradients
+
+    assert torch.equal(gradient(False), gradient(True))
+
+
+# Row weights
+
+
+def test_bootstrap_weights_are_exponential_and_belong_to_agent_and_row() -> None:
+    weights = bootstrap_weights([(1, 0), None, (1, 1)], range(4000))
+    assert torch.equal(weights[1], torch.ones(4000, dtype=torch.float64))
+    for drawn in (weights[0], weights[2]):
+        assert drawn.min() >= 0
+        assert drawn.mean().item() == pytest.approx(1.0, abs=0.06)
+        assert (drawn > 1).double().mean().item() == pytest.approx(math.exp(-1), abs=0.03)
+    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[:, [7, 3]], bootstrap_weights([(1, 0), None, (1, 1)], [7, 3]))
+
+
+def test_row_weights_scale_the_gradient_of_their_agent_alone() -> None:
+    model, packed = base(), batch((9, 17))
+
+    def gradients(objective: Objective, rows: Batch) -> Tensor:
+        crowd = Crowd(copy.deepcopy(model), LoraSettings(num_agents=2, rank=4), "toy").train()
+        crowd.agents.begin_step(0)
+        loss = objective(crowd(rows), rows, 0)
+        assert torch.equal(loss.task, Objective()(crowd(rows), rows, 0).task)
+        loss.total.backward()
+        return crowd.agents.gradients
+
+    found = gradients(Objective(bootstrap=(None, (5, 0))), packed)
+    assert torch.equal(found[0], gradients(Objective(), packed)[0])
+    parts = [gradients(Objective(), batch_of_one(packed, row))[1] for row in range(2)]
+    weights = bootstrap_weights([(5, 0)], packed.sample_ids)[0]
+    wanted = weights[0] * parts[0] + weights[1] * parts[1]
+    assert (found[1] - wanted).norm() < 1e-6 * wanted.norm()  # Llama's norms compute in fp32
+
+
+def batch_of_one(packed: Batch, row: int) -> Batch:
+    start, end = packed.bounds[row : row + 2]
+    supervised = torch.zeros(end - start, dtype=torch.bool)
+    supervised[packed.predict_from[packed.target_rows == row] + 1 - start] = True
+    return pack(
+        [SimpleNamespace(input_ids=packed.input_ids[start:end].numpy(), supervised=supervised.numpy())],
+        [packed.sample_ids[row]],
+    )

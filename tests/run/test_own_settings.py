@@ -1,0 +1,109 @@
+"""Runs whose agents have settings of their own: alone and in company, killed and resumed, on two processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from ci_llm.crowd.model import Crowd
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Cell, Fate, Trials, account, differences
+
+# References that trials share.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own settings")]
+
+SMALL: Final = "{name: small, seed: 1, lora_rank: 3, lora_alpha: 5, use_rslora: true, learning_rate: 1e-3}"
+DROPPING: Final = "{name: dropping, seed: 2, lora_dropout: 0.2, dropconnect_p: 0.1, lr_scheduler_type: linear}"
+FEW_LAYERS: Final = (
+    "{name: few layers, seed: 3, lora_target_modules: [q_proj, v_proj], row_weights: bootstrap, max_grad_norm: 0.3,"
+    " weight_decay: 0.1, num_warmup_steps: 2}"
+)
+LARGE: Final = "{name: large, seed: 4, lora_rank: 8}"
+MIXED: Final = (SMALL, DROPPING, FEW_LAYERS, LARGE)
+
+
+def keys(*entries: str) -> dict[str, Any]:
+    return {"agents": f"[{', '.join(entries)}]", "num_agents": len(entries)}
+
+
+@pytest.fixture(scope="module")
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("own settings"))
+
+
+@pytest.fixture(scope="module")
+def mixed(trials: Trials) -> Path:
+    """The folder of an undisturbed run of all kinds."""
+    return complete(trials, Cell(accumulation=2), *MIXED)
+
+
+def complete(trials: Trials, cell: Cell, *entries: str) -> Path:
+    folder = trials.new_folder()
+    assert trials.train(cell, folder, **keys(*entries)) == [0] * cell.ranks, (folder / "log").read_text()
+    return folder
+
+
+def facts_of(folder: Path, k: int) -> dict[str, Any]:
+    """What can be told about one agent of a run: final weights, moments, and all metrics under its name."""
+    facts = account(folder)
+    own = {name: fact for name, fact in facts.items() if f"agent{k}/" in name and not name.endswith("/adapter_config")}
+    told = {name.replace(f"agent{k}/", "agent/"): fact for name, fact in own.items()}
+    for line in (folder / "run/metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        mine = {name: value for name, value in metrics.items() if f"/agent{k}/" in name}
+        told |= {f"{name.replace(f'agent{k}/', '')} at {metrics['step']}": value for name, value in mine.items()}
+    return told
+
+
+@pytest.mark.parametrize("k", range(len(MIXED)), ids=["small", "dropping", "few layers", "large"])
+def test_an_agent_ends_as_it_would_alone(trials: Trials, mixed: Path, k: int) -> None:
+    alone = facts_of(complete(trials, Cell(accumulation=2), MIXED[k]), 0)
+    assert not differences(alone, facts_of(mixed, k))
+    for part in ("lora_B", "exp_avg_sq", "train/loss at 12", "train/grad_norm at 5", "eval/nll at 8"):
+        assert any(part in name for name in alone), part
+
+
+def test_killed_and_resumed(trials: Trials, mixed: Path) -> None:
+    cell, folder = Cell(accumulation=2), trials.new_folder()
+    fate = Fate("SIGKILL", 5, 1, committed=3)
+    assert trials.train(cell, folder, fate, save_steps=3, **keys(*MIXED)) == [-signal.SIGKILL]
+    assert trials.train(cell, folder, **keys(*MIXED)) == [0], (folder / "log").read_text()
+    assert "exactness: bitwise" in (folder / "run/training.log").read_text()
+    assert not differences(account(mixed), account(folder))
+
+
+def test_two_processes_killed_and_resumed(trials: Trials) -> None:
+    """Each writes its part of a checkpoint."""
+    cell, own = Cell(ranks=2), keys(*MIXED) | {"checkpoint_backend": "distributed"}
+    undisturbed, folder = trials.new_folder(), trials.new_folder()
+    assert trials.train(cell, undisturbed, **own) == [0, 0], (undisturbed / "log").read_text()
+    assert trials.train(cell, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **own) == [-signal.SIGKILL] * 2
+    assert trials.train(cell, folder, **own) == [0, 0], (folder / "log").read_text()
+    assert not differences(account(undisturbed), account(folder))
+
+
+def test_other_settings_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: Path) -> None:
+    other = keys(SMALL, DROPPING.replace("0.2", "0.3"), FEW_LAYERS, LARGE)
+    assert trials.train(Cell(accumulation=2), mixed, max_train_steps=13, **other) == [2]
+    assert "lora_dropout was [0.0, 0.2, 0.0, 0.0], is [0.0, 0.3, 0.0, 0.0]" in (mixed / "log").read_text()
+
+
+def test_what_the_run_leaves_names_every_agents_settings(mixed: Path) -> None:
+    final = mixed / "run/final_checkpoint"
+    meta = json.loads((final / "ci_llm_meta_config.json").read_text())
+    assert [agent["name"] for agent in meta["agents"]] == ["small", "dropping", "few layers", "large"]
+    assert [agent["lora_rank"] for agent in meta["agents"]] == [3, 2, 2, 8]
+    assert meta["agents"][2]["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert len({*meta["parameters_per_agent"]}) == 4
+    configs = [json.loads((final / f"agent{k}/adapter_config.json").read_text()) for k in range(4)]
+    assert [config["r"] for config in configs] == [3, 2, 2, 8]
+    evaluation = json.loads((mixed / "run/evaluation.json").read_text())
+    assert evaluation["names"] == ["small", "dropping", "few layers", "large"]
+    assert "small: learning_rate 0.001" in (mixed / "run/training.log").read_text()
+    crowd = Crowd.from_pretrained(mixed / "run")
+    assert [agent.rank for agent in crowd.agents.each] == [3, 2, 2, 8]
+    assert len(crowd.generate("Tom has 3 apples.", max_new_tokens=3)) == 1
