@@ -65,9 +65,8 @@ class Ours:
         self.heartbeat = Heartbeat()
         self.objective = Objective()
         self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
-
-    def learning_rate(self, step: int) -> float:
-        return LEARNING_RATE
+        self.learning_rates = [lambda step: LEARNING_RATE] * K
+        self.max_grad_norms = [MAX_NORM] * K
 
     def step(self, batch: Batch) -> float:
         run: Any = self
