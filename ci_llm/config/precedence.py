@@ -16,14 +16,16 @@ STRONGER: Mapping[str, str] = {
     "num_warmup_steps": "num_warmup_steps_ratio",
 }
 
+#: Two ways to the same thing, of which one source may name one.
+RIVALS: tuple[tuple[str, str], ...] = (("val_set_size", "eval_dataset_name"), ("val_set_size", "eval_split"))
+
 
 def merge_sources(launcher: Given, file: Given, line: Given) -> dict[str, Entry]:
     """The entries that count, by key. A stronger source also sets aside the other key for the same thing."""
     given: dict[str, Entry] = {}
     for source in (launcher, file, line):
-        for strong, weak in STRONGER.items():
-            if weak in source and strong not in source:
-                given.pop(strong, None)
+        for other, _ in _set_aside_by(source):
+            given.pop(other, None)
         given |= source
     return given
 
@@ -37,9 +39,10 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
     if taken := {key: entry for key, entry in launcher.items() if given.get(key) is entry}:
         parts.append(f"accelerate launch: {_all(taken)}")
     yield "; ".join([*parts, "defaults for all other keys"])
+    for other, key in _set_aside_by(line):
+        if other in file and other not in given and not _is_null(file[other]):
+            yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
     for strong, weak in STRONGER.items():
-        if weak in line and strong in file and strong not in given and not _is_null(file[strong]):
-            yield f"{_one(strong, file[strong])} ({file[strong].where}) is set aside: the command line says {weak}"
         for source in (file, line):
             if weak in source and strong in source and not _is_null(source[strong]):
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
@@ -47,6 +50,16 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
         for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):
             if (by := given.get(decides)) is not None and not _is_null(by) and _text(by) != _text(entry):
                 yield f"{_one(key, entry)} ({entry.where}) has no effect: {_one(decides, by)} decides ({by.where})"
+
+
+def _set_aside_by(source: Given) -> Iterator[tuple[str, str]]:
+    """(key that weaker sources give in vain, key of this source that replaces it)."""
+    for strong, weak in STRONGER.items():
+        if weak in source and strong not in source:
+            yield strong, weak
+    for one, other in (*RIVALS, *((b, a) for a, b in RIVALS)):
+        if other in source and one not in source and not _is_null(source[other]):
+            yield one, other
 
 
 def _all(entries: Given) -> str:

@@ -296,6 +296,7 @@ def test_home_is_home_where_no_shell_has_read_it(key: str, monkeypatch: pytest.M
         ("max_train_steps: 260", "--num-train-epochs=7"),
         ("global_batch_size: 32", "gradient_accumulation_steps=7"),
         ("num_warmup_steps: 9", "num_warmup_steps_ratio=0.5"),
+        ("val_set_size: 0.1", "eval_dataset_name=mine.jsonl"),
     ],
 )
 def test_the_command_line_sets_aside_what_the_file_says_of_the_same_thing(strong: str, weak: str, file: Path) -> None:
@@ -307,6 +308,12 @@ def test_the_command_line_sets_aside_what_the_file_says_of_the_same_thing(strong
     assert getattr(read.config, key) is None
     _, line = read.lines
     assert line.startswith(f"{key}={value} ({file}:2) is set aside: the command line says ")
+
+
+def test_a_null_on_the_command_line_sets_nothing_aside(file: Path) -> None:
+    file.write_text("val_set_size: 0.1\n", encoding="utf-8")
+    assert load_config(file, ["eval_dataset_name=null"]).val_set_size == 0.1
+    assert load_config(file, ["eval_dataset_name=mine.jsonl"]).val_set_size is None
 
 
 def test_the_configuration_as_shipped_takes_epochs() -> None:
