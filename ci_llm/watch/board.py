@@ -83,7 +83,7 @@ class Board:
 
     def _content(self, run: Reading, width: int, curve_rows: int, ascii_only: bool) -> Iterator[Text]:
         status, left = run.status, time_left(run)
-        yield Text(progress(run) + (f"{left:>{width - len(progress(run))}}" if left else ""))
+        yield Text(progress(run) + (f"  {left}".rjust(width - len(progress(run))) if left else ""))
         if status.total_steps:
             yield _bar(status.step / status.total_steps, width, _STYLES[status.status], ascii_only=ascii_only)
         yield Text(speed(run) if run.is_running else status.reason or "")

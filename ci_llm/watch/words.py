@@ -31,7 +31,7 @@ def speed(reading: Reading) -> str:
 def time_left(reading: Reading) -> str:
     """`0:01:06 left`, or what the run does after its last step; nothing where it is not known."""
     if reading.is_concluding:
-        return "final evaluation"
+        return "evaluating"
     return "" if reading.left_s is None else f"{timedelta(seconds=round(reading.left_s))} left"
 
 

@@ -39,7 +39,7 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
 
 
 def test_after_the_last_step_comes_the_final_evaluation(tmp_path: Path) -> None:
-    assert time_left(read(running(tmp_path / "run", total=20))) == "final evaluation"
+    assert time_left(read(running(tmp_path / "run", total=20))) == "evaluating"
 
 
 def test_a_run_of_an_older_release_does_not_know_its_length(tmp_path: Path) -> None:
