@@ -219,9 +219,9 @@ def _commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
     if (folder / "tensorboard").is_dir():
         yield "all curves", curves_command(folder)
     if (folder / "final_checkpoint").is_dir():
-        crowd = f"Crowd.from_pretrained({str(folder / 'final_checkpoint')!r})"
-        lines = f'from ci_llm import Crowd; print({crowd}.generate("your question"))'
-        yield "ask the crowd", shlex.join(["python", "-c", lines])
+        yield "ask the crowd", shlex.join(["ci-llm", "chat", str(folder)])
+        yield "its answers to rows", shlex.join(["ci-llm", "evaluate", str(folder), "--failed"])
+        yield "take it elsewhere", shlex.join(["ci-llm", "export", str(folder), "--to", "agents"])
     yield "this page again", shlex.join(["ci-llm", "report", str(folder)])
 
 
