@@ -11,10 +11,10 @@ from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.checkpoints.orbax_arguments import state_of
-from ci_llm.checkpoints.policy import Keeping, Metrics, metrics_of
+from ci_llm.checkpoints.policy import Metrics, RetentionPolicy, metrics_of
 from ci_llm.checkpoints.restore import put
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.checkpoints.votes import Ballot
+from ci_llm.checkpoints.votes import SaveVote
 from ci_llm.distributed.side_channel import ProcessGroup
 from ci_llm.errors import CheckpointError
 
@@ -27,10 +27,10 @@ class FolderAccess:
     """
 
     _store: CheckpointStore
-    _keeping: Keeping
+    _keeping: RetentionPolicy
     _gradients: Gradients
     _processes: ProcessGroup
-    _ballot: Ballot
+    _save_vote: SaveVote
     _read_only: bool
     _closed: bool
     _known_newest: list[int | None]
@@ -223,7 +223,7 @@ class FolderAccess:
     def _forget_newest(self) -> None:
         self.wait_until_finished()
         self._known_newest, self._opened = [], None
-        self._ballot.forget()
+        self._save_vote.forget()
 
     @property
     def _is_main(self) -> bool:

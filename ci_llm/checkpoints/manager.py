@@ -34,10 +34,10 @@ from ci_llm.checkpoints.folder_access import FolderAccess
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import copy_info
 from ci_llm.checkpoints.orbax_arguments import Rules, state_of
-from ci_llm.checkpoints.policy import METRICS, BestInterval, Keeping, Metrics, SavePolicy
+from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Ballot, Contribution, EachProcess, Votes, add_up, own_parts, replace_entries
+from ci_llm.checkpoints.votes import Contribution, EachProcess, SaveVote, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
 from ci_llm.interrupts import Interrupts
@@ -118,7 +118,7 @@ class CheckpointManager(FolderAccess):
         self._interval = BestInterval(clock) if save_interval_seconds == "auto" else None
         seconds = None if save_interval_seconds == "auto" else save_interval_seconds
         self._policy = SavePolicy(rules.save_interval_steps, seconds, frozenset(rules.save_on_steps), rules.initially)
-        self._keeping = Keeping(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
+        self._keeping = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
         self._read_only, self._closed = rules.read_only, False
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
@@ -134,7 +134,7 @@ class CheckpointManager(FolderAccess):
         self._processes: ProcessGroup = processes or TorchProcessGroup(device)
         self._channel: SideChannel | None = None
         self._backend = open_backend(checkpoint_backend, self._processes)
-        self._ballot = Ballot(self._processes)
+        self._save_vote = SaveVote(self._processes)
         optimizers = list(optimizers)
         self._gradients = Gradients(self._processes, optimizers, accelerator)
         self._async_saver = AsyncSaver(optimizers) if rules.async_save else None
@@ -200,7 +200,7 @@ class CheckpointManager(FolderAccess):
             return False
         self._opened = None
         if not force:
-            self._ballot.forget_refusal(step)
+            self._save_vote.forget_refusal(step)
             votes = self._agree(step)
             if not (votes.newer and votes.wanted):
                 self._log_if_saved(step, votes)
@@ -211,7 +211,7 @@ class CheckpointManager(FolderAccess):
         contributions = self._exchange(step, state, manifest_info, entries)
         votes = add_up(contributions)
         if force:
-            self._ballot.record(step, votes)
+            self._save_vote.record(step, votes)
         if not votes.newer:
             self._log_if_saved(step, votes)
             return False
@@ -295,7 +295,7 @@ class CheckpointManager(FolderAccess):
     # Between processes
 
     def _agree(self, step: int) -> Votes:
-        return self._ballot.count(step, lambda: self._own_votes(step))
+        return self._save_vote.count(step, lambda: self._own_votes(step))
 
     def _own_votes(self, step: int) -> Votes:
         own = self._own_opinion(step)
@@ -358,7 +358,7 @@ class CheckpointManager(FolderAccess):
             self._async_saver.begin(task, self._note, waited_s=waited_s)
         if saved:
             self._known_newest, self._begun = [step], step
-            self._ballot.note_saved(step)
+            self._save_vote.note_saved(step)
         return saved
 
     def _save_now(self, task: SaveTask | None) -> bool:

@@ -3,8 +3,11 @@
 `save_interval_seconds: auto` uses the interval of Young and Daly. Saving too often costs stalls; saving too seldom
 costs the work since the last save. With a stall d and a mean time between failures M, the optimum is about
 sqrt(2 d M) seconds (Young, CACM 17(9), 1974), or more exactly Daly's estimate (Future Generation Computer Systems 22,
-2006, eq. 20 and 21). An asynchronous save stalls the training so little that this gives seconds; therefore at most a
-tenth of the time is spent writing.
+2006, eq. 20 and 21). Asynchronous saves stall the training so briefly that the formula gives an interval of a few
+seconds. The interval is therefore at least ten times as long as a save takes.
+
+`CheckpointManager.should_save` asks this policy. The training loop also saves at the end, when it is asked to stop, and
+after the best evaluation.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class SavePolicy:
         every_steps: at each multiple of it; None never.
         every_seconds: when so much time has passed since the last save was tried; None never.
         on_steps: and at these.
-        initially: and at the first step that is asked about, if nothing is committed yet.
+        initially: also at the first step passed to `due`, if there is no checkpoint yet.
     """
 
     every_steps: int | None = 1
@@ -55,7 +58,7 @@ class SavePolicy:
         """Whether to save `step`.
 
         Args:
-            newest: newest committed step; nothing that is not newer is ever saved.
+            newest: newest committed step; only later steps are saved.
             elapsed_s: seconds since the last save was tried.
             must: the end, an interruption or a request: save whatever the intervals say.
         """
@@ -98,7 +101,7 @@ class FailureHistory:
     Args:
         seconds: that all attempts have run, added up.
         failures: attempts that ended without having saved where they stood.
-        left: whether the save with this record was made because the attempt was asked to stop.
+        left: whether the attempt saved this because it was asked to stop; its end is then no failure.
     """
 
     seconds: float = 0.0
@@ -183,7 +186,7 @@ class BestInterval:
         )
 
 
-class Keeping:
+class RetentionPolicy:
     """Which old checkpoints stay although newer ones exist.
 
     Args:

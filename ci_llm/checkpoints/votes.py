@@ -30,7 +30,7 @@ class Votes(NamedTuple):
         return bool(self.due or self.stop or self.save_requested)
 
 
-class Ballot:
+class SaveVote:
     """The votes on the step that the loop is at."""
 
     def __init__(self, processes: ProcessGroup) -> None:

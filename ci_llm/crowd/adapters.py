@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.lora import AgentGroup, AgentLora, LoraSettings, StackedLoRALinear
-from ci_llm.crowd.quantized import take_over_products
+from ci_llm.crowd.quantized import replace_quantized_layers
 from ci_llm.crowd.targets import find_targets, shortest_names
 from ci_llm.errors import ForeignCheckpoint, ModelError
 
@@ -305,7 +305,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
         ModelError: `target_modules` matches nothing, or something that is not a linear layer; or memory does not hold
             the agents.
     """
-    take_over_products(model)
+    replace_quantized_layers(model)
     model.requires_grad_(False)
     kinds = settings.kinds()
     found = {wanted: find_targets(model, wanted) for wanted in dict.fromkeys(agent.target_modules for agent in kinds)}

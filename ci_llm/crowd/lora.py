@@ -186,9 +186,9 @@ class AgentGroup:
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
-    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. A quantised W is made dense once per pass for
-    all agents, and again in the backward pass. It computes in the dtype of x; the gradients of A and B have the dtype
-    of A and B.
+    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. A quantised W is dequantised once per pass
+    for all agents, and again in the backward pass. It computes in the dtype of x; the gradients of A and B have the
+    dtype of A and B.
 
     `parameters` are the same numbers as the groups hold: of each group A agent by agent, then B agent by agent. They
     are arguments because autograd routes gradients to arguments, and the gradients are returned for them.
@@ -267,7 +267,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dense(dtype)
+    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
 def _input(group: AgentGroup, x: Tensor, dropped: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ runs would dequantise a weight of its own, where one dequantisation serves all K
 
 NF4 and double quantisation: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023. Row-wise int8:
 Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022; without its outliers, since
-the weights are made dense before each product.
+the weights are dequantised before each product.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class QuantizedLinear(nn.Module):
             moved = self.stored.SCB is None  # the first pass through the layer moves it
             self.register_buffer("scale", layer.state.SCB if moved else self.stored.SCB)
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] as numbers of `dtype`, made anew at each call."""
         if self._is_int8:
             weight: Tensor = self.stored.data * (self.scale[:, None] / 127)  # the largest value is stored as 127
@@ -128,7 +128,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight [out, in] for code that reads it by itself, in the precision it had before."""
-        return self.dense(self.scale.dtype if self._is_int8 else self.stored.quant_state.dtype)
+        return self.dequantize(self.scale.dtype if self._is_int8 else self.stored.quant_state.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -141,21 +141,21 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b for a layer without agents; it keeps nothing for the backward pass and makes W dense again there."""
+    """x Wᵀ + b for a layer without agents; it keeps nothing for the backward pass and dequantises W again there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return nn.functional.linear(x, layer.dense(x.dtype), bias)
+        return nn.functional.linear(x, layer.dequantize(x.dtype), bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad @ ctx.layer.dense(ctx.dtype), None
+        return grad @ ctx.layer.dequantize(ctx.dtype), None
 
 
-def take_over_products(model: PreTrainedModel) -> None:
+def replace_quantized_layers(model: PreTrainedModel) -> None:
     """Replace every quantised layer of bitsandbytes in `model` by a `QuantizedLinear` on the same storage.
 
     Raises:

@@ -1,8 +1,8 @@
 """The predictions file: one JSON line per row, appended as the rows are answered, so that a killed evaluation resumes.
 
-Beside `NAME.jsonl` lies `NAME.source.json`, which is written first: of which weights, questions and settings the lines
-are. A call with the same source keeps the complete lines, removes the beginning of a line that a crash has left at the
-end, and goes on from there; any other call is refused.
+Beside `NAME.jsonl` lies `NAME.source.json`. It is written first and records which weights, questions and settings the
+lines come from. A call with the same source keeps the complete lines, removes the beginning of a line that a crash
+has left at the end, and goes on from there; any other call is refused.
 """
 
 from __future__ import annotations

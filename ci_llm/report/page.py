@@ -27,8 +27,8 @@ MOST_CHARACTERS: Final = 1200
 
 #: Lines of training.log that tell about trouble, or about what was done about it.
 _NOTABLE: Final = re.compile(
-    r"WARNING|not finite|finite for no agent|set back|does not fit|taken over|damaged|quarantine|moved to|recovery:"
-    r"|exactness|changed since|cannot be|walltime|no progress|early stopping"
+    r"WARNING|not finite|finite for no agent|rolled back|set back|does not fit|taken over|damaged|quarantine|moved to"
+    r"|recovery:|exactness|changed since|cannot be|walltime|no progress|early stopping"
 )
 
 
@@ -170,7 +170,7 @@ def _recovery(facts: RunFacts) -> Iterator[str]:
             if (rate := last(f"train/agent{k}/learning_rate_share")) is not None:
                 line += f"; its learning rate is {rate:.3g} of the schedule's"
             if set_backs := last(f"train/agent{k}/set_backs"):
-                line += f"; it was set back to its last good weights {count(set_backs, 'time')}"
+                line += f"; it was rolled back to its last good weights {count(set_backs, 'time')}"
             yield line + "."
     if batches := last("train/skipped_batches"):
         yield f"Skipped for good, because no agent had finite numbers: {batches:.0f} of the run's batches."

@@ -26,9 +26,8 @@ from ci_llm.run.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-#: A gradient with this norm or a larger one counts as not finite. Added up over 10,000 processes and squared, a smaller
-#: one still fits into fp32. So an agent that no process calls nonfinite has a finite norm after the reduction, and no
-#: second look is needed.
+#: A gradient with this norm or a larger one counts as not finite. Below this bound, even the squared norm of the sum
+#: over 10,000 processes fits into fp32: if no process calls an agent nonfinite, its reduced norm is finite as well.
 HUGE: Final = 1e15
 
 
@@ -114,7 +113,7 @@ class NonFiniteResponse:
             logger.warning(_account(k, step, before.agents[k], after.agents[k]))
             if after.agents[k].rollbacks > before.agents[k].rollbacks:
                 kept = self._last_good.roll_back(k)
-                logger.warning(f"agent{k}    set back to its weights and moments of step {kept}")
+                logger.warning(f"agent{k}    rolled back to its weights and moments of step {kept}")
         if exhausted := [k for k in findings.nonfinite if after.agents[k].is_exhausted(self._bounds)]:
             raise _exhausted(after, exhausted, self._bounds)
         # An agent that was left out has no new state that proved to be finite.
@@ -159,7 +158,7 @@ def _exhausted(recovery: RecoveryState, agents: Sequence[int], bounds: Bounds) -
     names = ", ".join(f"agent{k}" for k in agents)
     rates = ", ".join(f"{recovery.agents[k].lr_factor:.3g}" for k in agents)
     return NonFinite(
-        f"{names}: from step {since + 1} on not finite {bounds.max_in_a_row} times in a row, set back, and as often"
+        f"{names}: from step {since + 1} on not finite {bounds.max_in_a_row} times in a row, rolled back, and as often"
         f" once more, at {rates} of the learning rate",
         where=f"step {since} was the last step before",
         hint=_HINT,

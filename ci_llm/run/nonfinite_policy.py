@@ -2,7 +2,7 @@
 
 The response to one agent escalates. It is left out of the step, and its learning rate is cut. After `max_in_a_row`
 nonfinite steps in a row it is rolled back to its last good snapshot. After as many again in the same episode, the
-attempt ends. A step in which every agent is nonfinite says nothing about a single one: its batch is skipped for good.
+attempt ends. If every agent is nonfinite in a step, the batch is taken for the cause: it is skipped permanently.
 `max_in_a_row` such steps in a row end the attempt, because then the weights are the cause and not the batches.
 """
 
@@ -117,8 +117,8 @@ class RecoveryState:
     Attributes:
         agents: [K].
         bad_batches: steps that are skipped without being computed, ascending.
-        bad_batches_in_a_row: bad batches since the last other step. An overflow of all agents is an other step: it
-            halves the loss scale, so such steps come to an end by themselves.
+        bad_batches_in_a_row: bad batches since the last other step. A step in which all agents overflow is another
+            step: the loss scale is halved, so overflows stop by themselves.
         requested_lr_factor: multiplies the learning rate of every agent; the supervisor asks for it.
         micro_batch_size: rows per process and micro-step are at most this many; None: as configured.
         recompute: layers are recomputed in the backward pass, whatever is configured.

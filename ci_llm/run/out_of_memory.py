@@ -1,9 +1,9 @@
 """Out of memory: one process tells the others by its ballot, and all repeat the same step in smaller parts.
 
-To halve the micro-batch doubles the accumulation: the rows of an optimizer step, and so the run, stay the same. At one
-row the layers are recomputed in the backward pass; after that nothing is left to reduce inside the run. What was
-reduced is recovery state: checkpoints hold it. An evaluation is repeated in smaller batches, which changes nothing in
-the training.
+`agree_on_gradients` of the training loop repeats the step. Halving the micro-batch doubles the accumulation, so each
+optimizer step still uses the same rows. At one row the layers are recomputed in the backward pass; after that nothing
+is left to reduce inside the run. What was reduced is recovery state: checkpoints hold it. An evaluation is repeated in
+smaller batches, which changes nothing in the training.
 """
 
 from __future__ import annotations

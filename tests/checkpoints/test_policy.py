@@ -14,7 +14,7 @@ from ci_llm.checkpoints.policy import (
     PRIOR_S,
     BestInterval,
     FailureHistory,
-    Keeping,
+    RetentionPolicy,
     SavePolicy,
     best_interval_s,
     metrics_of,
@@ -131,9 +131,9 @@ def loss(metrics: dict[str, float]) -> float:
     return metrics["loss"]
 
 
-def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> Keeping:
+def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> RetentionPolicy:
     """What knows the losses of these steps, which are in the folder."""
-    keep = Keeping(**{"most": 2, "period": None, "best_fn": None, "best_mode": "min", **options})
+    keep = RetentionPolicy(**{"most": 2, "period": None, "best_fn": None, "best_mode": "min", **options})
     for step, value in measured.items():
         (folder / f"checkpoint_step_{step}").mkdir()
         keep._known[step] = None if value is None else {"loss": value}
@@ -142,9 +142,9 @@ def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> 
 
 def test_without_a_period_or_a_measure_nothing_is_spared_but_the_newest(tmp_path: Path) -> None:
     assert keeping(tmp_path, {1: None, 2: None}).spared(tmp_path, 3, None, None) == set()
-    assert Keeping(None, 2, loss, "min").spared(tmp_path, 3, None, None) == set()
-    assert [Keeping(most, None, None, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 5]
-    assert [Keeping(most, None, loss, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 1]
+    assert RetentionPolicy(None, 2, loss, "min").spared(tmp_path, 3, None, None) == set()
+    assert [RetentionPolicy(most, None, None, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 5]
+    assert [RetentionPolicy(most, None, loss, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 1]
 
 
 def test_multiples_of_the_period_are_spared_the_one_in_flight_too(tmp_path: Path) -> None:

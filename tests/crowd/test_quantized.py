@@ -150,13 +150,13 @@ def test_a_step_makes_each_weight_dense_once_per_pass_for_all_agents(
 ) -> None:
     crowd = crowd_on(folder, kind)
     made: list[QuantizedLinear] = []
-    dense = QuantizedLinear.dense
+    dequantize = QuantizedLinear.dequantize
 
     def counted(self: QuantizedLinear, dtype: torch.dtype) -> torch.Tensor:
         made.append(self)
-        return dense(self, dtype)
+        return dequantize(self, dtype)
 
-    monkeypatch.setattr(QuantizedLinear, "dense", counted)
+    monkeypatch.setattr(QuantizedLinear, "dequantize", counted)
     layers = len(crowd.agents.layers)
     crowd.agents.begin_step(0)
     loss = crowd(batch()).loss

@@ -69,7 +69,7 @@ def test_an_agent_that_is_nonfinite_too_often_in_a_row_is_rolled_back(
     fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
     keys = {"max_consecutive_nonfinite": 3}
     assert train(server, tmp_path, fault, **keys) == [0], said(tmp_path)
-    assert "agent1    set back to its weights and moments of step 0" in said(tmp_path)
+    assert "agent1    rolled back to its weights and moments of step 0" in said(tmp_path)
     assert metrics(tmp_path)[-1]["train/agent1/set_backs"] == 1
     assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
     state = load_checkpoint(tmp_path / "run" / "final_checkpoint").state
@@ -85,7 +85,7 @@ def test_an_episode_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) ->
     cut = tmp_path / "cut"
     assert train(server, cut, fault, Fault("kill", steps=(7,), committed=5), **keys) == [-9]
     assert train(server, cut, fault, **keys) == [0], said(cut)
-    assert "agent1    set back to its weights and moments of step 0" in said(cut).partition("resume    step 5 of")[2]
+    assert "agent1    rolled back to its weights and moments of step 0" in said(cut).partition("resume    step 5 of")[2]
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
 
 
@@ -96,7 +96,7 @@ def test_one_exhausted_agent_ends_the_attempt(server: ForkServer, tmp_path: Path
     status, (failure,) = read_status(tmp_path / "run"), read_failures(tmp_path / "run", 1)
     assert (status.status, status.reason) == ("failed", "nonfinite")
     assert (failure.reason, failure.step) == ("nonfinite", 4)
-    assert "agent1: from step 5 on not finite 2 times in a row, set back, and as often once more" in failure.message
+    assert "agent1: from step 5 on not finite 2 times in a row, rolled back, and as often once more" in failure.message
 
 
 # A batch
