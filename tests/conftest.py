@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,10 @@ from tools.testbed.forkserver import ForkServer
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+# A shell starts a job in the background with SIGINT ignored, which programs inherit: Ctrl-C would do nothing in a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "OMPI_", "ACCELERATE_", "TORCHELASTIC_", "TORCH_ELASTIC_", "WANDB_", "CI_LLM_")
 WORLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -28,11 +28,11 @@ def test_a_step_clips_the_mean_gradient_of_each_agent_and_moves_it_at_its_own_ra
     limit = (norms[-2] + norms[-1]) / 2  # one is above it
     run: Any = SimpleNamespace(
         crowd=crowd,
-        config=SimpleNamespace(max_grad_norm=limit),
         processes=SimpleNamespace(reduce_flat_=lambda tensor: tensor),
         state=TrainState(recovery=RecoveryState(agents=tuple(AgentRecovery(lr_factor=rate / 0.1) for rate in rates))),
         optimizer=torch.optim.SGD([{"params": [row]} for row in crowd.agents.rows]),
-        learning_rate=lambda step: 0.1,
+        learning_rates=[lambda step: 0.1] * K,
+        max_grad_norms=[limit] * K,
     )
     crowd.agents.begin_step(0)
     Objective()(crowd(packed), packed, step=0).total.backward()

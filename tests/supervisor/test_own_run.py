@@ -141,7 +141,7 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     assert f"interrupted: signal:SIGTERM, step {step}" in first.text
     with Terminal(*words, f"max_train_steps={step + 1}", *launcher, cwd=tmp_path, env=path) as second:
         assert second.wait() == 0, second.text
-    assert f"resume    step {step} of {step + 1}" in second.text
+    assert f"step {step} of {step + 1}, verified, from" in second.text, second.text
     assert "attempt 1 ended" in second.text
 
 
