@@ -11,13 +11,13 @@ the weights are dequantised before each product.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import is_bitsandbytes_available
 
 from ci_llm.errors import ConfigError, ModelError
 
@@ -53,7 +53,7 @@ def quantized_loading(
         )
     if not wanted and not stored:
         return {}
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if not is_bitsandbytes_available():
         raise ConfigError(
             "a quantised base needs bitsandbytes, which is not installed",
             where=f"quantization: {wanted or stored}",
@@ -166,8 +166,7 @@ def replace_quantized_layers(model: PreTrainedModel) -> None:
         raise _unknown_storage(model.name_or_path, f"the base is quantised by {stored}")
     for name, layer in list(model.named_modules()):
         if type(layer).__name__ in _STORED_BY and type(layer).__module__.startswith("bitsandbytes."):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, QuantizedLinear(layer))
+            model.set_submodule(name, QuantizedLinear(layer))
     _refuse_unknown_storage(model)
 
 

@@ -20,6 +20,7 @@ from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.config import Config
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.answer_scores import Answers, AnswerScores, Questions, answer_questions, merge_records
+from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.generation import num_positions
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import Crowd
@@ -204,7 +205,7 @@ def _refuse_unanswerable(job: _Job) -> None:
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
     """The precision of the training's own evaluations."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.mixed_precision)
+    dtype = DTYPES.get(config.mixed_precision)
     if dtype is None or (dtype == torch.float16 and device.type == "cpu"):  # as Accelerate, which then takes fp32
         return nullcontext()
     return torch.autocast(device.type, dtype)

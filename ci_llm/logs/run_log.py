@@ -19,9 +19,9 @@ from typing import Any, Final, TextIO
 
 from ci_llm.checkpoints.store import SaveResult
 from ci_llm.core import work
+from ci_llm.core.text_curves import draw_curves
 from ci_llm.logs.files import AppendedFile, MetricsFile
 from ci_llm.logs.live_area import View
-from ci_llm.logs.loss_curve import draw_curves
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal
 from ci_llm.logs.tracking import Trackers

@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
-from ci_llm.report.curves import thinned
-from ci_llm.report.facts import Points, RunFacts
+from ci_llm.core.text_curves import draw_curves
+from ci_llm.report.facts import RunFacts
 from ci_llm.report.scores import Gain, Score, comparable, difference, scores, what_evaluated
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
 _CURVES: Final = ("train/task_loss", "eval/crowd/nll")
-_WIDTH, _HEIGHT = 72, 14
+_WIDTH: Final = 80
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -76,37 +76,16 @@ def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
     yield from _score_lines(runs)
     for key, title in zip(_CURVES, ("training loss, mean over agents", "held-out loss of the crowd"), strict=True):
         curves = [run.metrics.curve(key) for run in runs]
-        if any(curves):
+        if drawn := draw_curves(dict(zip(LETTERS, curves, strict=False)), _WIDTH):
             yield ""
-            yield f"{title}, nats per token"
-            yield from drawn(curves)
+            yield f"{title}, nats per token by optimizer step"
+            yield drawn
 
 
 def head(letter: str, folder: Path, status: Status) -> str:
     """One line about a run, before anything large is read."""
     reason = f" ({status.reason})" if status.reason else ""
     return f"{letter}  {folder}: {status.status}{reason}, step {status.step}, attempt {status.attempt}"
-
-
-def drawn(curves: Sequence[Points], width: int = _WIDTH, height: int = _HEIGHT) -> Iterator[str]:
-    """Curves in characters, each with the letter of its run; `*` where several meet."""
-    finite = [[point for point in thinned(points, 4 * width) if math.isfinite(point[1])] for points in curves]
-    everything = [point for points in finite for point in points]
-    if not everything:
-        return
-    steps, values = [step for step, _ in everything], [value for _, value in everything]
-    left, right, low, high = min(steps), max(steps), min(values), max(values)
-    grid = [[" "] * width for _ in range(height)]
-    for letter, points in zip(LETTERS, finite, strict=False):
-        for step, value in points:
-            column = round((step - left) / max(right - left, 1) * (width - 1))
-            row = round((high - value) / ((high - low) or 1.0) * (height - 1))
-            grid[row][column] = letter if grid[row][column] in (" ", letter) else "*"
-    for number, line in enumerate(grid):
-        label = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}.get(number, "")
-        yield f"{label:>8} |{''.join(line).rstrip()}"
-    yield f"{'':>8} +{'-' * width}"
-    yield f"{'':>10}{f'step {left}':<{width // 2}}{f'step {right}':>{width - width // 2}}"
 
 
 def _configuration_lines(runs: Sequence[RunFacts]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ci_llm.crowd import quantized
 from ci_llm.crowd.base import fingerprint_of, load_base
@@ -20,8 +20,8 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.quantized import QuantizedLinear, stored_bytes
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
+from tools.testbed.tiny import FAMILIES, batch
 from tools.testbed.tiny import base as toy
-from tools.testbed.tiny import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
 
@@ -34,17 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base whose layers are much larger than its embedding."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config = FAMILIES["llama"]()
+    config.hidden_size, config.intermediate_size, config.head_dim = 128, 256, 32
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     from transformers import AutoTokenizer
 
     from ci_llm.embedded import BASE_FOLDER
@@ -259,7 +251,7 @@ def test_a_base_without_numbers_is_refused() -> None:
 
 
 def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(quantized, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install 'ci-llm\[quantization\]'"):
         load_base(str(folder), "fp32", "cpu", "nf4")
 

@@ -8,9 +8,9 @@ import time
 import pytest
 from rich.console import Console
 
+from ci_llm.core.text_curves import HEIGHT, draw_curves
 from ci_llm.core.work import Work
 from ci_llm.logs.live_area import View
-from ci_llm.logs.loss_curve import HEIGHT, draw_curves
 from ci_llm.logs.progress import Position, Speed
 
 

@@ -12,16 +12,7 @@ import pytest
 from ci_llm.core import work
 from ci_llm.logs.progress import Position, ProgressLines, Speed, describe_losses
 from ci_llm.logs.run_log import LOG_NAME, RunLog
-
-
-class Clock:
-    """A clock that stands still until told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.logs.test_run_log import Clock
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.report.compare import drawn
+from ci_llm.core.text_curves import HEIGHT, draw_curves
 from ci_llm.report.scores import comparable, difference, interval
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.support.children import ROOT
@@ -72,7 +73,7 @@ def test_settings_scores_and_curves_are_shown(two: list[str], capsys: pytest.Cap
     assert "crowd               0.500 (0.5000)  0.750 (0.5000)" in said
     assert "crowd B - crowd A: +0.250 ± 0.136 exact match (95 %, paired over 40 rows): a difference" in said
     assert "training loss, mean over agents" in said
-    assert "step 1 " in said
+    assert re.search(r"└─+\n +1 +20\n", said), "the axis of the training loss"
 
 
 def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,11 +121,8 @@ def test_the_first_line_waits_for_neither_torch_nor_matplotlib(two: list[str]) -
     assert done.stdout.endswith("set()\n"), done
 
 
-def test_curves_in_characters_keep_their_letters_and_their_range() -> None:
-    falling, rising = [(step, 10.0 - step) for step in range(10)], [(step, 1.0 + step) for step in range(10)]
-    lines = list(drawn([falling, rising], width=10, height=10))
-    assert lines[0].startswith("      10 |A")
-    assert lines[0].endswith("B")
-    assert lines[9].startswith("       1 |B")
-    assert not list(drawn([[], []]))
-    assert list(drawn([[(1, float("nan")), (2, 1.0)]], width=4, height=3))
+def test_curves_of_several_runs_keep_their_letters_and_meet_in_a_star() -> None:
+    falling, rising = [(step, 10.0 - step) for step in range(11)], [(step, 0.0 + step) for step in range(11)]
+    lines = draw_curves({"A": falling, "B": rising}, 80).splitlines()
+    assert (lines[0][-11:], lines[HEIGHT - 1][-11:]) == ("A         B", "B         A")
+    assert lines[HEIGHT // 2].count("*") == 1

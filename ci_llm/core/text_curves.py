@@ -26,7 +26,7 @@ Points = Sequence[tuple[int, float]]
 def draw_curves(curves: Mapping[str, Points], width: int) -> str:
     """The curves over one another, each with a character of its own.
 
-    A column shows the mean of the points that fall into it. Of two curves at one place, the later one is seen.
+    A column shows the mean of the points that fall into it; `*` stands where several curves meet.
 
     Args:
         curves: (step, value) by the curve's character.
@@ -49,7 +49,7 @@ def draw_curves(curves: Mapping[str, Points], width: int) -> str:
     for mark, means in drawn.items():
         for column, value in means.items():
             row = round((high - value) / (high - low) * (HEIGHT - 1)) if high > low else HEIGHT // 2
-            canvas[row][column] = mark
+            canvas[row][column] = mark if canvas[row][column] == " " else "*"
     return "\n".join([*_rows(canvas, low, high), *_axis(first, last, columns)])
 
 
