@@ -22,7 +22,7 @@ from ci_llm.cli.chat import Conversation
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError
-from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tests.support.crowds import K, disturbed_crowd
 from tools.testbed.events import DEADLINE_S
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
@@ -38,18 +38,6 @@ update, slow = TextSoFar.update, Path(sys.argv[2]).parent / "slow"
 TextSoFar.update = lambda self, ids: (update(self, ids), slow.exists() and time.sleep(0.5))[0]
 sys.exit(main(sys.argv[1:]))
 """
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
-
-
-@pytest.fixture(scope="module")
-def run(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("talk") / "run"
-    save_crowd(crowd, folder / "final_checkpoint")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -21,24 +21,11 @@ from ci_llm import Crowd
 from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
 from ci_llm.embedded import rows
-from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tests.support.crowds import K, save_crowd
 from tools.testbed.events import DEADLINE_S
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 SHORT = ["--max-new-tokens", "24"]
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
-
-
-@pytest.fixture(scope="module")
-def run(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run, with a final checkpoint."""
-    folder = tmp_path_factory.mktemp("asked") / "run"
-    save_crowd(crowd, folder / "final_checkpoint")
-    return folder
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: object) -> str:
