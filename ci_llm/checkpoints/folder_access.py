@@ -27,7 +27,7 @@ class FolderAccess:
     """
 
     _store: CheckpointStore
-    _keeping: RetentionPolicy
+    _retention: RetentionPolicy
     _gradients: Gradients
     _processes: ProcessGroup
     _save_vote: SaveVote
@@ -132,7 +132,7 @@ class FolderAccess:
 
     def best_step(self) -> int | None:
         """The step that `best_fn` puts first; the newest one without it."""
-        return self._keeping.best_of(self.directory, self.all_steps())
+        return self._retention.best_of(self.directory, self.all_steps())
 
     def metrics(self, step: int) -> Metrics | None:
         """What `step` was saved with as `metrics`. Raises CheckpointError: there is no such step."""

@@ -118,13 +118,13 @@ class CheckpointManager(FolderAccess):
         self._interval = BestInterval(clock) if save_interval_seconds == "auto" else None
         seconds = None if save_interval_seconds == "auto" else save_interval_seconds
         self._policy = SavePolicy(rules.save_interval_steps, seconds, frozenset(rules.save_on_steps), rules.initially)
-        self._keeping = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
+        self._retention = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
         self._read_only, self._closed = rules.read_only, False
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._store = CheckpointStore(
             directory,
-            save_total_limit=self._keeping.newest,
+            save_total_limit=self._retention.newest,
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
             stop_waiting=self._stop_waiting,
@@ -348,7 +348,7 @@ class CheckpointManager(FolderAccess):
         self, step: int, entries: list[StateEntry], info: Mapping[str, object], keep: Collection[int], waited_s: float
     ) -> bool:
         if self._is_main:
-            keep = {*keep, *self._keeping.spared(self.directory, step, info.get(METRICS), self._begun)}
+            keep = {*keep, *self._retention.spared(self.directory, step, info.get(METRICS), self._begun)}
         asynchronous = self._async_saver is not None
         task = self._backend.prepare(SaveRequest(self._store, step, entries, copy_info(info), keep, asynchronous))
         saved = True

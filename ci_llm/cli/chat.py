@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cli.answer_text import beside, how_sure
@@ -124,7 +125,7 @@ class Conversation:
             raise ConfigError(what, where="--system", hint="leave it out")
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
-        self._asked: Any = None  # the prompt of the last answer, for /agents
+        self._asked: Any = None  # prompt and choices of the last answer, for /agents
 
     @property
     def kind(self) -> str:
@@ -138,17 +139,20 @@ class Conversation:
     def say(self, message: str) -> None:
         """Answer a message, piece by piece on standard output; an answer that Ctrl-C stops is remembered as far as it
         came."""
-        stream = self._stream(prompt := self._prompt(message))
-        self._asked = prompt
+        prompt, choices = self._prompt(message), dict(self._choices)
+        if choices.get("do_sample"):
+            choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
+        self._asked = prompt, choices
         pieces: list[str] = []
-        try:
-            for piece in stream:
-                pieces.append(piece)
-                print(piece, end="", flush=True)
-        finally:
-            stream.close()
-            if self._prompter.tells_turns_apart:
-                self._turns += [{"role": "user", "content": message}, {"role": "assistant", "content": "".join(pieces)}]
+        with self._stream(prompt, choices) as stream:
+            try:
+                for piece in stream:
+                    pieces.append(piece)
+                    print(piece, end="", flush=True)
+            except KeyboardInterrupt:
+                self._remember(message, "".join(pieces))
+                raise
+        self._remember(message, "".join(pieces))
         print(flush=True)
         if self._shows_sureness:
             print(how_sure(stream.result))
@@ -178,9 +182,13 @@ class Conversation:
             return message
         return [*self._system, *self._turns, {"role": "user", "content": message}]
 
-    def _stream(self, prompt: Any) -> Stream[Answer]:
+    def _remember(self, message: str, answer: str) -> None:
+        if answer and self._prompter.tells_turns_apart:
+            self._turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+
+    def _stream(self, prompt: Any, choices: Mapping[str, Any]) -> Stream[Answer]:
         try:
-            return self._crowd.stream(prompt, stop_strings=self._stops, **self._choices)
+            return self._crowd.stream(prompt, stop_strings=self._stops, **choices)
         except DataError as error:
             if not self._turns:
                 raise
@@ -192,8 +200,8 @@ class Conversation:
 
         if self._asked is None:
             raise ConfigError("nothing was asked yet", hint="ask something first")
-        decoding = decoding_of(self._prompter, **self._choices)
-        [answer] = answers(self._crowd, [self._asked], decoding, self._stops)
+        prompt, choices = self._asked
+        [answer] = answers(self._crowd, [prompt], decoding_of(self._prompter, **choices), self._stops)
         print(beside(answer))
         print(how_sure(answer))
 

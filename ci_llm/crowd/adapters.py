@@ -219,9 +219,8 @@ class AgentStorage:
         if self._drops_weights and not self._masks_of_step:
             # A fresh tensor, because the backward pass of an earlier forward pass may still need the old masks.
             self._masks = torch.ones_like(self.weights)
-            own = (
-                self._own(self._masks) if self.settings.agents else [self._masks]
-            )  # agents that are alike draw at once
+            # Agents without settings of their own draw together, as they always did.
+            own = self._own(self._masks) if self.settings.agents else [self._masks]
             for agent, part in zip(self.settings.kinds(), own, strict=True):
                 part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
             self._bind_groups()

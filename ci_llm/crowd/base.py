@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -88,25 +89,24 @@ def load_base(
         ModelError: the model is not found, not readable, not complete, or no causal language model.
     """
     name = str(BASE_FOLDER) if model_name == "embedded" else model_name
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_tqdm_hook(_count_weights)
     config = load_architecture(model_name)
     dtype = _dtype(model_dtype, torch.device(device))
     stored = stored_quantization(config)
     how = quantized_loading(quantization, stored, model_name, device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `_require_whole` names them, with those that are missing
-            # The fused kernels silently leave out Gemma 2's soft cap.
-            attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
-            **how,
-        )
+        with _weights_counted():
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `_require_whole` names them, with those that are missing
+                # The fused kernels silently leave out Gemma 2's soft cap.
+                attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+                **how,
+            )
     except _UNREADABLE as error:
         raise load_error(model_name, error) from error
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
@@ -115,6 +115,19 @@ def load_base(
     if not (quantization or stored):  # a quantised base is on its device since it was loaded
         model.to(device)
     return Base(model, tokenizer, name, fingerprint, rounded)
+
+
+@contextmanager
+def _weights_counted() -> Iterator[None]:
+    """Without the progress bars of Transformers; what they count goes to the run's log."""
+    shown, hook = transformers_logging.is_progress_bar_enabled(), transformers_logging.set_tqdm_hook(_count_weights)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(hook)
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _count_weights(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -181,9 +194,9 @@ def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
 def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
 
-    Agents on the base do not count: it has the same fingerprint before and after they are attached. Of a quantised
-    base the files of its checkpoint count, with the way it is stored: another version of bitsandbytes may round
-    otherwise.
+    Agents on the base do not count: it has the same fingerprint before and after they are attached. For a quantised
+    base, the files of its checkpoint and the kind of quantisation are hashed instead, because versions of bitsandbytes
+    may round differently.
 
     Args:
         rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in
@@ -223,9 +236,13 @@ def _stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
         )
     files = [whole] if whole else get_checkpoint_shard_files(name, index)[0]
 
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            yield from ((key, opened.get_tensor(key)) for key in sorted(opened.keys()))
+    with ExitStack() as opened:
+        places: dict[str, Any] = {}
+        for file in files:
+            tensors = opened.enter_context(safe_open(file, "pt"))
+            places |= dict.fromkeys(tensors.keys(), tensors)
+        # By name over all files: the same weights may be split into files in another way.
+        yield from ((name, places[name].get_tensor(name)) for name in sorted(places))
 
 
 def _not_causal(model_name: str, kind: str) -> ModelError:

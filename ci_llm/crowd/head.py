@@ -55,9 +55,10 @@ class Head:
 
         Agents [K, S, D] have a product each, as in `target_log_probs`.
         """
-        if states.dim() > 2:
-            return torch.stack([self.logits(own) for own in states])
         weight, bias = self.weight.to(states.dtype), _cast(self.bias, states.dtype)
+        if states.dim() > 2:
+            head = replace(self, weight=weight, bias=bias)  # cast once for all agents
+            return torch.stack([head.logits(own) for own in states])
         z = torch.nn.functional.linear(states, weight, bias)
         return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
 

@@ -1,8 +1,8 @@
 """Frozen linear layers in 4 or 8 bits: bitsandbytes quantises and stores them, their products are made here.
 
 Neither forward pass of bitsandbytes is used. On a CPU its 4-bit layer packs its weight for inference at the first pass
-in evaluation mode; the training passes after that have the right loss and wrong gradients. And each of K separate
-runs would dequantise a weight of its own, where one dequantisation serves all K agents.
+in evaluation mode; the training passes after that have the right loss and wrong gradients. One dequantisation also
+serves all K agents here; K separate runs would need K.
 
 NF4 and double quantisation: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023. Row-wise int8:
 Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022; without its outliers, since

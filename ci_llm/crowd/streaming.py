@@ -112,7 +112,7 @@ class Stream(Generic[T]):
         outcome: list[T | BaseException] = []
 
         def run() -> None:
-            # Of the iterator itself the thread knows nothing, so that it can be collected while the thread runs.
+            # The thread holds no reference to the iterator, so the iterator can be collected while the thread runs.
             try:
                 outcome.append(produce(pieces.put, stopping.is_set))
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates

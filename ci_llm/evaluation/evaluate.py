@@ -335,7 +335,7 @@ def _text_figures(job: _Job, scores: Scores) -> dict[str, Any]:
 
 def _lines(job: _Job) -> list[str]:
     found = job.tokenized.rows.description
-    # Behind it come the template, the tokens, what was cut or left out, and at last a row.
+    # After it come the template, the tokens, what was cut or left out, and finally an example row.
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
     if job.questions.left_out and len(job.questions):
         facts.append(
@@ -345,7 +345,7 @@ def _lines(job: _Job) -> list[str]:
     return facts
 
 
-# Of what it is
+# What identifies it
 
 
 def _source(job: _Job, checkpoint: Path, manifest: Manifest) -> Source:

@@ -70,7 +70,7 @@ class ScreenArea:
     def _size(self) -> tuple[int, int]:
         try:
             columns, rows = os.get_terminal_size(self._file.fileno())
-        except OSError:
+        except (OSError, ValueError):  # a closed file has no number
             columns = rows = 0
         fallback = shutil.get_terminal_size()  # some pseudo-terminals have no size
         return max(columns or fallback.columns, 2), max(rows or fallback.lines, 3)

@@ -71,6 +71,7 @@ class Callbacks:
         self._callbacks, self._config = tuple(callbacks), config
         for callback in self._callbacks:
             _check(callback)
+        self._methods = {event: [m for c in self._callbacks if (m := getattr(c, event, None))] for event in EVENTS}
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
@@ -84,13 +85,14 @@ class Callbacks:
         Returns:
             whether one of them wants the run to stop.
         """
-        generators = determinism.capture()
-        control = Control()
-        for callback in self._callbacks:
-            method = getattr(callback, event, None)
-            if method is not None:
+        if not (methods := self._methods[event]):
+            return False
+        generators, control = determinism.capture(), Control()
+        try:
+            for method in methods:
                 method(self._config, state, control, **{name: dict(value) for name, value in values.items()})
-        determinism.restore(generators)
+        finally:
+            determinism.restore(generators)
         return control.should_training_stop
 
 

@@ -160,7 +160,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
-        run.interval.add(verdict.num_targets, verdict.sums[:-1], norms)
+        run.interval.add(verdict.num_targets, verdict.sums[:-1], norms, findings.left_out)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {

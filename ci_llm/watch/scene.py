@@ -64,7 +64,7 @@ class Scene:
         self.jobs = self._queue.look(sorted(unfinished), wait=wait_for_squeue)
 
     def has_ended(self) -> bool:
-        """Whether no run goes on, or will."""
+        """Whether every run has ended and none will be started again."""
         return bool(self.looks) and all(map(self._is_over, self.looks))
 
     def exit_code(self) -> int:

@@ -93,3 +93,13 @@ def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.Monkey
     with counted.paused():
         clock.now += 1000.0
     assert counted.speed() == {"tokens_per_s": 600.0, "step_time_s": 0.5}
+
+
+def test_an_agent_that_was_left_out_does_not_count_in_that_step() -> None:
+    """Its loss may be finite although its gradient is not, and a huge norm is finite as well."""
+    interval = Interval(2, torch.device("cpu"))
+    interval.add(10, [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
+    interval.add(10, [30.0, 90.0, 0.0], torch.tensor([3.0, 1e16]), left_out=(1,))
+    means = interval.means()
+    assert (means["train/agent0/loss"], means["train/agent1/loss"]) == (2.0, 2.0)
+    assert (means["train/agent0/grad_norm"], means["train/agent1/grad_norm"]) == (2.0, 2.0)
