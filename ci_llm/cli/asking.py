@@ -76,7 +76,7 @@ def require_run(path: str, base_model: str | None) -> None:
         what = "this is no folder" if Path(path).exists() else "there is no such folder"
         raise BadInput(what, where=path, hint=hint)
     if committed(Path(path)) or last_status(path) is None:
-        _go_offline_if_unreachable(Path(path), base_model)
+        go_offline_if_base_unreachable(path, base_model)
         return
     status = read_status(path)
     if status.status == "running":
@@ -92,9 +92,6 @@ def open_run(path: str, base_model: str | None) -> Crowd:
     Raises:
         BadInput: there is none, it is damaged, or its base is not found.
     """
-    from ci_llm.cluster.hub import set_library_defaults
-
-    set_library_defaults()
     from ci_llm.crowd.recognise import require_checkpoint
 
     folder = require_checkpoint(Path(path), path, final_first=True)
@@ -140,10 +137,12 @@ def _note_if_unfinished(folder: Path) -> None:
             note(f"the run is {status.status} at step {status.step}; {folder.name} answers")
 
 
-def _go_offline_if_unreachable(path: Path, base_model: str | None) -> None:
+def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:
+    """Use only the local cache if the hub is unreachable and the base of this run may be there; says so on stderr."""
     from ci_llm.checkpoints.folders import FINAL, committed
     from ci_llm.cluster.hub import go_offline_if_unreachable
 
+    path = Path(run)
     for folder in (path, path / FINAL, *(folder for _, folder in committed(path))):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # opening it will say what is wrong
             meta = json.loads((folder / "ci_llm_meta_config.json").read_text(encoding="utf-8"))

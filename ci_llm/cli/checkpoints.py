@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ci_llm.cli.arguments import make_parser
-from ci_llm.cluster.hub import set_library_defaults
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
 LINES_SHOWN = 20
@@ -34,7 +33,6 @@ def run_verb(words: Sequence[str]) -> int:
         BadInput: the call is wrong. CheckpointError: a checkpoint cannot be read or changed.
         SystemExit: with 0, after `--help`.
     """
-    set_library_defaults()
     call = _parser().parse_args(words)
     done: int = call.verb(call)
     return done

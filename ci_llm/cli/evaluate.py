@@ -42,9 +42,8 @@ def evaluate_run(words: Sequence[str]) -> int:
     call = _parser().parse_intermixed_args(words)
     _check(call)
     from ci_llm.cli.asking import require_run
-    from ci_llm.cluster.hub import go_offline_if_unreachable, set_library_defaults
+    from ci_llm.cluster.hub import go_offline_if_unreachable
 
-    set_library_defaults()
     require_run(call.run, call.base_model)
     if call.data:
         go_offline_if_unreachable(call.data)

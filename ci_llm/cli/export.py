@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.arguments import make_parser
-from ci_llm.cluster.hub import set_library_defaults
+from ci_llm.cli.asking import go_offline_if_base_unreachable
 from ci_llm.crowd.merge_methods import DENSITY, METHODS, Merge, merge_of
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
@@ -36,10 +36,7 @@ def export(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     merge = _checked(call)
-    set_library_defaults()
-    from ci_llm.cluster.hub import go_offline_if_unreachable
-
-    go_offline_if_unreachable(call.run, *([call.base_model] if call.base_model else []))
+    go_offline_if_base_unreachable(call.run, call.base_model)
     from ci_llm.crowd.exporting import prepare
 
     try:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from ci_llm.core.environment import set_library_defaults
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.interrupts import ABORTED_EXIT_CODE
 
@@ -28,6 +29,7 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
         debug: show the traceback of such an error, and log what is meant for developers.
     """
     _prepare_standard_files()
+    set_library_defaults()  # before a command imports what reads them
     if debug:
         _enable_debug_log()
     try:

@@ -36,7 +36,6 @@ def train(words: list[str]) -> int:
     """`ci-llm train`, and `python train.py`."""
     if "-h" in words or "--help" in words:
         return _print_train_help()
-    from ci_llm.cluster.hub import set_library_defaults
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
@@ -52,7 +51,6 @@ def train(words: list[str]) -> int:
         if launch.is_main:
             print_line(f"ci_llm {__version__}   run {config.run_folder}   loading...")
         _go_offline_if_unreachable(config, launch)
-        set_library_defaults()
         from ci_llm.run.job import run_job
 
         return run_job(config, interrupts, launch, sources=read.lines).exit_code(config)
@@ -101,7 +99,6 @@ def check(words: list[str]) -> int:
     if {"-h", "--help"} & {*words}:
         print(CHECK_USAGE)
         return 0
-    from ci_llm.cluster.hub import set_library_defaults
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
@@ -115,7 +112,6 @@ def check(words: list[str]) -> int:
             for line in read.lines:
                 print_line(f"config    {line}")
         _go_offline_if_unreachable(config, launch)
-        set_library_defaults()
         from ci_llm.dry_run.plan import dry_run
 
         return dry_run(config, interrupts, launch, debug="--debug" in words)

@@ -1,4 +1,4 @@
-"""What the libraries find in the environment: whether the hub is reachable, and defaults for a quiet, lone process.
+"""Whether the hub is reachable, and files of a model from there.
 
 One quick request to the hub shows whether it is reachable; if not, only its local cache is used. Without this, every
 name costs half a minute of retries, with a line each, before it is an error.
@@ -7,7 +7,6 @@ name costs half a minute of retries, with a line each, before it is an error.
 from __future__ import annotations
 
 import http.client
-import logging
 import os
 import re
 import ssl
@@ -98,14 +97,3 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
     except HfHubHTTPError as error:
         what = f"the hub refuses: {str(error).splitlines()[0]}"
         raise BadInput(what, where=name, hint="try again later, or give a folder") from error
-
-
-def set_library_defaults() -> None:
-    """Switch off telemetry, the warning about tokenizers in forked workers, and threads that spin while they wait."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # On a shared machine a spinning thread takes the core from the thread it waits for: two toy steps then take
-    # minutes (measured).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Where it is installed, Accelerate imports it; it then misses a kernel for a forward pass that is not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
