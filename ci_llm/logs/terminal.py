@@ -99,12 +99,17 @@ class Terminal:
 
     def _keep_drawing(self) -> None:
         assert self._area is not None
-        draw, due = partial(self._area.draw, self._view.draw), 0.0
+        draw: Callable[[], str] = partial(self._area.draw, self._view.draw)
+        due = 0.0
         while not self._ends:
             self._show_lines()
             if time.monotonic() >= due:
                 if not any(one.is_busy() for one in self._others):
-                    self._write(draw)
+                    try:
+                        self._write(draw)
+                    except Exception as error:  # noqa: BLE001 - the lines that wait behind a drawing must still come
+                        draw = str  # nothing is drawn any more
+                        logger.warning(f"the live area cannot be drawn ({type(error).__name__}: {error})")
                 due = time.monotonic() + REFRESH_S
             self._news.wait(due - time.monotonic())
             self._news.clear()

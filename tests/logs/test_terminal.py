@@ -92,6 +92,21 @@ def test_the_cursor_is_never_hidden_as_a_kill_would_leave_it_so(
     assert "\x1b[?25l" not in terminal.text
 
 
+def test_an_area_that_cannot_be_drawn_costs_no_line(
+    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log(terminal)
+
+    def broken(*_: object) -> Any:
+        raise KeyError("no such colour")
+
+    monkeypatch.setattr(areas.ScreenArea, "draw", broken)
+    log.progress(at(1))
+    terminal.wait_for("the warning", shows("the live area cannot be drawn (KeyError: 'no such colour')"))
+    logger.info("saved     step 1")
+    terminal.wait_for("the line", shows("saved     step 1"))
+
+
 def test_what_other_processes_write_is_kept_above_the_area(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog]
 ) -> None:
