@@ -42,8 +42,13 @@ class EndWhenOver(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         new = input_ids[:, self._width :].unflatten(0, (self._num_agents, -1)).tolist()
-        over = [[self._has_ended(k, row, tokens) for row, tokens in enumerate(agent)] for k, agent in enumerate(new)]
-        return torch.tensor(over, device=input_ids.device).flatten()
+        over = [
+            [self._has_ended(k, row, tokens) for row, tokens in enumerate(agent[: self._first])]
+            for k, agent in enumerate(new)
+        ]
+        # The crowd's rows are the same under every agent: `is_over` may decode a text, so it is asked once.
+        crowd = [self._has_ended(0, row, tokens) for row, tokens in enumerate(new[0][self._first :], self._first)]
+        return torch.tensor([own + crowd for own in over], device=input_ids.device).flatten()
 
     def cut(self, agent: int, row: int, tokens: list[int]) -> list[int]:
         """A text up to the token with which it was over; all of it, if it never was."""

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from ci_llm.checkpoints.store import SaveResult
 from ci_llm.core import work
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.logs.files import AppendedFile, MetricsFile
@@ -25,6 +24,9 @@ from ci_llm.logs.live_area import View
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal
 from ci_llm.logs.tracking import Trackers
+
+if TYPE_CHECKING:
+    from ci_llm.checkpoints.store import SaveResult
 
 logger = logging.getLogger(__name__)
 
