@@ -11,7 +11,6 @@ from typing import Any, Final
 import pytest
 
 from ci_llm import embedded
-from ci_llm.cli.main import main
 from tests.run.test_own_settings import facts_of, keys
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
@@ -132,12 +131,10 @@ def test_what_the_run_leaves_tells_whose_rows_are_which(mixed: Path, entries: li
     assert [each["agents"] for each in evaluation["sets"]] == [[0], [1, 3], [2]]
     assert [each["n"] for each in evaluation["sets"]] == [3, 4, 4]
     assert evaluation["teacher_forced"]["n"] == 11
-    assert "one" in evaluation["task"] and "two" in evaluation["task"] and "embedded" in evaluation["task"]
-    for measure in ("nll",):
-        own = evaluation[measure]["agents"]
-        assert own[0] == evaluation["sets"][0][measure]["agents"][0]
-        assert own[3] == evaluation["sets"][1][measure]["agents"][3]
-        assert len({*own}) == 4
+    assert [Path(name).name for name in evaluation["task"].split(",")] == ["one", "two", "embedded"]
+    own = evaluation["nll"]["agents"]
+    assert own == [evaluation["sets"][number]["nll"]["agents"][k] for k, number in enumerate((0, 1, 2, 1))]
+    assert len({*own}) == 4
     metrics = [json.loads(line) for line in (mixed / "run/metrics.jsonl").read_text().splitlines()]
     last = next(line for line in reversed(metrics) if "train/agent0/epoch" in line)
     assert [round(last[f"train/agent{k}/epoch"], 2) for k in range(4)] == [6, 2.47, 4, 2.47]
@@ -150,7 +147,11 @@ def test_what_the_run_leaves_tells_whose_rows_are_which(mixed: Path, entries: li
 def test_other_rows_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: Path, entries: list[str]) -> None:
     for there, here, said in (
         ("data_seed: 9", "data_seed: 8", "data_seed was [42, 42, 3, 9], is [42, 42, 3, 8]"),
-        ("max_train_samples: 12", "max_train_samples: 11", "max_train_samples was [17, 17, 12, 17], is [17, 17, 11, 17]"),
+        (
+            "max_train_samples: 12",
+            "max_train_samples: 11",
+            "max_train_samples was [17, 17, 12, 17], is [17, 17, 11, 17]",
+        ),
         ("two, max_train_samples: 17, lora_d", "one, max_train_samples: 17, lora_d", "the training rows are not those"),
     ):
         other = [entry.replace(there, here) for entry in entries]
@@ -161,7 +162,9 @@ def test_other_rows_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: P
 
 def test_one_set_named_for_all_scores_all(trials: Trials, entries: list[str], tmp_path: Path) -> None:
     common = write(tmp_path / "common", 300, 4, range(10, 14))
-    folder = complete(trials, CELL, *entries[:2], eval_dataset_name=common, max_train_steps=2, generation_eval_samples=0)
+    folder = complete(
+        trials, CELL, *entries[:2], eval_dataset_name=common, max_train_steps=2, generation_eval_samples=0
+    )
     evaluation = json.loads((folder / "run/evaluation.json").read_text())
     assert "sets" not in evaluation
     assert evaluation["n"] == 4
