@@ -180,7 +180,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         for k, rate in enumerate(run.learning_rates):
             metrics[f"train/agent{k}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
     if isinstance(run.plan, AgentPlans):
-        metrics |= {f"train/agent{k}/epoch": plan.epoch(step) for k, plan in enumerate(run.plan.each)}
+        metrics |= {f"train/agent{k}/epoch": epoch for k, epoch in enumerate(run.plan.epochs(step))}
     if not findings.bad_batch:
         run.learning.look(norms.tolist())
     report_learning(run)
