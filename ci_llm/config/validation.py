@@ -87,11 +87,11 @@ def _clashes(c: Config) -> Iterator[Clash]:
 
 def _data_clashes(c: Config) -> Iterator[Clash]:
     """Keys about the data that exclude one another."""
-    numbers = {len(own.dataset_names) for own in c.rows_of_each}
-    if c.dataset_weights is not None and (odd := sorted(numbers - {len(c.dataset_weights)})):
+    weights = c.dataset_weights
+    if weights and (odd := [n for own in c.rows_of_each if (n := len(own.dataset_names)) != len(weights)]):
         yield Clash(
             ("dataset_weights", "dataset_name"),
-            f"dataset_weights has {len(c.dataset_weights)} for {odd[0]} data sets",
+            f"dataset_weights has {len(weights)} for {odd[0]} data sets",
             "give each data set of dataset_name one weight",
         )
     if c.has_own_rows and c.diversity != "none":
