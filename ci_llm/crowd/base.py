@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -31,6 +33,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.core.work import counted
 from ci_llm.crowd.quantized import Quantization, quantized_loading, stored_quantization
+from ci_llm.crowd.sharded_layers import ShardedLayers, whole
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
@@ -76,6 +79,7 @@ def load_base(
     model_dtype: str | None = None,
     device: torch.device | str = "cpu",
     quantization: Quantization | None = None,
+    layers: ShardedLayers | None = None,
 ) -> Base:
     """Load a causal language model.
 
@@ -84,6 +88,7 @@ def load_base(
         model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
         device: where the model goes.
         quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None: as they are.
+        layers: this process reads and keeps its part of the layers only; the call is a collective then.
 
     Raises:
         ModelError: the model is not found, not readable, not complete, or no causal language model.
@@ -93,10 +98,12 @@ def load_base(
     dtype = _dtype(model_dtype, torch.device(device))
     stored = stored_quantization(config)
     how = quantized_loading(quantization, stored, model_name, device)
+    if layers is not None:
+        how["distributed_config"] = DistributedConfig()
     try:
         with _weights_counted():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = _loading_class(config, layers).from_pretrained(
                 name,
                 config=config,
                 dtype=dtype,
@@ -115,6 +122,26 @@ def load_base(
     if not (quantization or stored):  # a quantised base is on its device since it was loaded
         model.to(device)
     return Base(model, tokenizer, name, fingerprint, rounded)
+
+
+def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> Any:
+    """The class of Transformers that loads the base; one that shards the layers before it reads their weights.
+
+    Transformers then reads of every sharded weight the part of this process only.
+    """
+    if layers is None:
+        return AutoModelForCausalLM
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    def prepare(_: type, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return distributed_config, device_map, None
+
+    def distribute(_: type, model: PreTrainedModel, *__: Any) -> PreTrainedModel:
+        layers.shard(model.requires_grad_(False))
+        return model
+
+    steps = {"prepare_distribute_model": classmethod(prepare), "maybe_distribute_model": classmethod(distribute)}
+    return type(architecture.__name__, (architecture,), steps)
 
 
 @contextmanager
@@ -194,7 +221,8 @@ def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
 def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
 
-    Agents on the base do not count: it has the same fingerprint before and after they are attached. For a quantised
+    Agents on the base do not count: it has the same fingerprint before and after they are attached. Layers that are
+    sharded are gathered tensor by tensor, by all processes: a collective. For a quantised
     base, the files of its checkpoint and the kind of quantisation are hashed instead, because versions of bitsandbytes
     may round differently.
 
@@ -215,7 +243,7 @@ def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: st
     for name, tensor in tensors:
         if rounded and tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
-        raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+        raw = whole(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().data
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
     return digest.hexdigest()[:32]
 

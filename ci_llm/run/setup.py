@@ -22,13 +22,14 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
+from ci_llm.crowd.base import DTYPES, Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of, tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.crowd.sharded_layers import ShardedLayers
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.order import Plan
 from ci_llm.data.rows import Rows
@@ -84,7 +85,7 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
     found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
-    base = load_base(config.model_name, config.model_dtype, processes.device, config.quantization)
+    base = open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
     logger.info(
@@ -101,6 +102,20 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     if eval_rows.rows.num_trained_on:
         logger.info(f"data      {eval_rows.rows.description[-1]}")
     return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
+
+
+def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
+    """The base of a run. With `base_sharding` every process keeps its part of the layers, and this is a collective.
+
+    Args:
+        model_name: another base than that of `config`.
+    """
+    layers = None
+    if config.base_sharding == "layers" and processes.count > 1:
+        layers = ShardedLayers(processes.device, DTYPES.get(config.mixed_precision))
+        processes.follow = layers.follow
+    name = model_name or config.model_name
+    return load_base(name, config.model_dtype, processes.device, config.quantization, layers)
 
 
 def join(
