@@ -32,8 +32,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.core.work import counted
-from ci_llm.crowd.quantized import Quantization, quantized_loading, stored_quantization
-from ci_llm.crowd.sharded_layers import ShardedLayers, whole
+from ci_llm.crowd.quantized import Quantization, QuantizedLinear, quantized_loading, stored_quantization
+from ci_llm.crowd.sharded_layers import ShardedLayers, is_sharded, whole
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
@@ -66,7 +66,12 @@ class Base:
 
     @property
     def num_parameters(self) -> int:
-        return int(self.model.num_parameters())  # it knows how many numbers a byte of a quantised layer holds
+        # It knows how many numbers a byte of a quantised layer holds, but for layers whose bytes are sharded.
+        packed = [
+            each for each in self.model.modules() if isinstance(each, QuantizedLinear) and is_sharded(each.stored)
+        ]
+        missing = sum(each.in_features * each.out_features - each.stored.numel() for each in packed)
+        return int(self.model.num_parameters()) + missing
 
 
 def short_name(name: str) -> str:
@@ -118,6 +123,9 @@ def load_base(
         raise load_error(model_name, error) from error
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
+    if layers is not None:
+        layers.after_loading(model)
+        del model.config.distributed_config
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
     if not (quantization or stored):  # a quantised base is on its device since it was loaded
         model.to(device)
@@ -137,7 +145,7 @@ def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> An
         return distributed_config, device_map, None
 
     def distribute(_: type, model: PreTrainedModel, *__: Any) -> PreTrainedModel:
-        layers.shard(model.requires_grad_(False))
+        layers.before_loading(model.requires_grad_(False))
         return model
 
     steps = {"prepare_distribute_model": classmethod(prepare), "maybe_distribute_model": classmethod(distribute)}
@@ -221,10 +229,9 @@ def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
 def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
 
-    Agents on the base do not count: it has the same fingerprint before and after they are attached. Layers that are
-    sharded are gathered tensor by tensor, by all processes: a collective. For a quantised
+    Agents on the base do not count: it has the same fingerprint before and after they are attached. For a quantised
     base, the files of its checkpoint and the kind of quantisation are hashed instead, because versions of bitsandbytes
-    may round differently.
+    may round differently. Sharded layers are put together one tensor at a time: a collective.
 
     Args:
         rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in

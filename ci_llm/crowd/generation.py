@@ -185,7 +185,8 @@ def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], p
         max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
     )
     with _blank_generation_config(model):
-        return model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False).logits[1][0]  # type: ignore[no-any-return]
+        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
+    return found.logits[1][0]  # type: ignore[no-any-return]
 
 
 def num_positions(model: PreTrainedModel) -> int:

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ci_llm.crowd.quantized import QuantizedLinear, keep_part, replace_quantized_layers
 from ci_llm.distributed.process_group import peer_errors
 from ci_llm.errors import ModelError
 
@@ -38,6 +39,21 @@ class ShardedLayers:
         self._root: Any = None
         self._layers: list[Any] = []
         self._follows = False
+
+    def before_loading(self, model: PreTrainedModel) -> None:
+        """See to it that this process gets its part of the layers only; `model` has no numbers yet (meta)."""
+        if not model.is_quantized:
+            self.shard(model)
+            return
+        for layer in layers_of(model):
+            for each in layer.modules():
+                keep_part(each, dist.get_rank(), dist.get_world_size())
+
+    def after_loading(self, model: PreTrainedModel) -> None:
+        """Shard quantised layers, which have their parts by now."""
+        if model.is_quantized:
+            replace_quantized_layers(model)
+            self.shard(model)
 
     def shard(self, model: PreTrainedModel) -> None:
         """Give each process its part of the layers of `model`, which has no numbers yet (meta) or the same on all.
@@ -59,9 +75,12 @@ class ShardedLayers:
         # Autocast would keep a copy of every gathered weight in its own dtype until the backward pass. Inputs are not
         # cast: the residual stream stays in the precision it has without shards.
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, cast_forward_inputs=False)
-        for number, layer in enumerate(_layers(model)):
-            whole = {*layer.parameters()} - self._sharded_weights(layer)
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole)
+        for number, layer in enumerate(layers_of(model)):
+            parts = {each: each.let_go() for each in layer.modules() if isinstance(each, QuantizedLinear)}
+            kept = {*layer.parameters()} - weights_to_shard(layer, self._dtype)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=kept)
+            for each, part in parts.items():
+                each.stored = nn.Parameter(_like(each.stored, part), requires_grad=False)
             sharded: Any = layer
             # The next layer in the order of an earlier pass would be gathered ahead, which may not be the next one now.
             sharded.set_modules_to_backward_prefetch([sharded])
@@ -69,12 +88,6 @@ class ShardedLayers:
             self._layers.append(sharded)
         rest = {parameter for parameter in self._root.parameters() if not is_sharded(parameter)}
         fully_shard(self._root, mesh=mesh, ignored_params=rest)
-
-    def _sharded_weights(self, layer: nn.Module) -> set[nn.Parameter]:
-        """The matrices of a layer; under autocast only those that autocast would cast before their product as well."""
-        if self._dtype is not None:
-            return {each.weight for each in layer.modules() if isinstance(each, nn.Linear | Conv1D)}
-        return {parameter for parameter in layer.parameters() if parameter.dim() > 1}
 
     def follow(self) -> None:
         """Take part in the gathers of processes that still compute, until none of them does. A collective.
@@ -137,6 +150,22 @@ class _AgreedGather:
             return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
+def weights_to_shard(layer: nn.Module, autocast: torch.dtype | None) -> set[nn.Parameter]:
+    """The frozen matrices of a layer; under autocast those that autocast itself would cast before their product."""
+    if autocast is None:
+        return {each for each in layer.parameters() if each.dim() > 1 and not each.requires_grad}
+    multiplied = {each.weight for each in layer.modules() if isinstance(each, nn.Linear | Conv1D)}
+    return multiplied | {each.stored for each in layer.modules() if isinstance(each, QuantizedLinear)}
+
+
+def _like(sharded: Any, part: Tensor) -> Tensor:
+    """A sharded tensor as `sharded`, whose part in this process is `part`."""
+    from torch.distributed.tensor import DTensor
+
+    place = {"device_mesh": sharded.device_mesh, "placements": sharded.placements, "run_check": False}
+    return DTensor.from_local(part, **place, shape=sharded.shape, stride=sharded.stride())  # type: ignore[no-any-return]
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this process holds only a part of the tensor."""
     return hasattr(tensor, "full_tensor")
@@ -160,7 +189,17 @@ def stored_here(tensor: Tensor) -> int:
     return local.nbytes
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def shards_told(model: PreTrainedModel) -> str:
+    """What this process stores of a base, for people: the end of a line."""
+    parameters = [*model.parameters()]
+    if not any(map(is_sharded, parameters)):
+        return ", whole: there is one process, and nothing to share"
+    here, everything = sum(map(stored_here, parameters)), sum(parameter.nbytes for parameter in parameters)
+    count = dist.get_world_size()
+    return f", layers sharded over {count} processes: {here / 1e9:.2g} of {everything / 1e9:.2g} GB in each"
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of a base: of its lists of modules, the one that holds most parameters."""
     lists = [each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each)]
     if not lists:

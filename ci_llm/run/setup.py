@@ -29,7 +29,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, form_of, tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
-from ci_llm.crowd.sharded_layers import ShardedLayers
+from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.order import Plan
 from ci_llm.data.rows import Rows
@@ -88,8 +88,9 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     base = open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
+    shared = shards_told(base.model) if config.base_sharding == "layers" else ""
     logger.info(
-        f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}"
+        f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
     crowd = build_crowd(config, base)
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)

@@ -39,6 +39,7 @@ NAMES = [check.name for check in CHECKS]
 HERE = [name for name in NAMES if torch.cuda.is_available() or not name.startswith("gpu ")]
 PRESETS = ROOT / "configs"
 NF4 = ["llama3.1_8b_nf4_gsm8k.yaml"]
+SHARDED = "llama3.1_70b_nf4_sharded_gsm8k.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: P
 
 @pytest.mark.parametrize(
     "preset",
-    sampled(["qwen2.5_0.5b_gsm8k.yaml", "gemma2_2b_gsm8k.yaml", "llama3.1_8b_gsm8k.yaml", *NF4], NF4),
+    sampled(["qwen2.5_0.5b_gsm8k.yaml", "gemma2_2b_gsm8k.yaml", "llama3.1_8b_gsm8k.yaml", *NF4, SHARDED], NF4),
 )
 def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -> None:
     text = (PRESETS / preset).read_text()
@@ -244,7 +245,8 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     config, device = load_config(PRESETS / preset), torch.device("cpu")
     shape = AutoConfig.for_model(**KNOWN[config.model_name])
     tokens = config.max_seq_length
-    found = trace(config, shape, device, rows=config.batch_size, tokens=tokens, targets=tokens // 2)
+    sizes = {"rows": config.batch_size, "tokens": tokens, "targets": tokens // 2}
+    found = trace(config, shape, device, **sizes, processes=4 if preset == SHARDED else 1)
     needed = found.device_bytes + CUDA_CONTEXT_BYTES
     assert needed < int(named[1]) * 1e9
     assert needed / 1e9 == pytest.approx(int(told[1]), abs=1)
