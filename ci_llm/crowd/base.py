@@ -149,7 +149,8 @@ def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> An
         return model
 
     steps = {"prepare_distribute_model": classmethod(prepare), "maybe_distribute_model": classmethod(distribute)}
-    return type(architecture.__name__, (architecture,), steps)
+    # Transformers knows how a checkpoint names its weights by the names of class and module.
+    return type(architecture.__name__, (architecture,), {**steps, "__module__": architecture.__module__})
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], p
     )
     with _blank_generation_config(model):
         found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
-    return found.logits[1][0]  # type: ignore[no-any-return]
+        return found.logits[1][0]  # type: ignore[no-any-return]
 
 
 def num_positions(model: PreTrainedModel) -> int:

@@ -42,7 +42,7 @@ class ShardedLayers:
 
     def before_loading(self, model: PreTrainedModel) -> None:
         """See to it that this process gets its part of the layers only; `model` has no numbers yet (meta)."""
-        if not model.is_quantized:
+        if not _is_quantized(model):
             self.shard(model)
             return
         for layer in layers_of(model):
@@ -51,7 +51,7 @@ class ShardedLayers:
 
     def after_loading(self, model: PreTrainedModel) -> None:
         """Shard quantised layers, which have their parts by now."""
-        if model.is_quantized:
+        if _is_quantized(model):
             replace_quantized_layers(model)
             self.shard(model)
 
@@ -82,7 +82,8 @@ class ShardedLayers:
             for each, part in parts.items():
                 each.stored = nn.Parameter(_like(each.stored, part), requires_grad=False)
             sharded: Any = layer
-            # The next layer in the order of an earlier pass would be gathered ahead, which may not be the next one now.
+            # FSDP2 would gather ahead what came before this layer in a pass, perhaps in one that others do not make. It
+            # is told that this layer comes next, which is gathered already.
             sharded.set_modules_to_backward_prefetch([sharded])
             sharded.set_custom_all_gather(_AgreedGather(self, number))
             self._layers.append(sharded)
@@ -150,11 +151,15 @@ class _AgreedGather:
             return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
+def _is_quantized(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "is_quantized", False))  # Transformers sets it on quantised bases only
+
+
 def weights_to_shard(layer: nn.Module, autocast: torch.dtype | None) -> set[nn.Parameter]:
     """The frozen matrices of a layer; under autocast those that autocast itself would cast before their product."""
     if autocast is None:
         return {each for each in layer.parameters() if each.dim() > 1 and not each.requires_grad}
-    multiplied = {each.weight for each in layer.modules() if isinstance(each, nn.Linear | Conv1D)}
+    multiplied: set[Any] = {each.weight for each in layer.modules() if isinstance(each, nn.Linear | Conv1D)}
     return multiplied | {each.stored for each in layer.modules() if isinstance(each, QuantizedLinear)}
 
 
@@ -163,7 +168,7 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     place = {"device_mesh": sharded.device_mesh, "placements": sharded.placements, "run_check": False}
-    return DTensor.from_local(part, **place, shape=sharded.shape, stride=sharded.stride())  # type: ignore[no-any-return]
+    return DTensor.from_local(part, **place, shape=sharded.shape, stride=sharded.stride())
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -124,6 +124,14 @@ def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None
     assert "2 processes met" in found.lines["port"]
 
 
+def test_two_processes_check_a_base_that_they_share(server: ForkServer, tmp_path: Path) -> None:
+    alone, together = (told(server, tmp_path, "base_sharding=layers", ranks=ranks) for ranks in (1, 2))
+    assert alone.codes == [0], alone.text
+    assert "one process shares the base with nobody" in alone.text
+    assert together.codes == [0, 0], together.text
+    assert "nobody" not in together.text
+
+
 def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     codes = server.run(dry_run_with_a_bad_disk_on_one, log, ranks=2, folder=str(tmp_path), words=[])

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ci_llm.core.attempts import read_failures
-from ci_llm.core.run_status import read_status
 from tests.support.campaign import sampled, sampled_cases
-from tests.support.faults import Fault, fired, metrics, said, samples, train, weights
+from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded")]
@@ -57,6 +57,7 @@ WORLDS: list[tuple[int, dict[str, Any]]] = [
     (4, {"lora_dropout": 0.1}),
     (2, {"model_dtype": "bf16", "diversity": "joint"}),
     (3, {"model_dtype": "fp64"}),
+    (2, {"quantization": "nf4"}),
 ]
 
 
@@ -90,17 +91,32 @@ def test_out_of_memory_in_an_evaluation_is_repeated_in_smaller_parts_by_all(serv
     assert "row(s) at a time" in told
 
 
-@pytest.mark.parametrize("place", [PRODUCTS // 2, PRODUCTS + PRODUCTS // 2])
+@pytest.mark.parametrize(("ranks", "then"), [(4, 2), (2, 2)])
 def test_when_a_process_is_killed_in_its_pass_the_others_end_and_the_run_goes_on(
-    place: int, server: ForkServer, tmp_path: Path
+    ranks: int, then: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    """Four processes until step 4, two from there on: the same samples as in a run that was never disturbed."""
-    keys = {**KEYS, "save_steps": 2, "max_train_steps": 6, "eval_steps": "null", "base_sharding": "layers"}
-    fault = Fault("kill in a product", steps=(4,), process=2, amount=place)
-    codes = train(server, tmp_path, fault, ranks=4, **keys)
-    assert codes[2] == -9
-    assert [codes[k] for k in (0, 1, 3)] == [1, 1, 1], said(tmp_path)
-    assert {failure.reason for failure in read_failures(tmp_path / "run", 1)} == {"peer_lost"}
-    assert train(server, tmp_path, ranks=2, **keys) == [0, 0], said(tmp_path)
-    assert read_status(tmp_path / "run").status == "completed"
-    assert "sample-exact (processes 4 -> 2" in said(tmp_path)
+    """After step 4, in the backward pass; on another number of processes, and without shards, as on the same ones."""
+    keys = {**KEYS, "save_steps": 4, "max_train_steps": 6, "eval_steps": "null", "model_dtype": "fp64"}
+    fault = Fault("kill in a product", steps=(4,), process=1, amount=PRODUCTS + PRODUCTS // 2, committed=4)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(server, whole, ranks=then, **keys) == [0] * then, said(whole)
+    codes = train(server, killed, fault, ranks=ranks, **keys, base_sharding="layers")
+    assert codes == [-9 if rank == 1 else 1 for rank in range(ranks)], said(killed)
+    assert {failure.reason for failure in read_failures(killed / "run", 1)} == {"peer_lost"}
+    assert train(server, killed, ranks=then, **keys, base_sharding="layers") == [0] * then, said(killed)
+    assert "step 4 of 6, verified" in said(killed)
+    assert rows_of_steps(killed) == rows_of_steps(whole)
+    if ranks == then:
+        assert "exactness: bitwise" in said(killed)
+        assert weights(killed, range(3)) == weights(whole, range(3))
+    else:
+        assert "sample-exact (processes 4 -> 2" in said(killed)
+        torch.testing.assert_close(adapters(killed, range(3)), adapters(whole, range(3)), rtol=0, atol=1e-6)
+
+
+def rows_of_steps(folder: Path) -> dict[int, list[int]]:
+    """The rows of every optimizer step, over all processes."""
+    steps: dict[int, list[int]] = {}
+    for (step, _), rows in samples(folder).items():
+        steps[step] = sorted([*steps.get(step, []), *rows])
+    return steps

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.checkpoints import store
+from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.crowd import lora, scoring
 from ci_llm.crowd.model import Crowd, CrowdOutput
@@ -172,7 +173,13 @@ def out_of_memory_in_a_product(fault: Fault) -> None:
 
 def kill_in_a_product(fault: Fault) -> None:
     """The process gets a SIGKILL in the middle of a pass."""
-    in_a_product(fault, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def strike() -> None:
+        if fault.committed is not None:
+            wait_until_committed(Path("run"), fault.committed)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    in_a_product(fault, strike)
 
 
 def out_of_memory_in_evaluation(fault: Fault) -> None:
@@ -413,6 +420,13 @@ def weights(folder: Path, agents: Sequence[int]) -> list[bytes]:
     """The adapters of these agents at the end of a run."""
     final = folder / "run" / "final_checkpoint"
     return [(final / f"agent{k}" / "adapter_model.safetensors").read_bytes() for k in agents]
+
+
+def adapters(folder: Path, agents: Sequence[int]) -> Tensor:
+    """The same as numbers, end to end."""
+    state = load_checkpoint(folder / "run" / "final_checkpoint").state
+    each = [sorted(state[f"agent{k}/adapter_model"].items()) for k in agents]
+    return torch.cat([tensor.flatten() for tensors in each for _, tensor in tensors])
 
 
 def said(folder: Path) -> str:
