@@ -28,7 +28,7 @@ from tools.testbed.crews import enter
 from tools.testbed.forkserver import ForkServer
 
 SIZES: Final = {"128M": (1024, 2816, 9, 4096), "tiny": (32, 48, 2, 500)}  # hidden, feed-forward, layers, vocabulary
-STEPS, ROWS, TOKENS = 3, 2, 60
+STEPS, ROWS, TOKENS = 2, 2, 60
 
 
 def main() -> None:

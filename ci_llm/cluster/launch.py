@@ -46,7 +46,7 @@ _UNSUPPORTED: Final = (
     (
         "ACCELERATE_USE_PARALLELISM_CONFIG",
         "false",
-        "every process trains on rows of its own; base_sharding=layers shards the base",
+        "each process trains on its own rows; base_sharding=layers shards the base",
     ),
     ("ACCELERATE_DYNAMO_BACKEND", "no", "packed rows differ in length from step to step, and are no faster compiled"),
 )

@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -104,7 +103,7 @@ def load_base(
     stored = stored_quantization(config)
     how = quantized_loading(quantization, stored, model_name, device)
     if layers is not None:
-        how["distributed_config"] = DistributedConfig()
+        how["distributed_config"] = {}
     try:
         with _weights_counted():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_bitsandbytes_available
@@ -185,6 +184,8 @@ def keep_part(layer: nn.Module, index: int, count: int) -> None:
 
     Loading hands over a whole quantised weight. It is cut here and at once, so that no process ever holds them all.
     """
+    from torch.distributed.tensor import Shard  # slow to import
+
     kind = type(layer)
     if not _is_of_bitsandbytes(layer):
         return

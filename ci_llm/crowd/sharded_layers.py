@@ -11,6 +11,8 @@ computes any more. All processes then make the same gathers in the same order, w
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -23,6 +25,7 @@ from ci_llm.crowd.quantized import QuantizedLinear, keep_part, replace_quantized
 from ci_llm.distributed.process_group import peer_errors
 from ci_llm.errors import ModelError
 
+_M_MMAP_THRESHOLD: Final = -3  # of malloc.h
 _NO_LAYER: Final = -(1 << 30)  # below every number of a layer and its negative
 
 
@@ -38,7 +41,7 @@ class ShardedLayers:
         self._device, self._dtype = device, dtype
         self._root: Any = None
         self._layers: list[Any] = []
-        self._follows = False
+        self._has_computed = self._follows = False
 
     def before_loading(self, model: PreTrainedModel) -> None:
         """See to it that this process gets its part of the layers only; `model` has no numbers yet (meta)."""
@@ -70,6 +73,8 @@ class ShardedLayers:
                 where="base_sharding: layers",
                 hint="pip install 'torch>=2.13'",
             )
+        if self._device.type == "cpu":
+            _return_memory_when_freed()
         self._root = model.base_model
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
         # Autocast would keep a copy of every gathered weight in its own dtype until the backward pass. Inputs are not
@@ -98,7 +103,8 @@ class ShardedLayers:
         Raises:
             PeerLost: a process is gone.
         """
-        self._root.reset_iter_state()
+        if self._has_computed:
+            self._root.reset_iter_state()
         while (layer := self._agree(None)) is not None:
             self._follows = True
             try:
@@ -114,6 +120,7 @@ class ShardedLayers:
             PeerLost: a process is gone. ModelError: the processes need different layers.
         """
         if not self._follows:
+            self._has_computed = True
             self._agree(layer)
 
     def _agree(self, layer: int | None) -> int | None:
@@ -133,6 +140,16 @@ class ShardedLayers:
                 hint="base_sharding=none, or a base of another family",
             )
         return int(last)
+
+
+def _return_memory_when_freed() -> None:
+    """Let the C library map every large allocation by itself, so that its memory goes back as soon as it is freed.
+
+    Gathered weights come and go between activations that stay. In the heap of glibc, into which it moves allocations of
+    up to 32 MB as time goes by, they leave holes that cost more memory than the shards save.
+    """
+    with suppress(OSError, AttributeError):  # another C library has another allocator
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 1 << 18)
 
 
 class _AgreedGather:

@@ -48,6 +48,7 @@ def saved(family: str, folder: Path) -> Path:
 
 
 def crowd_on(base: Base, targets: Any = "all-linear") -> Crowd:
+    targets = tuple(targets) if isinstance(targets, list) else targets  # as JSON has carried it
     crowd = Crowd(base.model, LoraSettings(num_agents=3, rank=4, alpha=8, target_modules=targets), base.name)
     weights = crowd.agents.weights
     weights.copy_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
@@ -152,6 +153,12 @@ def different_layers(name: str) -> int:
     """Processes that would gather different layers get an error, all of them, and no wrong numbers."""
     rank = enter()
     _, sharded, layers = both(name)
+    if rank:  # follows before it has ever computed
+        layers.follow()
+    else:
+        gradients(sharded)
+        layers.follow()
+    gradients(sharded)
     with pytest.raises(ModelError, match="one needs layer 0, another 1"):
         layers._layers[rank].unshard()
     layers.follow()
@@ -174,8 +181,8 @@ HOW: list[dict[str, Any]] = [
     {"quantization": "nf4", "checkpointing": True},
     {"quantization": "int8", "autocast": True},
     {"dtype": "bf16"},
-    {"targets": ("q_proj",), "autocast": True},
-    {"quantization": "nf4", "targets": ("q_proj",)},
+    {"targets": ["q_proj"], "autocast": True},
+    {"quantization": "nf4", "targets": ["q_proj"]},
 ]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ci_llm.core.attempts import read_failures
+from ci_llm.core.run_status import read_status
 from tests.support.campaign import sampled, sampled_cases
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed.forkserver import ForkServer
@@ -82,6 +83,19 @@ def test_out_of_memory_anywhere_in_a_pass_is_repeated_in_smaller_parts_by_all(
     told = compare(server, tmp_path, 2, fault, batch_size=2, eval_steps="null", generation_eval_samples=0)
     assert fired(tmp_path / "layers") == [("out of memory in a product", 2, 1)]
     assert "micro-batch 2 -> 1 row(s), the effective batch of 8 holds" in told
+
+
+def test_without_memory_to_follow_the_others_the_attempt_ends_for_all(server: ForkServer, tmp_path: Path) -> None:
+    """The supervisor knows the reason and launches it with a smaller micro-batch."""
+    faults = (
+        Fault("out of memory in a product", steps=(2,), process=1, amount=PRODUCTS // 2),
+        Fault("out of memory while following", steps=(2,), process=1),
+    )
+    keys = {**KEYS, "eval_steps": "null", "base_sharding": "layers"}
+    assert train(server, tmp_path, *faults, ranks=2, **keys) == [1, 1]
+    assert [kind for kind, *_ in fired(tmp_path)] == [fault.kind for fault in faults]
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "out_of_memory"), said(tmp_path)
 
 
 def test_out_of_memory_in_an_evaluation_is_repeated_in_smaller_parts_by_all(server: ForkServer, tmp_path: Path) -> None:

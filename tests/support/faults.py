@@ -25,7 +25,7 @@ import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms throu
 from ci_llm.checkpoints import store
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
-from ci_llm.crowd import lora, scoring
+from ci_llm.crowd import lora, scoring, sharded_layers
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
 from ci_llm.run import hang as hang_watch
@@ -171,6 +171,16 @@ def out_of_memory_in_a_product(fault: Fault) -> None:
     in_a_product(fault, strike)
 
 
+def out_of_memory_while_following(fault: Fault) -> None:
+    """There is no memory for a layer that the process gathers for the others, to whom it has promised it."""
+
+    def strike(gather: sharded_layers._AgreedGather, *_: object, **__: object) -> None:
+        if gather._layers._follows and Now.strikes(fault):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    wrap(sharded_layers._AgreedGather, "allocate", strike)
+
+
 def kill_in_a_product(fault: Fault) -> None:
     """The process gets a SIGKILL in the middle of a pass."""
 
@@ -306,6 +316,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "short memory": short_memory,
     "out of memory": out_of_memory,
     "out of memory in a product": out_of_memory_in_a_product,
+    "out of memory while following": out_of_memory_while_following,
     "kill in a product": kill_in_a_product,
     "out of memory in an evaluation": out_of_memory_in_evaluation,
     "out of memory in the optimizer": out_of_memory_in_optimizer,
