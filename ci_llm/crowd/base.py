@@ -66,11 +66,11 @@ class Base:
     @property
     def num_parameters(self) -> int:
         # It knows how many numbers a byte of a quantised layer holds, but for layers whose bytes are sharded.
-        packed = [
-            each for each in self.model.modules() if isinstance(each, QuantizedLinear) and is_sharded(each.stored)
-        ]
-        missing = sum(each.in_features * each.out_features - each.stored.numel() for each in packed)
-        return int(self.model.num_parameters()) + missing
+        count = int(self.model.num_parameters())
+        for layer in self.model.modules():
+            if isinstance(layer, QuantizedLinear) and is_sharded(layer.stored):
+                count += layer.in_features * layer.out_features - int(layer.stored.numel())
+        return count
 
 
 def short_name(name: str) -> str:
