@@ -37,11 +37,12 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="128M")
     args = parser.parse_args()
     print("processes  base_sharding  layers stored  peak loading  peak training  s per step")
-    for processes in args.processes:
-        print("\n".join(table(measure(processes, args.size))), flush=True)
+    with ForkServer("benchmarks.sharded") as server:
+        for processes in args.processes:
+            print("\n".join(table(measure(server, processes, args.size))), flush=True)
 
 
-def measure(processes: int, size: str) -> dict[str, list[dict[str, Any]]]:
+def measure(server: ForkServer, processes: int, size: str) -> dict[str, list[dict[str, Any]]]:
     """What each process of a world found, with and without shards.
 
     Raises:
@@ -50,7 +51,7 @@ def measure(processes: int, size: str) -> dict[str, list[dict[str, Any]]]:
     from benchmarks import sharded  # by the name under which the processes find it, which is not that of a program
 
     found = {}
-    with tempfile.TemporaryDirectory() as folder, ForkServer(sharded.__name__) as server:
+    with tempfile.TemporaryDirectory() as folder:
         base, log = Path(folder, "base"), Path(folder, "log")
         assert server.run(sharded.write_base, log, folder=str(base), size=size) == [0], log.read_text()
         for sharding in ("none", "layers"):
