@@ -31,7 +31,7 @@ from tools.testbed.forkserver import ForkServer
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded")]
 
 CPU = torch.device("cpu")
-FAMILIES = ("llama", "gpt2", "gpt_neox", "qwen3", "mistral", "gemma2", "gemma3", "bloom", "phi", "cohere")
+FAMILIES = ("llama", "gpt2", "gpt_neox", "qwen3", "mistral", "gemma2", "gemma3", "bloom", "phi", "cohere", "mixtral")
 
 
 def run(server: ForkServer, folder: Path, trial: Any, ranks: int = 2, **arguments: Any) -> None:
@@ -191,6 +191,14 @@ def test_in_every_precision_and_form_of_storage_the_bits_are_the_same(
     how: dict[str, Any], server: ForkServer, tmp_path: Path
 ) -> None:
     run(server, tmp_path, same_bits, name=str(saved("llama", tmp_path / "base")), **{"dtype": "fp32", **how})
+
+
+@pytest.mark.parametrize("kind", sampled(["nf4", "int8"], ["nf4"]))
+def test_a_checkpoint_that_is_quantised_already_is_sharded(kind: Any, server: ForkServer, tmp_path: Path) -> None:
+    dense = load_base(str(saved("llama", tmp_path / "base")), "fp32", "cpu", kind)
+    dense.model.save_pretrained(tmp_path / "stored")
+    dense.tokenizer.save_pretrained(tmp_path / "stored")
+    run(server, tmp_path, same_bits, name=str(tmp_path / "stored"), dtype="fp32")
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])

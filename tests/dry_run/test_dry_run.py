@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
@@ -270,6 +270,19 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     needed = found.device_bytes + CUDA_CONTEXT_BYTES
     assert needed < int(named[1]) * 1e9
     assert needed / 1e9 == pytest.approx(int(told[1]), abs=1)
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("null", 32), ("nf4", 4), ("int8", 8)])
+def test_the_estimate_counts_the_part_of_the_layers_that_a_process_stores(quantization: str, bits: int) -> None:
+    config = load_config(None, ["base_sharding=layers", f"quantization={quantization}"])
+    shape, sizes = AutoConfig.from_pretrained(BASE_FOLDER), {"rows": 1, "tokens": 8, "targets": 4}
+    alone, shared = (trace(config, shape, torch.device("cpu"), **sizes, processes=n) for n in (1, 4))
+    model = AutoModelForCausalLM.from_pretrained(BASE_FOLDER)
+    numbers = [sum(each.numel() for each in layer.parameters() if each.dim() > 1) for layer in model.model.layers]
+    assert alone.base_bytes - shared.base_bytes == sum(numbers) * bits // 8 * 3 // 4
+    gathered = 2 * max(numbers) * bits // 8
+    assert shared.activation_bytes - alone.activation_bytes == pytest.approx(1.1 * gathered, abs=1)
+    assert shared.base_parameters == alone.base_parameters
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
