@@ -27,14 +27,14 @@ from ci_llm.embedded import BASE_FOLDER
 from tools.testbed.crews import enter
 from tools.testbed.forkserver import ForkServer
 
-SIZES: Final = {"128M": (1024, 2816, 9, 4096), "tiny": (32, 48, 2, 500)}  # hidden, feed-forward, layers, vocabulary
+SIZES: Final = {"124M": (1024, 2816, 9, 4096), "tiny": (32, 48, 2, 500)}  # hidden, feed-forward, layers, vocabulary
 STEPS, ROWS, TOKENS = 2, 2, 60
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--size", choices=SIZES, default="128M")
+    parser.add_argument("--size", choices=SIZES, default="124M")
     args = parser.parse_args()
     print("processes  base_sharding  layers stored  peak loading  peak training  s per step")
     with ForkServer("benchmarks.sharded") as server:

@@ -32,7 +32,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.core.work import counted
 from ci_llm.crowd.quantized import Quantization, QuantizedLinear, quantized_loading, stored_quantization
-from ci_llm.crowd.sharded_layers import ShardedLayers, is_sharded, whole
+from ci_llm.crowd.sharded_layers import ShardedLayers, gathered, is_sharded
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
@@ -250,7 +250,7 @@ def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: st
     for name, tensor in tensors:
         if rounded and tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
-        raw = whole(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().data
+        raw = gathered(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().data
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
     return digest.hexdigest()[:32]
 

@@ -193,7 +193,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """The tensor itself, or all parts of a sharded one together. For a sharded one a collective.
 
     Raises:
