@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
+from annotated_types import Ge, Le
 from pydantic import Field, ValidationError
 
 from ci_llm.checkpoints.policy import FIRST_S
 from ci_llm.config.parsing import COMMAND_LINE, Entry, UnreadableError, expected, hint, read_arguments, read_value
-from ci_llm.config.schema import Amount, Count, Keys, Positive, Seconds, Share, Size
+from ci_llm.config.schema import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.suggest import nearest
 from ci_llm.config.yaml_file import dump_value, read_yaml
 from ci_llm.errors import ConfigError
 
 HELP: Final = "ci-llm simulate --help"
 HOUR: Final = 3600.0
+
+Wait: TypeAlias = Annotated[float, Ge(0), Le(10**9), DurationMark()]
 
 
 def _key(default: Any, doc: str) -> Any:
@@ -31,7 +34,9 @@ class Cluster(Keys):
     step: Seconds = _key(1.0, "one optimizer step")
 
     node_mtbf: Seconds = _key(300 * 24 * HOUR, "mean time between the failures of one node")
-    job_mtbf: Seconds | None = _key(None, "mean time between the failures of the whole job, instead of node_mtbf / nodes")
+    job_mtbf: Seconds | None = _key(
+        None, "mean time between the failures of the whole job, instead of node_mtbf / nodes"
+    )
     failures: Literal["exponential", "weibull", "correlated"] = _key("exponential", "how failures come")
     weibull_shape: Positive = _key(0.7, "of weibull: below 1 what was repaired lately fails sooner")
     burst: float = Field(3.0, ge=1, description="of correlated: mean number of failures that come together")
@@ -40,19 +45,19 @@ class Cluster(Keys):
     silent_share: Share = _key(0.1, "share of failures that nobody is told of; the watchdog ends the job")
     disk_lost_share: Share = _key(0.0, "share of failures that take the checkpoints on disk with them")
     preemption: Seconds | None = _key(None, "mean time between preemptions; null: never")
-    notice: Amount = _key(120.0, "time between the signal of a preemption and the kill")
+    notice: Wait = _key(120.0, "time between the signal of a preemption and the kill")
     walltime: Seconds | None = _key(None, "limit of one job; null: none")
 
-    restart: Amount = _key(60.0, "from the launch of the processes to the first step")
+    restart: Wait = _key(60.0, "from the launch of the processes to the first step")
     base_mb: Amount = _key(0.0, "MB that every node reads from the shared storage when it starts")
-    queue: Amount = _key(60.0, "wait in the queue before a job runs again")
+    queue: Wait = _key(60.0, "wait in the queue before a job runs again")
     watchdog: Seconds = _key(120.0, "silence after which a silent failure is noticed")
     person: Seconds = _key(4 * HOUR, "until a person has called the job again, where the policies give up")
 
     state_mb: Positive = _key(134.0, "MB of a checkpoint")
     storage_mb_per_s: Positive = _key(345.0, "MB per second of the shared storage")
-    stall: Amount = _key(0.0085, "time that the training waits for a save")
-    slowdown: Amount = _key(0.155, "time by which a save that is being written makes the steps longer, together")
+    stall: Wait = _key(0.0085, "time that the training waits for a save")
+    slowdown: Wait = _key(0.155, "time by which a save that is being written makes the steps longer, together")
     mirror_lag: Seconds | None = _key(None, "time until a checkpoint has reached the mirror; null: no mirror")
 
     save_interval: Seconds | Literal["auto"] = _key("auto", "time between saves; auto as save_interval_seconds: auto")

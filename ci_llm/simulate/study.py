@@ -132,7 +132,9 @@ def summary(stories: Sequence[Story], cluster: Cluster, name: str) -> Line:
     )
 
 
-def goodput_by_nodes(cluster: Cluster, largest: int, ways: Sequence[float | Literal["auto"]]) -> dict[str, list[tuple[int, float]]]:
+def goodput_by_nodes(
+    cluster: Cluster, largest: int, ways: Sequence[float | Literal["auto"]]
+) -> dict[str, list[tuple[int, float]]]:
     """(nodes, goodput) of ways to save, for 1 to `largest` nodes."""
     numbers = sorted({round(number) for number in np.geomspace(1, largest, 9)})
     found: dict[str, list[tuple[int, float]]] = {_name(way): [] for way in ways}
@@ -151,8 +153,11 @@ def round_s(seconds: float) -> float:
 
 
 def _others(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    yield "failures twice as often", cluster.but(
-        node_mtbf=cluster.node_mtbf / 2, job_mtbf=None if cluster.job_mtbf is None else cluster.job_mtbf / 2
+    yield (
+        "failures twice as often",
+        cluster.but(
+            node_mtbf=cluster.node_mtbf / 2, job_mtbf=None if cluster.job_mtbf is None else cluster.job_mtbf / 2
+        ),
     )
     yield "half the restart time", cluster.but(restart=cluster.restart / 2)
     yield "no wait in the queue", cluster.but(queue=0.0)

@@ -18,10 +18,10 @@ def show(told: Study, console: Console) -> None:
     """Print the study."""
     console.print(head(told.cluster), style="bold")
     console.print(_table("ways to save", told.lines, told.best, priced=told.cluster.price > 0))
-    console.print(_table("auto, if it were otherwise" if told.cluster.save_interval == "auto" else "if it were otherwise",
-                         [told.lines[0], *told.what_if.values()], None, priced=told.cluster.price > 0))
+    others = [told.lines[0], *told.what_if.values()]
+    console.print(_table(f"{told.lines[0].name}, if it were otherwise", others, None, priced=told.cluster.price > 0))
     for line in conclusions(told):
-        console.print(line)
+        console.print(line, highlight=False)
 
 
 def head(cluster: Cluster) -> str:
@@ -54,9 +54,9 @@ def conclusions(told: Study) -> Iterator[str]:
 def _table(title: str, lines: Sequence[Line], best: Line | None, *, priced: bool) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("", "interval", "goodput", "±", "lost", "saving", "start", "waiting", "attempts", "hours"):
-        table.add_column(name, justify="left" if not name else "right")
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     if priced:
-        table.add_column("cost", justify="right")
+        table.add_column("cost", justify="right", no_wrap=True)
     for line in lines:
         waiting = sum(line.shares[kind] for kind in ("unnoticed", "queue", "pause", "person"))
         table.add_row(

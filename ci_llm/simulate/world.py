@@ -39,9 +39,10 @@ class Story:
     """What became of a job.
 
     Attributes:
-        seconds: what its time went into.
-        lost: steps that were taken again, of every fault that ended an attempt, by kind.
-        lost_s: seconds of those steps.
+        steps: that the job needs, or that it came to.
+        elapsed_s: from the first launch to the end.
+        seconds: what these went into.
+        lost: steps that were taken again, of every fault that ended an attempt, with its kind.
         endings: why a person had to call it again.
         intervals: seconds between saves, as the policy had it at each save.
     """
@@ -51,14 +52,11 @@ class Story:
     completed: bool = False
     attempts: int = 0
     saves: int = 0
+    elapsed_s: float = 0.0
     seconds: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
     lost: list[tuple[Kind, int]] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
     intervals: list[float] = field(default_factory=list)
-
-    @property
-    def elapsed_s(self) -> float:
-        return sum(self.seconds.values())
 
     @property
     def lost_s(self) -> float:
@@ -94,6 +92,22 @@ def simulate(cluster: Cluster, repeat: int = 0, plan: Sequence[Planned] | None =
     return _Job(cluster, repeat, plan).run()
 
 
+def steps_until_due(policy: SavePolicy, step: int, elapsed_s: float, step_s: float, *, most: int) -> int:
+    """In how many steps a policy first says that a save is due: so that none of the steps before has to be asked.
+
+    Args:
+        elapsed_s: seconds since the last save was tried.
+        step_s: seconds of a step.
+        most: steps that are left.
+    """
+    found = [most]
+    if policy.every_seconds is not None:
+        found.append(max(1, math.ceil((policy.every_seconds - elapsed_s) / step_s - 1e-9)))
+    if policy.every_steps is not None:
+        found.append(policy.every_steps - step % policy.every_steps)
+    return min(found)
+
+
 class _Job:
     def __init__(self, cluster: Cluster, repeat: int, plan: Sequence[Planned] | None) -> None:
         self.cluster, self.env = cluster, simpy.Environment()
@@ -120,7 +134,7 @@ class _Job:
         job = env.process(self._live())
         env.run(until=simpy.AnyOf(env, [job, env.timeout(PATIENCE * cluster.work)]))
         self.story.completed = self.step >= self.story.steps
-        self.story.steps = self.step
+        self.story.steps, self.story.elapsed_s = self.step, self.env.now
         return self.story
 
     # What befalls it
@@ -231,11 +245,18 @@ class _Attempt:
             self._tried = self._env.now
             return (yield from self._train())
         except simpy.Interrupt as interruption:
-            fault: Strike = interruption.cause
-            if fault.kind == "preempted":
+            return (yield from self._end(interruption.cause))
+
+    def _end(self, fault: Strike) -> Any:
+        """What is still done after a fault; returns the fault that ended the attempt."""
+        if fault.kind == "preempted":
+            try:
                 yield from self._leave(self._cluster.notice)
-            self._end_writer(finishes=fault.kind == "silent")
-            return fault
+            except simpy.Interrupt as second:  # it is struck while it leaves
+                fault = second.cause
+        # The thread that writes still comes to its end in a process that hangs; damage is done to what is there.
+        self._end_writer(finishes=fault.kind in ("silent", "damaged"))
+        return fault
 
     def _train(self) -> Any:
         job, cluster = self._job, self._cluster
@@ -244,7 +265,7 @@ class _Attempt:
             until, cause = self._next_stop(policy)
             yield from self._take_steps(until - job.step)
             if cause == "planned" and (fault := self._strike_by_plan()) is not None:
-                return fault
+                return (yield from self._end(fault))
             if cause == "deadline":
                 yield from self._leave(math.inf)
                 return Strike("preempted")
@@ -258,7 +279,9 @@ class _Attempt:
     def _next_stop(self, policy: SavePolicy) -> tuple[int, str]:
         """The next step after which something is to be done, and what."""
         job = self._job
-        stops = [(job.story.steps, "end"), (self._first_due(policy), "save")]
+        waited_s, left = self._env.now - self._tried, job.story.steps - job.step
+        due = steps_until_due(policy, job.step, waited_s, self._cluster.step, most=left)
+        stops = [(job.step + due, "save or end")]
         if job.plan:
             stops.append((max(job.plan[0].step, job.step), "planned"))
         if self._cluster.walltime is not None:
@@ -272,17 +295,6 @@ class _Attempt:
         chosen = self._cluster.save_interval
         seconds = self._interval.seconds if chosen == "auto" else chosen
         return SavePolicy(self._cluster.save_steps, None if math.isinf(seconds) else seconds)
-
-    def _first_due(self, policy: SavePolicy) -> int:
-        """The first step after this one of which the policy may say that it is due."""
-        step = self._job.step
-        found = [self._job.story.steps]
-        if policy.every_seconds is not None:
-            wait_s = policy.every_seconds - (self._env.now - self._tried)
-            found.append(step + max(1, math.ceil(wait_s / self._cluster.step - 1e-9)))
-        if policy.every_steps is not None:
-            found.append((step // policy.every_steps + 1) * policy.every_steps)
-        return min(found)
 
     def _take_steps(self, count: int) -> Events:
         job, began, before = self._job, self._env.now, self._job.step
@@ -299,7 +311,6 @@ class _Attempt:
         if fault.kind == "disk_full":
             self._job.disk_is_full = True
             return None
-        self._end_writer(finishes=fault.kind in ("silent", "damaged"))  # damage is done to what is there
         return Strike(fault.kind)
 
     # Its saves
@@ -346,8 +357,10 @@ class _Attempt:
     def _wait_for_writer(self) -> Events:
         if self._writer is not None and self._writer.is_alive:
             began = self._env.now
-            yield self._writer
-            self._job.story.seconds["saving"] += self._env.now - began
+            try:
+                yield self._writer
+            finally:
+                self._job.story.seconds["saving"] += self._env.now - began
 
     def _leave(self, within_s: float) -> Events:
         """Finish the step under way, save and go, if it fits into the time that is left."""
