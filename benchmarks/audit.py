@@ -1,0 +1,83 @@
+"""`ci-llm audit` on a zoo of scripts: mistakes that were planted must be found by name, and exact ones must pass.
+
+One line per script: what was expected, what the audit said, and whether these agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.zoo.plain import FAULTS
+
+ROOT = Path(__file__).parent.parent
+ZOO = Path(__file__).parent / "zoo"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script and what the audit must say of it; "" for exact."""
+
+    name: str
+    expected: str
+    command: Sequence[str]
+    options: Sequence[str] = ()
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    plain = [str(ZOO / "plain.py")]
+    found = [
+        Case("torch", "", plain),
+        Case("torch, no dropout and no generators saved", "", [*plain, "--plain"]),
+        Case("torch, windows of two micro-batches", "", [*plain, "--window", "2"]),
+        Case("torch, saves at SIGTERM", "", [*plain, "--stops"]),
+    ]
+    for fault, kind in FAULTS.items():
+        words = ["--window", "2"] if fault == "inside-a-window" else []
+        found.append(Case(f"torch, {fault}", kind, [*plain, *words, "--fault", fault]))
+    return found
+
+
+def examine(case: Case, folder: Path) -> tuple[str, float]:
+    """What the audit says of a script, and how long it took."""
+    folder.mkdir()
+    began = time.monotonic()
+    command = [sys.executable, "-m", "ci_llm", "audit", "--json", *case.options, "--", sys.executable, *case.command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        return done.stderr.strip(), time.monotonic() - began
+    told = json.loads(done.stdout)
+    assert told["exact"] == (done.returncode == 0) == (told["first_divergence"] is None)
+    found = "" if told["exact"] else told["first_divergence"]["kind"]
+    return found, time.monotonic() - began
+
+
+def main() -> None:
+    """Prints a line per script, and how many were right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="scripts whose name holds this")
+    options = parser.parse_args()
+    right = 0
+    chosen = [case for case in cases() if options.only in case.name]
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, case in enumerate(chosen):
+            found, seconds = examine(case, Path(scratch, str(number)))
+            right += found == case.expected
+            told = found or "exact"
+            agrees = "right" if found == case.expected else f"WRONG, expected {case.expected or 'exact'}"
+            print(f"| {case.name} | {told} | {agrees} | {seconds:.0f} s |", flush=True)
+    print(f"{right} of {len(chosen)} right")
+
+
+if __name__ == "__main__":
+    main()
