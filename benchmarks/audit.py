@@ -16,10 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.zoo import with_accelerate, with_lightning, with_trainer
 from benchmarks.zoo.plain import FAULTS
 
 ROOT = Path(__file__).parent.parent
 ZOO = Path(__file__).parent / "zoo"
+OTHERS = {
+    "accelerate": with_accelerate.FAULTS,
+    "trainer": with_trainer.FAULTS,
+    "lightning": with_lightning.FAULTS,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,30 @@ def cases() -> list[Case]:
     for fault, kind in FAULTS.items():
         words = ["--window", "2"] if fault == "inside-a-window" else []
         found.append(Case(f"torch, {fault}", kind, [*plain, *words, "--fault", fault]))
-    return found
+    for name, faults in OTHERS.items():
+        script = str(ZOO / f"with_{name}.py")
+        found.append(Case(name, "", [script]))
+        found += [Case(f"{name}, {fault}", kind, [script, "--fault", fault]) for fault, kind in faults.items()]
+    return [*found, *_ours()]
+
+
+def _ours() -> list[Case]:
+    """The project's trainer and its examples."""
+    keys = "num_agents=2 lora_rank=2 max_train_samples=100 batch_size=8 save_steps=5 eval_steps=null report_to=none"
+    words = [
+        "-m",
+        "ci_llm",
+        "train",
+        *keys.split(),
+        "save_interval_seconds=null",
+        "num_workers=0",
+        "max_train_steps=40",
+    ]
+    examples = ("own_loop", "hf_trainer", "lightning_trainer")
+    return [
+        Case("ci_llm", "", words, ["--steps", "16"]),
+        *(Case(f"ci_llm, examples/{name}.py", "", [str(ROOT / "examples" / f"{name}.py")]) for name in examples),
+    ]
 
 
 def examine(case: Case, folder: Path) -> tuple[str, float]:

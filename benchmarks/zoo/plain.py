@@ -1,4 +1,4 @@
-"""A loop of plain torch with dropout, a schedule, a loss scaler and its own checkpoints; `--fault` plants one mistake."""
+"""A loop of plain torch with dropout, a schedule, a loss scaler and checkpoints; `--fault` plants one mistake."""
 
 from __future__ import annotations
 

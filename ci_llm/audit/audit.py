@@ -128,8 +128,8 @@ def _require(ending: Ending) -> Ending:
     if ending.over_time:
         raise BadInput("the script took longer than its limit", where=last, hint="fewer --steps, or a larger --seconds")
     if not any(trace.enough for trace in ending.traces) and ending.code:
-        raise BadInput(f"the script failed by itself, with exit code {ending.code}", where=f"its last lines\n{last}",
-                       hint="the command behind -- must run as it stands")  # fmt: skip
+        what = f"the script failed by itself, with exit code {ending.code}"
+        raise BadInput(what, where=f"its last lines\n{last}", hint="the command behind -- must run as it stands")
     if not any(trace.steps for trace in ending.traces):
         raise BadInput(
             "no optimizer step of torch was seen",
@@ -148,9 +148,7 @@ def _straight(first: Sequence[Trace], again: Sequence[Trace]) -> Check:
             detail = f"{len(wrong)} of {len(one.state)} tensors begin with other values: they are drawn without a seed"
             found = [Divergence("generator", 1, detail)]
         found += compare(one, other)
-        compared.append(
-            Check(STRAIGHT, found, None, None, len(one.steps), _loss_difference(one, other, 0), process)
-        )
+        compared.append(Check(STRAIGHT, found, None, None, len(one.steps), _loss_difference(one, other, 0), process))
     return _worst(compared)
 
 
@@ -165,9 +163,7 @@ def _unstable(first: Sequence[Trace], again: Sequence[Trace]) -> frozenset[str]:
     )
 
 
-def _interrupted(
-    place: Place, name: str, strike: str, straight: Sequence[Trace], unstable: frozenset[str]
-) -> Check:
+def _interrupted(place: Place, name: str, strike: str, straight: Sequence[Trace], unstable: frozenset[str]) -> Check:
     """A run that is struck, resumed by its own means, and compared with the straight one."""
     struck = place.run("struck", strike=strike)
     done = max(len(trace.steps) for trace in struck.traces) if struck.traces else 0

@@ -25,23 +25,22 @@ PLACES: Final[Mapping[Kind, tuple[str, ...]]] = {
 _TORCH: Final[Mapping[Kind, str]] = {
     "weights": "a module or buffer is not in what is saved, or not loaded: save state_dict() of the whole model",
     "repeated rows": "the position in the data is not saved: count the batches of the epoch and skip them on a resume",
-    "skipped rows": "more batches are skipped than were trained on: count at the optimizer step, not when a batch is drawn",
+    "skipped rows": "more batches are skipped than were trained on: count at the optimizer step",
     "data order": "the shuffle depends on a generator that is not restored: seed it by (seed, epoch)",
     "generator": "torch, numpy and random are not all saved and set again after the loader's iterator exists",
-    "dropout": "torch.get_rng_state() is not saved, or set before iter(loader), which draws from it; or train() is missing",
+    "dropout": "torch's generator is not saved, or set before iter(loader), which draws; or train() is missing",
     "scaler": "scaler.state_dict() is not saved or not loaded",
     "scheduler": "scheduler.state_dict() is not saved or not loaded",
     "settings": "the optimizer is made with other settings after a resume",
     "moments": "optimizer.state_dict() is not saved or not loaded",
-    "gradients": "gradients that were accumulated before the save are lost: save at the end of an accumulation window",
+    "gradients": "gradients that were accumulated before the save are lost: save at the end of a window",
     "number of steps": "the number of steps left is not derived from the step of the checkpoint",
-    "unexplained": "nothing that was watched explains it: an operation without a fixed order, or state outside of torch",
+    "unexplained": "nothing watched explains it: an operation without a fixed order, or state outside of torch",
 }
 
 _OWN: Final[Mapping[str, Mapping[Kind, str]]] = {
     "accelerate": {
-        "weights": "save_state() holds prepared models only: pass every model to prepare(), others to "
-        "register_for_checkpointing()",
+        "weights": "save_state() holds prepared models only: prepare() all, or register_for_checkpointing()",
         "repeated rows": "save_state() holds no position: skip_first_batches(loader, n) with the batches of this epoch",
         "skipped rows": "skip_first_batches() is given more batches than were trained on in this epoch",
         "data order": "prepare the loader with use_seedable_sampler=True, and call set_epoch(epoch)",
@@ -52,7 +51,7 @@ _OWN: Final[Mapping[str, Mapping[Kind, str]]] = {
         "scaler": "load_state() is not called, or the scaler is not Accelerate's",
     },
     "trainer": {
-        "weights": "resume_from_checkpoint is not passed to train(), or a part of the model is not in save_pretrained()",
+        "weights": "resume_from_checkpoint is not passed to train(), or a part of the model is not saved",
         "repeated rows": "ignore_data_skip=True begins the epoch again",
         "skipped rows": "the batch size or accumulation has changed since the checkpoint",
         "data order": "set seed or data_seed to what it was, and keep ignore_data_skip=False",
@@ -64,8 +63,8 @@ _OWN: Final[Mapping[str, Mapping[Kind, str]]] = {
     },
     "lightning": {
         "weights": "ckpt_path is not passed to fit(), or a part of the module is not in its state_dict()",
-        "repeated rows": "a checkpoint in the middle of an epoch holds no position of a plain DataLoader: use a stateful "
-        "loader, or save at the end of epochs",
+        "repeated rows": "a checkpoint inside an epoch holds no position of a plain DataLoader: take a stateful one,"
+        " or save at the end of epochs",
         "skipped rows": "the loader skips what the loops have counted already",
         "data order": "Lightning restores no generator: give the sampler a generator seeded by the epoch",
         "generator": "Lightning restores no generators: save and set them in on_save_checkpoint, on_load_checkpoint",

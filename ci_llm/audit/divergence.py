@@ -58,7 +58,7 @@ def resumed_from(killed: Trace, resumed: Trace) -> int:
         for step in range(len(killed.steps) + 1)
     }
     most = max(alike.values())
-    frozen = sum(len({step.state.get(name) for step in killed.steps} | {digest}) == 1 for name, digest in killed.state.items())
+    frozen = sum(all(step.state.get(name) == at for step in killed.steps) for name, at in killed.state.items())
     if most <= frozen:
         return newest
     return newest if alike.get(newest) == most else max(step for step, count in alike.items() if count == most)
@@ -96,9 +96,7 @@ def compare(straight: Trace, other: Trace, offset: int = 0, unstable: frozenset[
     return []
 
 
-def _named(
-    straight: Trace, other: Trace, offset: int, number: int, unstable: frozenset[str]
-) -> Iterator[Divergence]:
+def _named(straight: Trace, other: Trace, offset: int, number: int, unstable: frozenset[str]) -> Iterator[Divergence]:
     own, theirs, step = straight.steps[offset + number], other.steps[number], offset + number + 1
     differing = {name for name in RESULTS if getattr(own, name) != getattr(theirs, name)} - unstable
     drawn = [name for name, digest in own.generators.items() if theirs.generators.get(name, digest) != digest]
@@ -120,7 +118,7 @@ def _named(
         ("settings", "settings", "settings of the optimizer"),
     ):
         if name in differing:
-            yield Divergence(kind, step, f"{told}: {_shown(own, name)} became {_shown(theirs, name)}")  # type: ignore[arg-type]
+            yield Divergence(kind, step, f"{told}: {_shown(own, name)} became {_shown(theirs, name)}")
             found = True
     if not found and {"losses", "grads"} & differing:
         yield Divergence("gradients", step, "another loss or gradient from the same data, weights and random numbers")

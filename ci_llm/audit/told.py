@@ -34,7 +34,7 @@ def _row(check: Check) -> tuple[str, ...]:
     went = "" if check.resumed_from is None else f"step {check.resumed_from}"
     lost = "" if check.lost_steps is None else f"{check.lost_steps} steps"
     differs = "" if check.loss_difference is None else f"{check.loss_difference:.2g}"
-    result = check.divergences[0].kind if check.divergences else "the same bits"
+    result: str = check.divergences[0].kind if check.divergences else "the same bits"
     if check.note.startswith("the signal"):
         result = check.note
     return check.name, went, lost, f"{check.steps} steps", differs, result

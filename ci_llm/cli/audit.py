@@ -11,9 +11,9 @@ from pathlib import Path
 from ci_llm.cli.arguments import make_parser
 from ci_llm.errors import ConfigError
 
-_EXAMPLE = """The script runs twice straight, once killed by SIGKILL, once stopped by SIGTERM; the latter two are resumed. It is
-not changed, and nothing of it leaves this machine. {out} stands for the folder of a run; without it every run works in
-a copy of the present folder. {newest} stands for the newest match of --newest.
+_EXAMPLE = """The script runs twice straight, once killed by SIGKILL, once stopped by SIGTERM; the latter two are resumed. It
+is not changed, and nothing of it leaves this machine. {out} stands for the folder of a run; without it every run
+works in a copy of the present folder. {newest} stands for the newest match of --newest.
 
 example: ci-llm audit -- python train.py --output_dir {out}
          ci-llm audit --resume-arg=--resume -- python train.py
@@ -33,8 +33,12 @@ def audit(words: Sequence[str]) -> int:
     does = "Run a training script again and again: does it resume exactly, and what diverges first?"
     parser = make_parser("ci-llm audit", does, _EXAMPLE)
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="optimizer steps of a run (default 30)")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="strike after this step; by default between two saves")
-    parser.add_argument("--resume-arg", action="append", default=[], metavar="WORD", help="add this to resume; repeatable")
+    parser.add_argument(
+        "--kill-at", type=int, metavar="STEP", help="strike after this step; by default between two saves"
+    )
+    parser.add_argument(
+        "--resume-arg", action="append", default=[], metavar="WORD", help="add this to resume; repeatable"
+    )
     parser.add_argument("--newest", default="", metavar="PATTERN", help="what {newest} is to match in a run's folder")
     parser.add_argument("--seconds", type=float, default=900.0, metavar="S", help="limit of each process (default 900)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep records and outputs here")

@@ -64,7 +64,7 @@ def _drawings(told: Study, by_nodes: Mapping[str, Points]) -> Iterator[tuple[str
 
 
 def _rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
-    rows = [("", "interval", "goodput", "lost", "saving", "start-up", "attempts", "hours")]
+    rows: list[tuple[str, ...]] = [("", "interval", "goodput", "lost", "saving", "start-up", "attempts", "hours")]
     for line in lines:
         shares = (percent(line.shares[kind]) for kind in ("lost steps", "saving", "start-up"))
         hours = f"{line.elapsed_s / 3600:.1f}"

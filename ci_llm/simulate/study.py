@@ -1,4 +1,4 @@
-"""What a simulation is made for: goodput and cost of ways to save, the best interval, and what else could be changed."""
+"""What a simulation is for: goodput and cost of ways to save, the best interval, and what else could change."""
 
 from __future__ import annotations
 

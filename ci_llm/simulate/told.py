@@ -38,8 +38,8 @@ def conclusions(told: Study) -> Iterator[str]:
     yield f"best: {best.name}, goodput {percent(best.goodput)}; Daly's formula predicts {percent(told.predicted)}"
     recovery_s = closed_forms.recovery_s(cluster)
     yield (
-        f"bound: {percent(told.bound)}. A failure every {duration(cluster.mtbf_s)} costs {duration(recovery_s)} until the"
-        " first step, however often is saved"
+        f"bound: {percent(told.bound)}. A failure every {duration(cluster.mtbf_s)} costs {duration(recovery_s)}"
+        " until the first step, however often is saved"
     )
     if own.goodput < AIM:
         longest = told.longest_recovery_s

@@ -1,4 +1,4 @@
-"""One simulated job: the real policies decide, simpy keeps the clock, and every second is put down to what it went into.
+"""One simulated job: the real policies decide, simpy keeps the clock, and every second is accounted for.
 
 What is real: `SavePolicy` and `BestInterval` (when to save), `seconds_until_stop` (the deadline), `decide` (the
 supervisor), `reason_not_to_requeue` (the queue). What is simulated: steps, saves, failures, waiting.
@@ -7,7 +7,7 @@ supervisor), `reason_not_to_requeue` (the queue). What is simulated: steps, save
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -31,7 +31,7 @@ PATIENCE: Final = 20
 _RUNNING: Final = JobInfo("RUNNING", "", is_batch=True, may_requeue=True, end=None)
 _ENDING: Final[dict[Kind, Ending]] = {"process": "killed", "damaged": "killed", "silent": "hang", "node": "killed"}
 
-Events: TypeAlias = "Iterator[simpy.Event]"
+Events: TypeAlias = "Generator[simpy.Event, Any, Any]"
 
 
 @dataclass
@@ -239,13 +239,14 @@ class _Attempt:
         self._writer: simpy.Process | None = None
         self._saves_s: list[float] = []
 
-    def run(self) -> Any:
+    def run(self) -> Events:
         try:
             yield from self._job.spend("start-up", self._cluster.start_s)
             self._tried = self._env.now
             return (yield from self._train())
         except simpy.Interrupt as interruption:
-            return (yield from self._end(interruption.cause))
+            fault: Any = interruption.cause
+            return (yield from self._end(fault))
 
     def _end(self, fault: Strike) -> Any:
         """What is still done after a fault; returns the fault that ended the attempt."""
@@ -253,13 +254,14 @@ class _Attempt:
             try:
                 yield from self._leave(self._cluster.notice)
             except simpy.Interrupt as second:  # it is struck while it leaves
-                fault = second.cause
+                struck: Any = second.cause
+                fault = struck
         # The thread that writes still comes to its end in a process that hangs; damage is done to what is there.
         self._end_writer(finishes=fault.kind in ("silent", "damaged"))
         return fault
 
     def _train(self) -> Any:
-        job, cluster = self._job, self._cluster
+        job = self._job
         while job.step < job.story.steps:
             policy = self._policy
             until, cause = self._next_stop(policy)

@@ -1,4 +1,4 @@
-"""A simulated job against theory, against the real policies asked step by step, and against a campaign of real faults."""
+"""A simulated job against theory, against the real policies step by step, and against a campaign of real faults."""
 
 from __future__ import annotations
 

@@ -3,13 +3,17 @@
 It imports nothing of this project: the script under audit may run in another environment.
 """
 
+from __future__ import annotations
+
 import hashlib
 import random
 import sys
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 
-def of_bytes(*parts):
+def of_bytes(*parts: Any) -> str:
     """A short digest of some bytes."""
     found = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -17,12 +21,12 @@ def of_bytes(*parts):
     return found.hexdigest()
 
 
-def of_tensor(tensor):
+def of_tensor(tensor: Any) -> str:
     """The digest of dtype, shape and bits of a tensor."""
     return of_bytes(str(tensor.dtype).encode(), str(tuple(tensor.shape)).encode(), _bits(tensor))
 
 
-def _bits(tensor):
+def _bits(tensor: Any) -> Any:
     import torch
 
     tensor = tensor.detach()
@@ -32,7 +36,7 @@ def _bits(tensor):
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def _parameter():
+def _parameter() -> Any:
     import torch
 
     return torch.nn.Parameter
@@ -44,10 +48,10 @@ class Cache:
     Buffers always are: batch normalisation changes its own without counting.
     """
 
-    def __init__(self):
-        self._known = {}
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, tuple[int, int], str]] = {}
 
-    def of(self, tensor):
+    def of(self, tensor: Any) -> str:
         if tensor.requires_grad or not isinstance(tensor, _parameter()):
             return of_tensor(tensor)
         key, version = id(tensor), (tensor._version, tensor.data_ptr())
@@ -59,7 +63,7 @@ class Cache:
         return digest
 
 
-def tensors_in(value, name=""):
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(name, tensor) of all data tensors in nested arguments. What needs a gradient was computed, and is no data."""
     import torch
 
@@ -69,12 +73,12 @@ def tensors_in(value, name=""):
     elif hasattr(value, "items"):
         for key, each in value.items():
             yield from tensors_in(each, str(key))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each, name)
 
 
-def rows_of(arguments):
+def rows_of(arguments: Any) -> list[str]:
     """One digest per row of a batch; padding at the ends of a row does not count, so that it may differ by batch."""
     tensors = [tensor for name, tensor in tensors_in(arguments) if tensor.dim() and "mask" not in name]
     if not tensors:
@@ -84,7 +88,7 @@ def rows_of(arguments):
     return [of_bytes(*(_bits(_trimmed(tensor[row])) for tensor in alike)) for row in range(count)]
 
 
-def _trimmed(row):
+def _trimmed(row: Any) -> Any:
     """Without the runs of one value at both ends, but for one of each."""
     if row.dim() != 1 or row.is_floating_point() or row.numel() < 2:
         return row
@@ -92,7 +96,7 @@ def _trimmed(row):
     return row[:1] if not changes.numel() else row[int(changes[0]) : int(changes[-1]) + 2]
 
 
-def generators():
+def generators() -> dict[str, str]:
     """Digests of the global generators."""
     import torch
 
@@ -105,11 +109,11 @@ def generators():
     return found
 
 
-def moments(optimizer):
+def moments(optimizer: Any) -> dict[str, str]:
     """{name of a moment: digest over all parameters}, in the order of the parameters."""
     import torch
 
-    parts = {}
+    parts: dict[str, list[bytes]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -120,20 +124,20 @@ def moments(optimizer):
     return {key: of_bytes(*found) for key, found in sorted(parts.items())}
 
 
-def settings(optimizer):
+def settings(optimizer: Any) -> list[dict[str, str]]:
     """The plain settings of its groups, but for the learning rate, which has a place of its own."""
     left_out = ("params", "lr", "initial_lr")
     return [
         {
             key: repr(value)
             for key, value in group.items()
-            if key not in left_out and isinstance(value, (int, float, bool, str, tuple, type(None)))
+            if key not in left_out and isinstance(value, int | float | bool | str | tuple | None)
         }
         for group in optimizer.param_groups
     ]
 
 
-def is_rounded(tensor):
+def is_rounded(tensor: Any) -> bool:
     """Whether a tensor of float32 holds nothing that bfloat16 or float16 could not hold."""
     import torch
 

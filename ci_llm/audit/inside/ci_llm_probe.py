@@ -4,6 +4,8 @@ One file per process, one JSON object per line: `begin` before the first step, t
 nothing of this project: the script under audit may run in another environment.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import os
@@ -11,6 +13,9 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, TextIO
 
 import ci_llm_digests as digests
 
@@ -27,7 +32,7 @@ _FRAMEWORKS = (
 )
 
 
-def install(torch):
+def install(torch: Any) -> None:
     """Set the hooks. Called once, right after torch was imported."""
     Probe(torch).install()
 
@@ -35,13 +40,16 @@ def install(torch):
 class Probe:
     """What has been seen since the last optimizer step."""
 
-    def __init__(self, torch):
+    def __init__(self, torch: Any) -> None:
         self.torch = torch
-        self.file, self.pid = None, os.getpid()
+        self.file: TextIO | None = None
+        self.pending: list[dict[str, Any]] = []
+        self.pid = os.getpid()
         self.step, self.depth = 0, 0
-        self.roots, self.inside = [], set()
-        self.begun = set()  # optimizers
-        self.scalers = weakref.WeakSet()
+        self.roots: list[Any] = []
+        self.inside: set[int] = set()
+        self.begun: set[int] = set()  # optimizers
+        self.scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.cache = digests.Cache()
         self.limit = int(os.environ.get(STEPS, "0"))
         name, _, at = os.environ.get(STRIKE, "").partition("@")
@@ -49,10 +57,12 @@ class Probe:
         self.files = self._checkpoints()
         self._forget()
 
-    def _forget(self):
-        self.rows, self.losses, self.seen = [], [], {}
+    def _forget(self) -> None:
+        self.rows: list[str] = []
+        self.losses: list[float] = []
+        self.seen: dict[str, Any] = {}
 
-    def install(self):
+    def install(self) -> None:
         """Set every hook."""
         torch = self.torch
         from torch.nn.modules import module
@@ -67,15 +77,15 @@ class Probe:
 
     # The forward pass
 
-    def _enter(self, module, arguments):
+    def _enter(self, module: Any, arguments: Any) -> None:
         self.depth += 1
         if self.depth == 1 and self.torch.is_grad_enabled() and os.getpid() == self.pid:
             self._at_root(module, arguments)
 
-    def _leave(self, module, arguments, output):
+    def _leave(self, module: Any, arguments: Any, output: Any) -> None:
         self.depth = max(0, self.depth - 1)
 
-    def _at_root(self, module, arguments):
+    def _at_root(self, module: Any, arguments: Any) -> None:
         if id(module) not in self.inside:
             if next(module.parameters(), None) is None:
                 return  # a loss
@@ -91,21 +101,23 @@ class Probe:
                 "mode": digests.of_bytes(*(b"%d" % each.training for each in module.modules())),
                 "dropout": any("Dropout" in type(each).__name__ and getattr(each, "p", 0) for each in module.modules()),
             }
-        self.rows += self._pending_rows(module, arguments)
+        self.rows += self._rows_of(module, arguments)
 
-    def _pending_rows(self, module, arguments):
+    def _rows_of(self, module: Any, arguments: Any) -> list[str]:
         # Global hooks are given the positional arguments only: those by name come through the frame of the call.
-        frame, named = sys._getframe(), {}
+        frame: FrameType | None = sys._getframe()
+        named: dict[str, Any] = {}
         while frame is not None:
             if frame.f_code.co_name in ("_call_impl", "inner") and frame.f_locals.get("self") is module:
                 named = frame.f_locals.get("kwargs") or {}
                 break
             frame = frame.f_back
-        return digests.rows_of({"": arguments, **named})
+        rows: list[str] = digests.rows_of({"": arguments, **named})
+        return rows
 
-    def _watch_backward(self, original):
+    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def backward(tensors, *rest, **named):
+        def backward(tensors: Any, *rest: Any, **named: Any) -> Any:
             if os.getpid() == self.pid:
                 for tensor in [tensors] if isinstance(tensors, self.torch.Tensor) else tensors:
                     if tensor.numel() == 1:
@@ -116,13 +128,13 @@ class Probe:
 
     # The step
 
-    def _before_step(self, optimizer, arguments, named):
+    def _before_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
         if id(optimizer) not in self.begun and os.getpid() == self.pid:
             self.begun.add(id(optimizer))
             if self.step == 0 or len(self.begun) > 1:
                 self._write({"kind": "begin", "moments": digests.moments(optimizer)})
 
-    def _after_step(self, optimizer, arguments, named):
+    def _after_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
         if os.getpid() != self.pid:
             return
         self.step += 1
@@ -153,7 +165,7 @@ class Probe:
             sys.stdout.flush()
             os._exit(0)
 
-    def _state(self, roots):
+    def _state(self, roots: Sequence[Any]) -> dict[str, str]:
         """{name: digest} of all parameters and buffers that the model has."""
         found = {}
         for number, root in enumerate(roots):
@@ -162,7 +174,7 @@ class Probe:
                 found[prefix + name] = self.cache.of(tensor)
         return found
 
-    def _loose(self, optimizer):
+    def _loose(self, optimizer: Any) -> dict[str, str]:
         """Parameters that belong to no module that was seen."""
         known = {id(parameter) for root in self.roots for parameter in root.parameters()}
         listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -170,12 +182,12 @@ class Probe:
             f"parameter {number}": self.cache.of(each) for number, each in enumerate(listed) if id(each) not in known
         }
 
-    def _rounded(self, module):
+    def _rounded(self, module: Any) -> list[str]:
         return [name for name, each in module.named_parameters() if digests.is_rounded(each)]
 
     # Around it
 
-    def _checkpoints(self):
+    def _checkpoints(self) -> dict[str, tuple[int, int]]:
         """What lies in the folder of the run, but for logs: {path: (time, size)}."""
         found = {}
         for folder, folders, names in os.walk(os.environ.get(WATCH, "")):
@@ -190,8 +202,8 @@ class Probe:
                 found[os.path.join(folder, name)] = (about.st_mtime_ns, about.st_size)
         return found
 
-    def _note_places(self):
-        """Note the lines of the script that make loaders, optimizers, schedulers and scalers, that save and that load."""
+    def _note_places(self) -> None:
+        """Note which lines of the script make loaders, optimizers, schedulers and scalers, save, and load."""
         torch = self.torch
         from torch.amp import grad_scaler
         from torch.optim import lr_scheduler, optimizer
@@ -207,9 +219,9 @@ class Probe:
         ):
             setattr(owner, name, self._noting(getattr(owner, name), what))
 
-    def _noting(self, original, what):
+    def _noting(self, original: Callable[..., Any], what: str) -> Callable[..., Any]:
         @functools.wraps(original)
-        def noting(*arguments, **named):
+        def noting(*arguments: Any, **named: Any) -> Any:
             if what == "scaler":
                 self.scalers.add(arguments[0])
             place = _their_line()
@@ -219,15 +231,15 @@ class Probe:
 
         return noting
 
-    def _write(self, line, opens=True):
+    def _write(self, line: dict[str, Any], opens: bool = True) -> None:
         """One line. The file is made when the first thing worth a file is seen: a launcher leaves none."""
         if self.file is None:
             if not opens:
-                self.pending = [*getattr(self, "pending", []), line]
+                self.pending.append(line)
                 return
             rank = os.environ.get("RANK", "0")
             self.file = open(os.path.join(os.environ[RECORD], f"process_{rank}.jsonl"), "a")  # noqa: SIM115
-            for earlier in getattr(self, "pending", []):
+            for earlier in self.pending:
                 self.file.write(json.dumps(earlier) + "\n")
         if line["kind"] == "begin":
             loaded = [name for module, name in _FRAMEWORKS if module in sys.modules]
@@ -236,9 +248,9 @@ class Probe:
         self.file.flush()
 
 
-def _their_line():
+def _their_line() -> str | None:
     """The innermost line outside of installed packages: file:line."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if not ("site-packages" in file or file.startswith((sys.base_prefix, "<")) or "ci_llm_" in file):

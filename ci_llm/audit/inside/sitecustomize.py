@@ -3,10 +3,14 @@
 It imports nothing of this project: the script under audit may run in another environment.
 """
 
+from __future__ import annotations
+
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from types import ModuleType
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -14,7 +18,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 class _AfterTorch:
     """A finder that finds nothing itself; once torch has been imported, it starts the probe."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -22,17 +26,17 @@ class _AfterTorch:
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def exec_module(module):
+            def exec_module(module: ModuleType) -> None:
                 execute(module)
                 import ci_llm_probe
 
                 ci_llm_probe.install(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _run_the_next_sitecustomize():
+def _run_the_next_sitecustomize() -> None:
     """The one that would have run without this one."""
     others = [place for place in sys.path if os.path.abspath(place) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
