@@ -6,6 +6,7 @@ One line per script: what was expected, what the audit said, and whether these a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -18,6 +19,10 @@ from pathlib import Path
 
 from benchmarks.zoo import with_accelerate, with_lightning, with_trainer
 from benchmarks.zoo.plain import FAULTS
+from benchmarks.zoo.warm import executor
+from ci_llm.audit.audit import Verdict, audit
+from ci_llm.audit.runs import Plan
+from tools.testbed.forkserver import ForkServer
 
 ROOT = Path(__file__).parent.parent
 ZOO = Path(__file__).parent / "zoo"
@@ -76,6 +81,19 @@ def _ours() -> list[Case]:
     ]
 
 
+def examine_warm(case: Case, folder: Path, server: ForkServer) -> Verdict:
+    """The verdict about a script of the zoo whose processes are forks."""
+    (folder / "work").mkdir(parents=True)
+    options = dict(zip(case.options[::2], case.options[1::2], strict=True))
+    before = Path.cwd()
+    os.chdir(folder / "work")
+    try:
+        plan = Plan(["python", *case.command], steps=int(options.get("--steps", 30)), execute=executor(server))
+        return audit(plan, folder / "scratch")
+    finally:
+        os.chdir(before)
+
+
 def examine(case: Case, folder: Path) -> tuple[str, float]:
     """What the audit says of a script, and how long it took."""
     folder.mkdir()
@@ -94,13 +112,20 @@ def examine(case: Case, folder: Path) -> tuple[str, float]:
 def main() -> None:
     """Prints a line per script, and how many were right."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="scripts whose name holds this")
+    parser.add_argument("--only", default="", help="scripts whose name begins with this")
+    parser.add_argument("--warm", default="", metavar="MODULES", help="fork from a process that has imported these")
     options = parser.parse_args()
     right = 0
-    chosen = [case for case in cases() if options.only in case.name]
-    with tempfile.TemporaryDirectory() as scratch:
+    chosen = [case for case in cases() if case.name.startswith(options.only)]
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        server = stack.enter_context(ForkServer(*options.warm.split(","))) if options.warm else None
         for number, case in enumerate(chosen):
-            found, seconds = examine(case, Path(scratch, str(number)))
+            began = time.monotonic()
+            if server is None:
+                found, seconds = examine(case, Path(scratch, str(number)))
+            else:
+                verdict = examine_warm(case, Path(scratch, str(number)), server)
+                found, seconds = verdict.first[1].kind if verdict.first else "", time.monotonic() - began
             right += found == case.expected
             told = found or "exact"
             agrees = "right" if found == case.expected else f"WRONG, expected {case.expected or 'exact'}"

@@ -80,7 +80,9 @@ class Verdict:
 
     def _told(self, divergence: Divergence) -> dict[str, Any]:
         return {
-            **vars(divergence),
+            "kind": divergence.kind,
+            "step": divergence.step,
+            "detail": divergence.detail,
             "likely_cause": causes.cause(divergence.kind, self.framework),
             "line": causes.place(divergence.kind, self.places),
         }
@@ -107,7 +109,7 @@ def audit(plan: Plan, scratch: Path, tell: Callable[[str], None] = lambda _: Non
     checks = [noise]
     for number, name, sent in ((3, KILLED, "SIGKILL"), (4, STOPPED, "SIGTERM")):
         tell(f"{number} of 4: {sent} after step {at}, then resumed")
-        checks.append(_interrupted(Place(scratch, sent.lower(), plan), name, f"{sent}@{at}", first.traces, unstable))
+        checks.append(_interrupted(Place(scratch, sent.lower(), plan), name, sent, at, first.traces, unstable))
     places = {**straight.places}
     return Verdict(checks, straight.framework, len(straight.steps), straight.saves, places)
 
@@ -163,9 +165,11 @@ def _unstable(first: Sequence[Trace], again: Sequence[Trace]) -> frozenset[str]:
     )
 
 
-def _interrupted(place: Place, name: str, strike: str, straight: Sequence[Trace], unstable: frozenset[str]) -> Check:
+def _interrupted(
+    place: Place, name: str, strike: str, at: int, straight: Sequence[Trace], unstable: frozenset[str]
+) -> Check:
     """A run that is struck, resumed by its own means, and compared with the straight one."""
-    struck = place.run("struck", strike=strike)
+    struck = place.run("struck", strike=strike, at=at)
     done = max(len(trace.steps) for trace in struck.traces) if struck.traces else 0
     if any(trace.enough for trace in struck.traces):
         return Check(name, (), None, None, done, None, note="the signal was ignored: the script went on")
@@ -192,6 +196,8 @@ def _continued(
     # What was not restored shows in its first step, but nothing of it needs to show there.
     known = {each.kind for each in missing}
     found = [*missing, *(each for each in found if each.kind not in known and _is_own(each, missing))]
+    other_rows = any("rows" in each.kind for each in found)
+    found.sort(key=lambda each: (each.step, each.follows and other_rows))
     steps = min(len(resumed.steps), len(straight.steps) - began)
     if not found and not resumed.enough and began + len(resumed.steps) != len(straight.steps):
         ended = f"the resumed run ended after step {began + len(resumed.steps)}, the straight one after"

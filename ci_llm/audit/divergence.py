@@ -38,11 +38,13 @@ class Divergence:
     Attributes:
         step: optimizer step of the whole run, from 1 on, in which it shows.
         detail: what exactly, for people.
+        follows: it may follow from other rows: only buffers differ, which a forward pass changes.
     """
 
     kind: Kind
     step: int
     detail: str
+    follows: bool = False
 
 
 def resumed_from(killed: Trace, resumed: Trace) -> int:
@@ -68,7 +70,8 @@ def restored(killed: Trace, resumed: Trace, step: int) -> Iterator[Divergence]:
     """What a resumed process did not begin with, though the killed one had it after `step`."""
     before = killed.state_after(step)
     if wrong := [name for name, digest in before.items() if resumed.state.get(name, digest) != digest]:
-        yield Divergence("weights", step + 1, _weights(wrong, before, resumed))
+        follows = {*wrong} <= {*resumed.buffers}
+        yield Divergence("weights", step + 1, _weights(wrong, before, resumed), follows)
     had = killed.moments_after(step)
     missing = [name for name, digest in had.items() if resumed.moments.get(name) != digest]
     if missing and step:

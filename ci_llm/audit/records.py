@@ -47,6 +47,7 @@ class Trace:
 
     Attributes:
         state, moments: before its first step.
+        buffers: which of the state no optimizer changes.
         rounded: parameters that then held nothing that half precision could not hold.
         places: lines of the script, by what they do; the last one of each.
         enough: it was ended after as many steps as asked for.
@@ -55,6 +56,7 @@ class Trace:
     steps: Sequence[Step]
     state: Mapping[str, str]
     moments: Mapping[str, str]
+    buffers: Sequence[str]
     rounded: Sequence[str]
     framework: str
     places: Mapping[str, str]
@@ -95,6 +97,7 @@ def _read(path: Path) -> Trace:
         ],
         state=_joined(begun, "state"),
         moments=_joined(begun, "moments"),
+        buffers=[name for line in begun for name in line.get("buffers", [])],
         rounded=[name for line in begun for name in line.get("rounded", [])],
         framework=begun[0]["framework"] if begun else "torch",
         places={line["what"]: line["at"] for line in lines if line["kind"] == "place"},

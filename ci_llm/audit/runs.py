@@ -6,10 +6,10 @@ import os
 import select
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ci_llm.audit.records import Trace, read_traces
 from ci_llm.core.typed_json import load_json
@@ -24,6 +24,50 @@ INSIDE: Final = Path(__file__).parent / "inside"
 LARGEST_COPY: Final = 256 * 2**20
 _NOT_COPIED: Final = (".git", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache")
 _LAST_LINES: Final = 12
+_GRACE_S: Final = 30.0  # between SIGTERM and SIGKILL, where a command is ended
+
+
+#: (command, environment, folder, file of the output, seconds) -> (exit code, whether its time was over)
+Execute: TypeAlias = Callable[[Sequence[str], Mapping[str, str], Path, Path, float], tuple[int | None, bool]]
+
+
+def execute(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path, limit_s: float
+) -> tuple[int | None, bool]:
+    """Run a command, and all that it starts, to the end.
+
+    Returns:
+        its exit code, minus the number of a signal; and whether it was killed because its time was over.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+    control_end, control = os.pipe()
+    report, report_end = os.pipe()
+    with output.open("wb") as written:
+        shim = start_shim(
+            command,
+            environment,
+            grace_s=_GRACE_S,
+            control_fd=control_end,
+            report_fd=report_end,
+            stdout_fd=written.fileno(),
+            stderr_fd=written.fileno(),
+            folder=folder,
+        )
+    os.close(control_end)
+    os.close(report_end)
+    try:
+        told, over_time = _listen(report, control, limit_s)
+    finally:
+        os.close(control)  # where this is interrupted, the shim ends the command
+        os.close(report)
+        shim.wait()
+    facts = [fact for line in told.splitlines() if isinstance(fact := load_json(line), dict)]
+    if error := next((fact["error"] for fact in facts if "error" in fact), None):
+        raise ConfigError(f"the command cannot be started: {error}", where=command[0], hint="is it on the path?")
+    code = next((fact["returncode"] for fact in facts if "returncode" in fact), None)
+    return (code if isinstance(code, int) else None), over_time
 
 
 @dataclass(frozen=True)
@@ -36,7 +80,7 @@ class Plan:
         newest: a pattern below the folder of a run; its newest match replaces {newest}.
         steps: optimizer steps of a run.
         limit_s: seconds of each process.
-        grace_s: seconds between SIGTERM and SIGKILL.
+        execute: runs a command.
     """
 
     command: Sequence[str]
@@ -45,7 +89,7 @@ class Plan:
     steps: int = 30
     kill_at: int | None = None
     limit_s: float = 900.0
-    grace_s: float = 30.0
+    execute: Execute = execute
 
     @property
     def takes_folder(self) -> bool:
@@ -87,13 +131,16 @@ class Place:
             self._works_in = self.out = self.folder / "work"
             copy_folder(Path.cwd(), self.out)
 
-    def run(self, name: str, *, resumes: bool = False, strike: str = "", steps: int | None = None) -> Ending:
+    def run(
+        self, name: str, *, resumes: bool = False, strike: str = "", at: int = 0, steps: int | None = None
+    ) -> Ending:
         """Run the script once.
 
         Args:
             name: of the record.
             resumes: with the words for going on.
-            strike: "SIGKILL@7": what the probe sends its own process after the 7th step.
+            strike: name of the signal that the probe sends its own process.
+            at: the step after which it does.
             steps: after which it is ended.
         """
         record = self.folder / name
@@ -107,12 +154,14 @@ class Place:
             "CI_LLM_AUDIT_RECORD": str(record),
             "CI_LLM_AUDIT_WATCH": str(self.out),
             "CI_LLM_AUDIT_STEPS": str(self._plan.steps if steps is None else steps),
-            "CI_LLM_AUDIT_STRIKE": strike,
+            "CI_LLM_AUDIT_STRIKE": f"{signal_number(strike) if strike else 0}@{at}",
         }
         began = time.monotonic()
-        code, over_time = self._execute([self._filled(word) for word in words], environment, record / "output.txt")
-        output = (record / "output.txt").read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in output.splitlines() if line.strip()][-_LAST_LINES:]
+        command = [self._filled(word) for word in words]
+        output = record / "output.txt"
+        code, over_time = self._plan.execute(command, environment, self._works_in, output, self._plan.limit_s)
+        said = output.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in said.splitlines() if line.strip()][-_LAST_LINES:]
         return Ending(read_traces(record), code, time.monotonic() - began, over_time, "\n".join(lines))
 
     def _filled(self, word: str) -> str:
@@ -127,35 +176,6 @@ class Place:
                 hint="--newest is a pattern below the folder in which the script writes, for instance 'out/step_*'",
             )
         return word.replace(NEWEST, str(found[-1]))
-
-    def _execute(self, command: Sequence[str], environment: dict[str, str], output: Path) -> tuple[int | None, bool]:
-        """Run a command and all that it starts to the end; (exit code, whether its time was over)."""
-        control_end, control = os.pipe()
-        report, report_end = os.pipe()
-        with output.open("wb") as written:
-            shim = start_shim(
-                command,
-                environment,
-                grace_s=self._plan.grace_s,
-                control_fd=control_end,
-                report_fd=report_end,
-                stdout_fd=written.fileno(),
-                stderr_fd=written.fileno(),
-                folder=self._works_in,
-            )
-        os.close(control_end)
-        os.close(report_end)
-        try:
-            told, over_time = _listen(report, control, self._plan.limit_s)
-        finally:
-            os.close(control)  # where this is interrupted, the shim ends the command
-            os.close(report)
-            shim.wait()
-        facts = [fact for line in told.splitlines() if isinstance(fact := load_json(line), dict)]
-        if error := next((fact["error"] for fact in facts if "error" in fact), None):
-            raise ConfigError(f"the command cannot be started: {error}", where=command[0], hint="is it on the path?")
-        code = next((fact["returncode"] for fact in facts if "returncode" in fact), None)
-        return (code if isinstance(code, int) else None), over_time
 
 
 def _listen(report: int, control: int, limit_s: float) -> tuple[bytes, bool]:

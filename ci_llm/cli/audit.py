@@ -11,9 +11,10 @@ from pathlib import Path
 from ci_llm.cli.arguments import make_parser
 from ci_llm.errors import ConfigError
 
-_EXAMPLE = """The script runs twice straight, once killed by SIGKILL, once stopped by SIGTERM; the latter two are resumed. It
-is not changed, and nothing of it leaves this machine. {out} stands for the folder of a run; without it every run
-works in a copy of the present folder. {newest} stands for the newest match of --newest.
+_EXAMPLE = """\
+The script runs twice straight, once killed by SIGKILL, once stopped by SIGTERM; the latter two are resumed. It is
+not changed, and nothing of it leaves this machine. {out} stands for the folder of a run; without it every run works
+in a copy of the present folder. {newest} stands for the newest match of --newest.
 
 example: ci-llm audit -- python train.py --output_dir {out}
          ci-llm audit --resume-arg=--resume -- python train.py

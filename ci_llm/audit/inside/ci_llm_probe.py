@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import sys
 import time
 import weakref
@@ -52,8 +51,8 @@ class Probe:
         self.scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.cache = digests.Cache()
         self.limit = int(os.environ.get(STEPS, "0"))
-        name, _, at = os.environ.get(STRIKE, "").partition("@")
-        self.strike, self.strike_at = name, int(at or 0)
+        number, _, at = os.environ.get(STRIKE, "0@0").partition("@")
+        self.strike, self.strike_at = int(number), int(at)
         self.files = self._checkpoints()
         self._forget()
 
@@ -92,7 +91,9 @@ class Probe:
             self.roots.append(module)
             self.inside |= {id(each) for each in module.modules()}
             if self.step == 0:
-                self._write({"kind": "begin", "state": self._state([module]), "rounded": self._rounded(module)})
+                buffers = [name for name, _ in module.named_buffers()]
+                begun = {"state": self._state([module]), "buffers": buffers, "rounded": self._rounded(module)}
+                self._write({"kind": "begin", **begun})
         elif not any(module is root for root in self.roots):
             return  # a part that is computed again, for its gradient
         if not self.seen:
@@ -159,7 +160,7 @@ class Probe:
         self._forget()
         self._write(line)
         if self.step == self.strike_at:
-            os.kill(os.getpid(), getattr(signal, self.strike))
+            os.kill(os.getpid(), self.strike)
         if self.step == self.limit:
             self._write({"kind": "enough"})
             sys.stdout.flush()
