@@ -160,7 +160,10 @@ def _rows(straight: Trace, other: Trace, offset: int, number: int, drawn: Sequen
             return Divergence("generator", step, told)
         return Divergence("data order", step, "the rows are none that the straight run saw")
     window = seen + [row for each in other.steps[number + 1 : number + 3] for row in each.rows]
-    places = [at for at in range(len(all_rows)) if at != here and _runs_along(all_rows, at, window, len(seen))]
+    others = [at for at in range(len(all_rows)) if at != here]
+    places = [at for at in others if _runs_along(all_rows, at, window, len(seen))]
+    if not places and len(seen) > 1:  # as after a resume near the end of an epoch: the next epoch is right again
+        places = [at for at in others if _runs_along(all_rows, at, seen, len(seen))]
     if places:
         at = min(places, key=lambda place: abs(place - here))
         where = f"the rows of step {_step_of(straight, at)} come in step {step}"

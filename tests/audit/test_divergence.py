@@ -104,8 +104,10 @@ def test_rows_are_repeated_skipped_or_in_another_order() -> None:
     assert "4 rows are seen again: the rows of step 7 come in step 9" in repeated.detail
     [skipped] = compare(STRAIGHT, with_rows(9, 12, 13), 8)
     assert (skipped.kind, skipped.step) == ("skipped rows", 10)
-    [mixed] = compare(STRAIGHT, with_rows(12, 10, 9), 8)
-    assert mixed.kind == "data order"
+    [once] = compare(STRAIGHT, with_rows(7, 10, 11), 8)  # what Lightning does in the middle of an epoch
+    assert (once.kind, once.step) == ("repeated rows", 9)
+    mixed = changed(9, rows=[step(9).rows[0], step(11).rows[1]])
+    assert compare(STRAIGHT, mixed, 8)[0].kind == "data order"
     [swapped] = compare(STRAIGHT, changed(9, rows=list(reversed(step(9).rows))), 8)
     assert swapped.kind == "data order"
 
