@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ EPOCH = 6  # steps
 def step(number: int, rows: Sequence[str] | None = None, **changes: Any) -> Step:
     """The n-th step of a run, from 1 on: two rows, in an order of their own in every epoch."""
     epoch, place = divmod(number - 1, EPOCH)
-    order = [f"row{(5 * n + epoch) % (2 * EPOCH)}" for n in range(2 * EPOCH)]
+    order = [f"row{n}" for n in random.Random(epoch).sample(range(2 * EPOCH), 2 * EPOCH)]
     known: dict[str, Any] = {
         "rows": order[2 * place : 2 * place + 2] if rows is None else rows,
         "losses": [1 / number],
