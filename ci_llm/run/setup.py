@@ -143,11 +143,15 @@ def open_base(config: Config, processes: Processes, model_name: str | None = Non
         model_name: another base than that of `config`.
     """
     layers = None
-    if config.base_sharding == "layers" and processes.count > 1:
+    if _is_shared(config, processes):
         layers = ShardedLayers(processes.device, DTYPES.get(config.mixed_precision))
         processes.follow = layers.follow
     name = model_name or config.model_name
     return load_base(name, config.model_dtype, processes.device, config.quantization, layers)
+
+
+def _is_shared(config: Config, processes: Processes) -> bool:
+    return config.base_sharding == "layers" and processes.count > 1
 
 
 def join(
@@ -268,7 +272,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     """The agents on their base, on the route through it that gives the base's own logits."""
     crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
     # Sharded weights are gathered in the precision of autocast, and have no other one.
-    with processes.autocast() if config.base_sharding == "layers" else nullcontext():
+    with processes.autocast() if _is_shared(config, processes) else nullcontext():
         reason = crowd.choose_route()
     if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
