@@ -126,7 +126,7 @@ def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) 
     assert found.of("ok") == HERE
     assert "rows of text from" in found.lines["data"]
     assert found.lines["template"].count("first row, learned in") == 3
-    assert "375 steps" in found.lines["time"]
+    assert "25 steps" in found.lines["time"]
 
 
 def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
