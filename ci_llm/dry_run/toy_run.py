@@ -48,7 +48,7 @@ def model(context: CheckContext) -> str:
     parameters = base.num_parameters  # counted before there are agents
     config = context.toy_config()
     manager, log = context.open_run_folder(config)
-    crowd = build_crowd(config, base)
+    crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
     run = context.run = join(
         config,

@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -94,7 +95,7 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
-    crowd = build_crowd(config, base)
+    crowd = build_crowd(config, base, processes)
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
     # Answers alone are evaluated, whatever is learned.
     eval_rows = EvaluationRows.of(_tokenized(config, base, processes, found[1]))
@@ -142,11 +143,15 @@ def open_base(config: Config, processes: Processes, model_name: str | None = Non
         model_name: another base than that of `config`.
     """
     layers = None
-    if config.base_sharding == "layers" and processes.count > 1:
+    if _is_shared(config, processes):
         layers = ShardedLayers(processes.device, DTYPES.get(config.mixed_precision))
         processes.follow = layers.follow
     name = model_name or config.model_name
     return load_base(name, config.model_dtype, processes.device, config.quantization, layers)
+
+
+def _is_shared(config: Config, processes: Processes) -> bool:
+    return config.base_sharding == "layers" and processes.count > 1
 
 
 def join(
@@ -263,10 +268,13 @@ def plan_ahead(config: Config, num_rows: Sequence[int], rows_per_step: int) -> t
     return plan, config.max_train_steps or max(1, by_epochs)
 
 
-def build_crowd(config: Config, base: Base) -> Crowd:
+def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     """The agents on their base, on the route through it that gives the base's own logits."""
     crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
-    if reason := crowd.choose_route():
+    # Sharded weights are gathered in the precision of autocast, and have no other one.
+    with processes.autocast() if _is_shared(config, processes) else nullcontext():
+        reason = crowd.choose_route()
+    if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")

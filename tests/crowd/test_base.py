@@ -85,12 +85,11 @@ def test_a_missing_folder_is_reported_as_missing(name: str) -> None:
         assert str(Path(name).absolute()) in str(caught.value.where)
 
 
-def test_a_dry_run_does_not_replace_a_damaged_base(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_dry_run_does_not_replace_a_damaged_base(folder: Path) -> None:
     """It uses the embedded base in place of one that would have to be downloaded, not of one that is damaged."""
     _torn(folder)
-    monkeypatch.setattr(toy_run, "load_base", lambda *_: load_base(str(folder)))
-    shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu")
-    context: Any = SimpleNamespace(config=Config(), shape=shape, processes=processes)
+    shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu", count=1)
+    context: Any = SimpleNamespace(config=Config(model_name=str(folder)), shape=shape, processes=processes)
     with pytest.raises(ModelError, match="deserializing header"):
         toy_run._base(context)
 
