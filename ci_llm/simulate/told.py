@@ -27,7 +27,7 @@ def show(told: Study, console: Console) -> None:
 def head(cluster: Cluster) -> str:
     """One line about the cluster."""
     return (
-        f"{cluster.nodes:,} nodes, a failure every {duration(cluster.mtbf_s)} ({cluster.failures}),"
+        f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)}, a failure every {duration(cluster.mtbf_s)} ({cluster.failures}),"
         f" {duration(cluster.work)} of work, {cluster.repeats} jobs each"
     )
 
