@@ -39,8 +39,10 @@ def recovery_s(cluster: Cluster) -> float:
 
 def announced_share(cluster: Cluster) -> float:
     """The share of time that is left by preemptions and limits: each costs a wait in the queue and a start."""
-    ends = sum(1 / mean_s for mean_s in (cluster.preemption, cluster.walltime) if mean_s is not None)
-    return math.exp(-(cluster.start_s + cluster.queue) * ends)
+    preempted_s, limit_s = cluster.preemption or math.inf, cluster.walltime or math.inf
+    # A preempted job begins its time anew, so that fewer of them reach their limit.
+    mean_s = limit_s if math.isinf(preempted_s) else preempted_s * -math.expm1(-limit_s / preempted_s)
+    return math.exp(-(cluster.start_s + cluster.queue) / mean_s)
 
 
 def best_goodput(cluster: Cluster) -> float:
