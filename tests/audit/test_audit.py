@@ -91,6 +91,7 @@ def test_a_mistake_is_told_with_its_line_and_its_cause(tmp_path: Path, server: F
     assert said.getvalue().rstrip().endswith("not exact")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for code, seconds, message in (
         ("raise SystemExit('no data')", 900, "the script failed by itself, with exit code 1"),
