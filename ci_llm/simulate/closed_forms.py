@@ -37,15 +37,24 @@ def recovery_s(cluster: Cluster) -> float:
     return cluster.start_s + by_node * cluster.queue + silent * cluster.watchdog
 
 
+def announced_share(cluster: Cluster) -> float:
+    """The share of time that is left by preemptions and limits: each costs a wait in the queue and a start."""
+    preempted_s, limit_s = cluster.preemption or math.inf, cluster.walltime or math.inf
+    # A preempted job begins its time anew, so that fewer of them reach their limit.
+    mean_s = limit_s if math.isinf(preempted_s) else preempted_s * -math.expm1(-limit_s / preempted_s)
+    return math.exp(-(cluster.start_s + cluster.queue) / mean_s)
+
+
 def best_goodput(cluster: Cluster) -> float:
     """Daly's goodput at the best interval: what the best policy can reach with these costs."""
     cost_s, mtbf_s = save_cost_s(cluster), cluster.mtbf_s
-    return daly_goodput(best_interval_s(cost_s, mtbf_s), cost_s, recovery_s(cluster), mtbf_s)
+    found = daly_goodput(best_interval_s(cost_s, mtbf_s), cost_s, recovery_s(cluster), mtbf_s)
+    return found * announced_share(cluster)
 
 
 def bound(cluster: Cluster) -> float:
-    """The goodput with saves that cost nothing and lose nothing: failures cost their recovery alone."""
-    return math.exp(-recovery_s(cluster) / cluster.mtbf_s)
+    """The goodput with saves that cost nothing and lose nothing: every end costs its recovery alone."""
+    return math.exp(-recovery_s(cluster) / cluster.mtbf_s) * announced_share(cluster)
 
 
 def longest_recovery_s(cluster: Cluster, goodput: float) -> float:

@@ -95,6 +95,7 @@ def study(cluster: Cluster) -> Study:
     cost_s = closed_forms.save_cost_s(cluster)
     centre_s = max(best_interval_s(cost_s, cluster.mtbf_s), cluster.step)
     tried = sorted({round_s(max(centre_s * factor, cluster.step)) for factor in AROUND} | {USUAL_S})
+    tried = [each for each in tried if each != cluster.save_interval]
     lines = [own, *(line(cluster.but(save_interval=each), _name(each)) for each in tried)]
     return Study(
         cluster,

@@ -26,8 +26,9 @@ def show(told: Study, console: Console) -> None:
 
 def head(cluster: Cluster) -> str:
     """One line about the cluster."""
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     return (
-        f"{cluster.nodes:,} nodes, a failure every {duration(cluster.mtbf_s)} ({cluster.failures}),"
+        f"{nodes}, a failure every {duration(cluster.mtbf_s)} ({cluster.failures}),"
         f" {duration(cluster.work)} of work, {cluster.repeats} jobs each"
     )
 

@@ -91,13 +91,14 @@ def test_a_mistake_is_told_with_its_line_and_its_cause(tmp_path: Path, server: F
     assert said.getvalue().rstrip().endswith("not exact")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (("-c", "raise SystemExit('no data')"), "the script failed by itself, with exit code 1"),
-        (("-c", "print('nothing to do')"), "no optimizer step of torch was seen"),
-        (("-c", "import threading; threading.Event().wait()"), "the script took longer than its limit"),
+    for code, seconds, message in (
+        ("raise SystemExit('no data')", 900, "the script failed by itself, with exit code 1"),
+        ("print('nothing to do')", 900, "no optimizer step of torch was seen"),
+        ("import threading; threading.Event().wait()", 1, "the script took longer than its limit"),
     ):
-        assert audit(tmp_path / "work", sys.executable, *words, options=("--seconds", "2")) == 2
+        assert audit(tmp_path / "work", sys.executable, "-c", code, options=("--seconds", str(seconds))) == 2
         assert message in capsys.readouterr().err
     assert audit(tmp_path / "work", "/no/such/program") == 2
     assert "the command cannot be started: No such file" in capsys.readouterr().err

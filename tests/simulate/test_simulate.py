@@ -57,6 +57,7 @@ def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureF
         assert part in said
 
 
+@pytest.mark.slow
 def test_the_same_for_scripts_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert main(["simulate", "--json", *SHORT, "--page", str(page), "--largest", "20"]) == 0

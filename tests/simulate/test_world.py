@@ -60,7 +60,7 @@ def test_no_way_to_save_passes_the_bound() -> None:
     assert closed_forms.longest_recovery_s(cluster, 0.99) < closed_forms.recovery_s(cluster)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     step=st.integers(0, 500),
     every_steps=st.none() | st.integers(1, 90),
@@ -94,6 +94,7 @@ def test_failures_come_as_often_as_told(kind: str) -> None:
         assert np.median(gaps) == pytest.approx(1000 * math.log(2), rel=0.12)  # of many nodes: as good as exponential
 
 
+@pytest.mark.slow
 def test_every_second_is_put_down_once_and_the_seed_decides() -> None:
     cluster = Cluster(job_mtbf=2000.0, preemption=5000.0, walltime=9000.0, work=50_000.0, failures="correlated")
     one, again, other = simulate(cluster), simulate(cluster), simulate(cluster, 1)
@@ -128,6 +129,7 @@ def test_the_supervisor_and_the_queue_have_their_limits_and_then_a_person_is_cal
     assert preempted.seconds["person"] == len(preempted.endings) * 4 * 3600
 
 
+@pytest.mark.slow
 def test_lost_disks_cost_the_way_back_to_the_mirror_or_to_the_start() -> None:
     failing: dict[str, Any] = {**BARE, "job_mtbf": 9000.0, "work": 60_000.0, "disk_lost_share": 1.0, "restart": 1.0}
     without = simulate(Cluster(**failing))
@@ -178,3 +180,10 @@ def test_a_simulated_campaign_loses_as_many_steps_as_the_real_one() -> None:
         lost = [steps for struck, steps in story.lost if struck == KINDS[kind]] or [0] * times
         assert len(lost) == times, kind
         assert (statistics.median(lost), max(lost)) == (median, most), kind
+
+
+@pytest.mark.slow
+def test_preemptions_and_limits_lower_the_bound() -> None:
+    quiet = Cluster(job_mtbf=1e9, work=2e5, preemption=7200.0, walltime=14400.0, restart=100.0, repeats=2)
+    assert closed_forms.bound(quiet) == pytest.approx(math.exp(-160 / 6226), rel=1e-3)
+    assert line(quiet.but(save_interval=600.0), "").goodput == pytest.approx(closed_forms.bound(quiet), abs=0.01)

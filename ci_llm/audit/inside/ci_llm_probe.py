@@ -21,7 +21,7 @@ import ci_llm_digests as digests
 RECORD, WATCH = "CI_LLM_AUDIT_RECORD", "CI_LLM_AUDIT_WATCH"
 STEPS, STRIKE = "CI_LLM_AUDIT_STEPS", "CI_LLM_AUDIT_STRIKE"
 #: What a script writes beside checkpoints.
-_NO_CHECKPOINT = (".log", ".txt", ".jsonl", ".csv", ".yaml", ".md", ".py", ".pyc", ".lock", ".html")
+_NO_CHECKPOINT = (".log", ".txt", ".json", ".jsonl", ".csv", ".yaml", ".md", ".py", ".pyc", ".lock", ".html")
 _FRAMEWORKS = (
     ("ci_llm.run.loop", "ci_llm"),
     ("lightning.pytorch.trainer.trainer", "lightning"),
