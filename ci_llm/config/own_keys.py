@@ -15,6 +15,8 @@ OWN_KEYS: Final = (
     *("dropconnect_p", "seed", "row_weights"),
 )
 NAME: Final = "name"
+#: Those that say which shape and scale its adapter has: a copy of an agent has the same.
+SHAPE_KEYS: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
 
 _WHY_COMMON: Final[Mapping[str, str]] = {
     "num_agents": "it is the length of the list",

@@ -22,6 +22,7 @@ from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
+from ci_llm.run.crowd_requests import FOLDER, RECORD, forget_after
 from ci_llm.run.resume import Source, newest_source, open_source
 
 NAME: Final = "beginning.json"
@@ -30,7 +31,7 @@ LATEST: Final = "latest"
 OF_A_RUN: Final = (
     *("checkpoint_step_*", FINAL, QUARANTINE, SUPERSEDED, ATTEMPTS, NAME, "recovery.json", "skipped_batches.json"),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
-    *("tensorboard", "profile"),
+    *("tensorboard", "profile", FOLDER, RECORD),
 )
 
 
@@ -74,6 +75,11 @@ class Start:
     note: str = ""
 
     @property
+    def goes_back(self) -> bool:
+        """Whether this call goes back on purpose."""
+        return bool(self.note)
+
+    @property
     def is_own(self) -> bool:
         """Whether the source is one of the run's own checkpoints."""
         return self.keeps >= 0
@@ -112,6 +118,8 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
     try:
         if start.sets_aside and (entries := _entries(folder)):
             lines.append(f"what was here moved to {manager.set_aside(entries)}")
+        if start.goes_back:
+            forget_after(folder, start.keeps)
         lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
         if read_beginning(folder) != start.beginning:
             write_json(folder / NAME, asdict(start.beginning), staging=manager.staging)

@@ -28,6 +28,7 @@ from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
+from ci_llm.run.members import config_of
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
 from ci_llm.run.resume import RunCheckpoint
@@ -39,7 +40,8 @@ from ci_llm.run.state import TrainState
 @dataclass
 class Run:
     """The parts of a run. `state` moves with every step; plan, length and schedule follow from the checkpoint that
-    the run goes on from; `status` belongs to the attempt. Everything else stays.
+    the run goes on from; `status` belongs to the attempt. Where the crowd changes, objective, rates and bounds follow.
+    Everything else stays.
 
     Attributes:
         learning_rates: per agent that of a 0-based step, before any factor.
@@ -78,6 +80,11 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     @property
+    def present_config(self) -> Config:
+        """The configuration with the agents that stand in the crowd now."""
+        return config_of(self.config, self.state.members)
+
+    @property
     def micro_batch_size(self) -> int:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
@@ -105,7 +112,8 @@ class Run:
         """Where the run stands, for people; `losses` are those of the step just taken."""
         step = self.state.step
         rate = self.last_learning_rate if step else None
-        return Position(step, self.total_steps, losses, self.state.tokens_seen, self.plan.epoch(step), rate)
+        done = self.state.tokens_seen, self.plan.epoch(step)
+        return Position(step, self.total_steps, losses, *done, rate, self.state.names)
 
     def describe_stop(self) -> str:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""

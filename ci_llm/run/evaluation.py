@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
@@ -109,22 +109,25 @@ def describe_scores(step: int, scores: Scores) -> str:
     return f"evaluate  step {step}: {crowd}; agents {fmean(agents_nll):.3f}, {fmean(agents):.3f}"
 
 
-def evaluation_metrics(scores: Scores) -> dict[str, float]:
-    """The scores as metrics: nats per target token, and the share of rows reproduced exactly."""
+def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]:
+    """The scores as metrics: nats per target token, and the share of rows reproduced exactly.
+
+    Args:
+        names: of the agents.
+    """
     metrics = {}
-    names = [*(f"agent{k}" for k in range(len(scores.right) - 1)), "crowd"]
-    for name, exact, nll in zip(names, scores.exact_match, scores.mean_nll, strict=True):
+    for name, exact, nll in zip([*names, "crowd"], scores.exact_match, scores.mean_nll, strict=True):
         metrics[f"eval/{name}/nll"] = nll
         metrics[f"eval/{name}/exact_match"] = exact
     return metrics
 
 
-def result_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
     """The scores of an `evaluation.json` as metrics for trackers: `final/crowd/exact_match` and the like."""
     metrics = dict[str, float]()
     for measure in ("exact_match", "nll"):
         found = record[measure]
-        of_agents = {f"agent{k}": value for k, value in enumerate(found["agents"])}
+        of_agents = dict(zip(names, found["agents"], strict=True))
         named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
         metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
     return metrics

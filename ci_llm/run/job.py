@@ -34,6 +34,7 @@ from ci_llm.run.beginning import Start, find_start, nothing_to_train, prepare, r
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
+from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import evaluation_metrics, result_metrics
 from ci_llm.run.hang import Stacks, Watchdog
@@ -43,9 +44,9 @@ from ci_llm.run.recovery import Requests, apply_requests, in_force, read_request
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
-from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
+from ci_llm.run.setup import build, check_folder
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
-from ci_llm.run.state import Validation
+from ci_llm.run.state import TrainState, Validation
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,8 @@ def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
     require_same_step(run.processes, run.config.run_folder, source.step if source else None)
     if start.sets_aside:  # the requests are for the run that moves aside
         requests = Requests()
+    if start.goes_back:  # it does not go the same way again
+        requests = replace(requests, changes=())
     _log_lines([start.note] if start.note else [])
     if source is None:
         logger.info("resume    no checkpoint: a fresh start")
@@ -182,10 +185,9 @@ def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
 
 def _restore(run: Run, source: Source, start: Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
+    return_to(run, TrainState.from_dict(source.checkpoint.state["train_state"]))
     restored = run.checkpoint.restore(source)
     run.state = restored.state
-    run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.rows_per_step)
-    run.learning_rates = schedules(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
         raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
@@ -196,10 +198,10 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
 
 def _apply(run: Run, requests: Requests) -> list[str]:
     """Put in force what is asked for, on top of what the checkpoint holds; returns what is in force, for people."""
-    run.state = apply_requests(run.state, requests)
+    run.state = apply_requests(run.state, requests, run.config)
     if run.state.recovery.recompute:
         run.crowd.gradient_checkpointing_enable()
-    lines = [*in_force(run.state.recovery, run.config.batch_size), *requests.recovery.because]
+    lines = [*in_force(run.state, run.config.batch_size), *requests.recovery.because]
     return [f"recovery: {line}" for line in lines]
 
 
@@ -239,7 +241,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     earlier = last_status(config.run_folder) if step and processes.is_main else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
-    run.status.total_steps = run.total_steps
+    run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
@@ -247,8 +249,10 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
         f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
     )
-    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
-    logger.info(f"optimizer AdamW, learning_rate {config.learning_rates}, {kinds}")
+    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in run.present_config.each_agent))
+    logger.info(f"optimizer AdamW, learning_rate {run.present_config.learning_rates}, {kinds}")
+    if run.state.members is not None:
+        _log_lines(run.state.members.outlook(run.total_steps))
     run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
@@ -339,7 +343,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     """
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
-    latest = {} if scores is None else evaluation_metrics(scores)
+    latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
     if latest:
         note_evaluation(run, latest)
         run.tell("on_evaluate", metrics=latest)
@@ -360,7 +364,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
         logger.info(solved_example(answers.example))
     record = _record(run, step, scores, answers)
     _write_results(run, step, record)
-    run.log.track(run.state.step, latest | result_metrics(record))
+    run.log.track(run.state.step, latest | result_metrics(record, run.state.names))
     return None, record
 
 
@@ -380,12 +384,13 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
-    config, trained_on = run.config, run.eval_rows.rows.trained_on
+    config, trained_on = run.present_config, run.eval_rows.rows.trained_on
     return {
         **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         **({"names": config.agent_names} if config.agents else {}),
         "step": step,
         "last_step": run.state.step,
+        "agent_steps": run.state.agent_steps,
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
         "warning": run.status.warning,

@@ -10,8 +10,9 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import datasets
 import torch
@@ -35,13 +36,14 @@ from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import ConfigError
+from ci_llm.errors import ConfigError, ModelError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
+from ci_llm.run.members import Members, config_of
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -118,8 +120,10 @@ def join(
     rows_per_step = config.global_batch_size or (
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
-    plan, total_steps = plan_ahead(config, len(rows), rows_per_step)
-    optimizer = _optimizer(config, crowd)
+    plan, steps = plan_ahead(config, len(rows), rows_per_step)
+    members = Members.first(config, steps)
+    total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
+    optimizer = _optimizer(beginning, crowd)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.count)
@@ -128,7 +132,7 @@ def join(
         config=config,
         base=base,
         crowd=crowd,
-        objective=_objective(config, crowd),
+        objective=objective_of(beginning, crowd),
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
@@ -137,11 +141,11 @@ def join(
         manager=manager,
         log=log,
         status=RunStatus(config.run_folder, 0, is_main=False),
-        state=_first_state(config, rows_per_step),
+        state=_first_state(beginning, rows_per_step, members),
         plan=plan,
         total_steps=total_steps,
-        learning_rates=schedules(config, total_steps),
-        max_grad_norms=[own.max_grad_norm for own in config.each_agent],
+        learning_rates=schedules(beginning, total_steps),
+        max_grad_norms=[own.max_grad_norm for own in beginning.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
@@ -156,16 +160,20 @@ def join(
 
 
 def _optimizer(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
-    """AdamW with one group per agent."""
-    groups = [
-        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
-        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
-    ]
-    betas = (config.adam_beta1, config.adam_beta2)
+    groups, betas = optimizer_groups(config, crowd), (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=config.fused_optimizer)
 
 
-def _objective(config: Config, crowd: Crowd) -> Objective:
+def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
+    """AdamW's parameter groups, one per agent."""
+    return [
+        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
+        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
+    ]
+
+
+def objective_of(config: Config, crowd: Crowd) -> Objective:
+    """The objective of these agents."""
     drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
     keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
     return Objective(
@@ -188,18 +196,22 @@ def _nonfinite_response(
     return NonFiniteResponse(bounds, last_good, config.run_folder, may_write)
 
 
-def _first_state(config: Config, rows_per_step: int) -> TrainState:
+def _first_state(config: Config, rows_per_step: int, members: Members | None) -> TrainState:
     return TrainState(
         rows_per_step=rows_per_step,
         skipped=(0,) * config.num_agents,
         recovery=RecoveryState(agents=(AgentRecovery(),) * config.num_agents),
         loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
         validation=Validation(config.metric_for_best_model),
+        members=members,
     )
 
 
 def plan_ahead(config: Config, num_rows: int, rows_per_step: int) -> tuple[Plan, int]:
-    """Order and length of a run, from the rows per step, which are those of step 1 for good."""
+    """Order and length of a run, from the rows per step, which are those of step 1 for good.
+
+    The length is that of a crowd that does not branch; `Members.total_steps` has the other.
+    """
     plan = Plan(num_rows, rows_per_step, config.seed)
     # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
     by_epochs = math.ceil(round(config.epochs * plan.steps_per_epoch, 6))
@@ -207,7 +219,12 @@ def plan_ahead(config: Config, num_rows: int, rows_per_step: int) -> tuple[Plan,
 
 
 def build_crowd(config: Config, base: Base) -> Crowd:
-    """The agents on their base, on the route through it that gives the base's own logits."""
+    """The agents on their base, on the route through it that gives the base's own logits.
+
+    With `branch_at` it is the one agent that branches later.
+    """
+    require_distinct_branches(config)
+    config = config_of(config, Members.first(config, 2))
     crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
     if reason := crowd.choose_route():
         logger.info(f"model     rows are padded, not packed: {reason}")
@@ -223,6 +240,28 @@ def build_crowd(config: Config, base: Base) -> Crowd:
     for line in _described(config, crowd):
         logger.info(f"agents    {line}")
     return crowd
+
+
+def require_distinct_branches(config: Config) -> None:
+    """Refuse branches that would stay equal, because nothing of their training differs.
+
+    Raises:
+        ModelError: some would.
+    """
+    if (members := Members.first(config, 2)) is None:
+        return
+    members, _ = members.after(config.num_agents, config)
+    settings, agents = config_of(config, members).each_agent, crowd_settings(config, members).each()
+    kinds = {
+        (_training_of(own, agent), (agent.seed, agent.index) if agent.dropout or agent.dropconnect else None)
+        for own, agent in zip(settings, agents, strict=True)
+    }
+    if len(kinds) < len(agents):
+        raise ModelError(
+            "some branches would stay equal to the last bit: nothing of their training differs",
+            where="branch_at, agents",
+            hint="leave row_weights: uniform out of their entries, or give each a seed or a learning_rate of its own",
+        )
 
 
 def _training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
@@ -273,6 +312,13 @@ _LORA: Final = {
     "use_rslora": "use_rslora",
     "seed": "seed",
 }
+
+
+def crowd_settings(config: Config, members: Members) -> LoraSettings:
+    """What the configuration says about these members."""
+    settings = lora_settings(config_of(config, members))
+    entries = zip(settings.agents, members.agents, strict=True)
+    return replace(settings, agents=tuple({**own, "index": member.index} for own, member in entries))
 
 
 def _tokenized(

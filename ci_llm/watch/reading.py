@@ -93,6 +93,7 @@ class Reading:
             "exit_code": status.exit_code,
             "step": status.step,
             "total_steps": status.total_steps,
+            "agent_steps": status.agent_steps,
             "left_s": None if self.left_s is None else round(self.left_s, 1),
             "steps_per_s": _known(self.steps_per_s),
             "tokens_per_s": _known(self.tokens_per_s),
