@@ -54,8 +54,18 @@ def agents(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm agents", _DESCRIPTION, _EXAMPLES)
     verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
-    stopping = verbs.add_parser("stop", help="an agent leaves the crowd; its adapter stays in stopped/ of checkpoints")
-    cloning = verbs.add_parser("clone", help="a copy of an agent, weights and moments, joins the crowd")
+    stopping = verbs.add_parser(
+        "stop",
+        help="an agent leaves the crowd, and the steps get cheaper",
+        description="An agent leaves the crowd. Its adapter stays in the folder stopped/ of the checkpoints.",
+        epilog="example: ci-llm agents stop ci_llm_output 1",
+    )
+    cloning = verbs.add_parser(
+        "clone",
+        help="a copy of an agent joins the crowd",
+        description="A copy of an agent, with its weights and moments, joins the crowd under a number of its own.",
+        epilog="example: ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5",
+    )
     for each in (stopping, cloning):
         each.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
         each.add_argument("agent", type=int, metavar="K", help="the number of the agent")

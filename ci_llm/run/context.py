@@ -1,4 +1,4 @@
-"""A run: the parts that `setup.py` joins once, and where the run stands. `loop.py` and `job.py` alone work on it."""
+"""A run: the parts that `setup.py` joins, and where the run stands. Few files work on the whole of it."""
 
 from __future__ import annotations
 

@@ -9,14 +9,16 @@ checkpoints.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ci_llm.config import Config
+from ci_llm.crowd.model import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_requests import CrowdRequest, Decision, decide, read_waiting
@@ -36,10 +38,15 @@ def change_crowd(run: Run, verdict: Verdict) -> None:
     if run.is_finished:
         return
     if verdict.request:
-        changes = run.processes.on_main(partial(_take_requests, run))
-        if changes:
-            members = run.state.members or Members.configured(run.config)
+        members = run.state.members or Members.configured(run.config)
+        take = partial(_take_requests, run.config, members, run.state.step)
+        if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
             run.state = replace(run.state, members=members.with_planned(changes))
+    make_due_changes(run)
+
+
+def make_due_changes(run: Run) -> None:
+    """Make the changes that are planned for the steps taken."""
     before = run.state.members
     if before is None:
         return
@@ -58,7 +65,7 @@ def become(run: Run, members: Members, sources: Sequence[int]) -> None:
     """
     run.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     crowd, optimizer, config = run.crowd, run.optimizer, config_of(run.config, members)
-    _keep_adapters_of_stopped(run, members)
+    run.checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
     moments = [optimizer.state.get(row, {}) for row in crowd.agents.rows]
     crowd.become(crowd_settings(run.config, members), sources, members.folders)
     crowd.common_start = crowd.common_start or members.common_start
@@ -79,7 +86,7 @@ def return_to(run: Run, saved: TrainState) -> None:
         saved: the state in the checkpoint.
     """
     run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), saved.rows_per_step)
-    if (members := saved.members) is not None:
+    if (members := saved.members) is not None and not members.are_configured:
         run.total_steps = members.total_steps(run.config, run.total_steps)
         become(run, members, members.origins_within(run.crowd.num_agents))
     run.learning_rates = schedules(config_of(run.config, members), run.total_steps)
@@ -98,30 +105,26 @@ def _fill(
             optimizer.state[row] = {name: tensor.clone() for name, tensor in own.items()}
 
 
-def _keep_adapters_of_stopped(run: Run, members: Members) -> None:
-    """Checkpoints hold them from here on, as plain PEFT folders that are not part of the crowd."""
-    crowd = run.crowd
-    if leaving := {*crowd.names} - {*members.folders}:
-        files = crowd.adapter_files()
-        for name in sorted(leaving):
-            tensors = files[f"{name}/adapter_model"]
-            copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
-            run.checkpoint.stopped[f"{STOPPED}{name}/adapter_model"] = copies
-            run.checkpoint.stopped[f"{STOPPED}{name}/adapter_config"] = files[f"{name}/adapter_config"]
+def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, Any]]:
+    """The files of agents that leave. Checkpoints hold them from here on, as PEFT folders beside those of the crowd."""
+    files = crowd.adapter_files() if leaving else {}
+    for name in sorted(leaving):
+        tensors = files[f"{name}/adapter_model"]
+        yield f"{STOPPED}{name}/adapter_model", {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+        yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
-def _take_requests(run: Run) -> list[CrowdChange]:
-    """On the main process: decide about the requests in the run's folder, and put that on record before it acts."""
-    folder: Path = run.config.run_folder
-    if not run.manager.holds_lease():
-        return []
-    step, known = run.state.step, run.state.members
-    members = known or Members.configured(run.config)
-    decisions = []
+def _take_requests(config: Config, members: Members, step: int) -> list[CrowdChange]:
+    """On the main process: decide about the requests in the run's folder, and put that on record before it acts.
+
+    Args:
+        step: optimizer steps taken.
+    """
+    folder, decisions = config.run_folder, []
     for request in read_waiting(folder):
         decision = _decision(request, members, step)
         if decision.refused is None:
-            members, _ = members.with_planned([decision.change]).after(step, run.config)
+            members, _ = members.with_planned([decision.change]).after(step, config)
         else:
             logger.warning(f"crowd     the request to {decision.verb} agent{decision.agent}: {decision.refused}")
         decisions.append(decision)

@@ -388,6 +388,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     return {
         **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         **({"names": config.agent_names} if config.agents else {}),
+        **({"folders": run.crowd.names} if run.state.members else {}),
         "step": step,
         "last_step": run.state.step,
         "agent_steps": run.state.agent_steps,

@@ -115,6 +115,11 @@ class Members:
         return [each.folder for each in self.agents]
 
     @property
+    def are_configured(self) -> bool:
+        """Whether these are the agents of the configuration, because nothing has changed yet."""
+        return not self.made and all(change.verb != "branch" for change in self.planned)
+
+    @property
     def common_start(self) -> bool:
         """Whether all agents are copies of one of the first."""
         return len({each.origin for each in self.agents}) == 1
@@ -146,6 +151,10 @@ class Members:
         """The same with more changes to come; those that it knows count once."""
         new = [change for change in changes if change not in (*self.planned, *self.made)]
         return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
+
+    def at_once(self, step: int) -> Members:
+        """The same with all that is planned at this step."""
+        return replace(self, planned=tuple(replace(change, step=step) for change in self.planned))
 
     def objection(self, change: CrowdChange) -> str | None:
         """Why a change that somebody asks for cannot be made; None if it can."""
@@ -204,7 +213,7 @@ class Members:
 
 def config_of(config: Config, members: Members | None) -> Config:
     """The configuration in which `agents` are those that stand in the crowd now."""
-    if members is None:
+    if members is None or members.are_configured:
         return config
     entries = tuple({NAME: each.folder, **each.own} for each in members.agents)
     return config.model_copy(update={"agents": entries, "num_agents": len(entries)})
