@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ci_llm.config.own_keys import SHAPE_KEYS
+from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS
 from ci_llm.config.schema import NO_EFFECT
 
 if TYPE_CHECKING:
@@ -97,23 +97,31 @@ def _branch_clashes(c: Config) -> Iterator[Clash]:
             "branch_at makes num_agents of one agent, and num_agents is 1",
             "set num_agents to 4, or branch_at to null",
         )
-    for key in [key for key in SHAPE_KEYS if any(key in own for own in c.agents)]:
-        yield Clash(
-            ("branch_at", "agents"),
-            f"{key} differs between agents, and branches have the weights of one agent to begin with",
-            f"write {key} once for all, or set branch_at to null",
-        )
+    for keys, what in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "go on with the rows")):
+        for key in [key for key in keys if any(key in own for own in c.agents)]:
+            yield Clash(
+                ("branch_at", "agents"),
+                f"{key} differs between agents, and branches {what} of one agent",
+                f"write {key} once for all, or set branch_at to null",
+            )
     if c.max_train_steps == 1:
         yield Clash(("branch_at", "max_train_steps"), "one step has no point to branch at", "set max_train_steps to 2")
 
 
 def _data_clashes(c: Config) -> Iterator[Clash]:
     """Keys about the data that exclude one another."""
-    if c.dataset_weights is not None and len(c.dataset_weights) != len(c.dataset_names):
+    numbers = {len(own.dataset_names) for own in c.rows_of_each}
+    if c.dataset_weights is not None and (odd := sorted(numbers - {len(c.dataset_weights)})):
         yield Clash(
             ("dataset_weights", "dataset_name"),
-            f"dataset_weights has {len(c.dataset_weights)} for {len(c.dataset_names)} data sets",
+            f"dataset_weights has {len(c.dataset_weights)} for {odd[0]} data sets",
             "give each data set of dataset_name one weight",
+        )
+    if c.has_own_rows and c.diversity != "none":
+        yield Clash(
+            ("diversity",),
+            f"diversity {c.diversity} compares agents on the same rows, and these train on different ones",
+            "set diversity to none, or let all agents train on the same rows",
         )
     ways = [
         keys for keys in (("messages_column",), ("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)

@@ -267,7 +267,8 @@ class AgentStorage:
         """
         dropout = _input_dropout(settings)
         for layer in self.layers.values():
-            layer.empty(settings.num_agents, dropout)
+            layer.num_agents, layer.dropout = settings.num_agents, dropout
+            layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
         kinds = sources[: len(settings.kinds())]
         storage = AgentStorage(self.layers, settings, dropout, [self._adapted[source] for source in kinds])
         for row, source in zip(storage.rows, sources, strict=True):

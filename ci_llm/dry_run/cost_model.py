@@ -24,7 +24,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.quantized import stored_bytes
 from ci_llm.data.batches import Batch
-from ci_llm.run.setup import lora_settings
+from ci_llm.run.crowd_parts import lora_settings
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1

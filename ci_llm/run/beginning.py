@@ -17,6 +17,8 @@ from typing import Any, Final
 from ci_llm.checkpoints.folders import FINAL, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
+from ci_llm.cluster.launch import SUPERVISED
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
@@ -306,3 +308,9 @@ def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
         if out_of_patience
         else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
     )
+
+
+def place_of_attempt() -> dict[str, object]:
+    """Where an attempt runs, for its record: a job of SLURM, a supervisor."""
+    job = read_job()
+    return {**(job.record() if job else {}), **({"supervised": True} if SUPERVISED in os.environ else {})}

@@ -16,8 +16,8 @@ from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.order import Plan
-from ci_llm.data.tokens import TokenizedRows
+from ci_llm.data.agent_rows import EvaluationRows, TrainingRows
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
@@ -46,6 +46,8 @@ class Run:
     Attributes:
         learning_rates: per agent that of a 0-based step, before any factor.
         max_grad_norms: per agent.
+        rows, plan: of the agents that stand in the crowd now; those of the beginning are `checkpoint.rows`.
+        lanes: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
     """
@@ -55,15 +57,15 @@ class Run:
     crowd: Crowd
     objective: Objective
     optimizer: torch.optim.Optimizer
-    rows: TokenizedRows
-    eval_rows: TokenizedRows
+    rows: TrainingRows
+    eval_rows: EvaluationRows
     processes: Processes
     interrupts: Interrupts
     manager: CheckpointManager
     log: RunLog
     status: RunStatus
     state: TrainState
-    plan: Plan
+    plan: Plan | AgentPlans
     total_steps: int
     learning_rates: Sequence[Callable[[int], float]]
     max_grad_norms: Sequence[float | None]
@@ -75,6 +77,7 @@ class Run:
     checkpoint: RunCheckpoint
     heartbeat: Heartbeat
     interval: Interval
+    lanes: Sequence[int] = ()
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
     callbacks: Callbacks = field(default_factory=Callbacks)

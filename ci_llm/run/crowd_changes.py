@@ -21,10 +21,11 @@ from ci_llm.config import Config
 from ci_llm.crowd.model import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.context import Run
+from ci_llm.run.crowd_parts import crowd_settings, objective_of, optimizer_groups, rows_and_plan, schedules
 from ci_llm.run.crowd_requests import CrowdRequest, Decision, decide, read_waiting
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.resume import STOPPED
-from ci_llm.run.setup import crowd_settings, objective_of, optimizer_groups, plan_ahead, schedules
+from ci_llm.run.setup import lengths_of, plan_ahead
 from ci_llm.run.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,10 @@ def make_due_changes(run: Run) -> None:
     members, sources = before.after(run.state.step, run.config)
     if members is not before:
         become(run, members, sources)
-        for change in members.made[len(before.made) :]:
+        new = members.made[len(before.made) :]
+        branched = any(change.verb == "branch" for change in new)
+        run.lanes = [*range(len(sources))] if branched else [run.lanes[source] for source in sources]
+        for change in new:
             logger.info(f"crowd     after step {run.state.step}: {change}; the crowd is {', '.join(members.folders)}")
 
 
@@ -71,6 +75,9 @@ def become(run: Run, members: Members, sources: Sequence[int]) -> None:
     crowd.common_start = crowd.common_start or members.common_start
     _fill(optimizer, optimizer_groups(config, crowd), [moments[source] for source in sources])
     run.objective = objective_of(config, crowd)
+    run.rows, run.plan = rows_and_plan(run.config, run.checkpoint.rows, members, run.state.rows_per_step)
+    run.eval_rows = run.eval_rows.of_copies(sources)
+    run.evaluator.rows = run.eval_rows
     run.learning_rates = schedules(config, run.total_steps)
     run.max_grad_norms = [own.max_grad_norm for own in config.each_agent]
     run.last_good.become(crowd.agents.rows, sources)
@@ -85,7 +92,9 @@ def return_to(run: Run, saved: TrainState) -> None:
     Args:
         saved: the state in the checkpoint.
     """
-    run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), saved.rows_per_step)
+    run.state = replace(run.state, rows_per_step=saved.rows_per_step)
+    _, run.total_steps = plan_ahead(run.config, lengths_of(run.rows), saved.rows_per_step)
+    run.rows, run.plan = rows_and_plan(run.config, run.rows, run.state.members, saved.rows_per_step)
     if (members := saved.members) is not None and not members.are_configured:
         run.total_steps = members.total_steps(run.config, run.total_steps)
         become(run, members, members.origins_within(run.crowd.num_agents))

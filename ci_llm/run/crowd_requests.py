@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ci_llm.config.agents import read_own
 from ci_llm.config.config import entries_of
-from ci_llm.config.own_keys import SHAPE_KEYS
+from ci_llm.config.own_keys import ORDER_KEYS, SHAPE_KEYS
 from ci_llm.config.parsing import Entry
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.errors import CheckpointError, ConfigError
@@ -84,12 +84,11 @@ def settings_of_clone(entries: Sequence[Entry]) -> dict[str, Any]:
         ConfigError: a key or value that no clone can have.
     """
     own = read_own(entries)
-    if shaped := [key for key in SHAPE_KEYS if key in own]:
-        raise ConfigError(
-            f"a clone has the weights of its original, and so its {shaped[0]}",
-            where=entries[0].where,
-            hint="leave it out",
-        )
+    for keys, what in ((SHAPE_KEYS, "has the weights"), (ORDER_KEYS, "takes the rows")):
+        if odd := [key for key in keys if key in own]:
+            raise ConfigError(
+                f"a clone {what} of its original, and so its {odd[0]}", where=entries[0].where, hint="leave it out"
+            )
     return own
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
-from ci_llm.cluster.launch import SUPERVISED, Launch
-from ci_llm.cluster.slurm import read_job
+from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
@@ -30,13 +30,20 @@ from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.beginning import Start, find_start, nothing_to_train, prepare, require_same_step
+from ci_llm.run.beginning import (
+    Start,
+    find_start,
+    nothing_to_train,
+    place_of_attempt,
+    prepare,
+    require_same_step,
+)
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.emergency_save import EmergencySave
-from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics
+from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics, sets_record
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
@@ -245,9 +252,10 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
+    of_each = " of each agent" if isinstance(run.plan, AgentPlans) else ""
     logger.info(
-        f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
-        f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
+        f"batch     {rows} rows per step{of_each}: {processes.count} process(es) x {passes} micro-step(s) of"
+        f" at most {run.micro_batch_size}; {steps} steps, {_epochs(run.plan, steps)} epochs"
     )
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in run.present_config.each_agent))
     logger.info(f"optimizer AdamW, learning_rate {run.present_config.learning_rates}, {kinds}")
@@ -257,20 +265,20 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
+def _epochs(plan: Plan | AgentPlans, steps: int) -> str:
+    """Epochs after so many steps: of all agents, or of each."""
+    plans = plan.each if isinstance(plan, AgentPlans) else [plan]
+    return ", ".join(f"{own.epoch(steps):.3g}" for own in plans)
+
+
 def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> int:
     """Make the folder this attempt's; returns the attempt's number."""
     number = manager.acquire_lease()
     keep_status(manager.directory, **log.last_metrics())
     for line in prepare(manager, start):
         logger.info(line)
-    record_attempt(manager.directory, number, step, _place())
+    record_attempt(manager.directory, number, step, place_of_attempt())
     return number
-
-
-def _place() -> dict[str, object]:
-    """Where an attempt runs, for its record: a job of SLURM, a supervisor."""
-    job = read_job()
-    return {**(job.record() if job else {}), **({"supervised": True} if SUPERVISED in os.environ else {})}
 
 
 @contextmanager
@@ -280,8 +288,9 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
     def step() -> int:
         return run.state.step
 
+    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.holds_lease)
     with (
-        _hardware_monitored(run.config, run.manager, run.processes),
+        monitor if run.config.monitor_gpu and run.processes.is_main else nullcontext(),
         watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
         EmergencySave(
             *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
@@ -291,17 +300,6 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
     ):
         yield
-
-
-@contextmanager
-def _hardware_monitored(config: Config, manager: CheckpointManager, processes: Processes) -> Iterator[None]:
-    monitor = HardwareMonitor(config.run_folder, still_held=manager.holds_lease)
-    if config.monitor_gpu and processes.is_main:
-        monitor.start()
-    try:
-        yield
-    finally:
-        monitor.stop()
 
 
 def save(run: Run) -> None:
@@ -341,7 +339,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     Returns:
         the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
     """
-    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
+    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
     if latest:
@@ -372,7 +370,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
     """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
     logger.info(score_table(record))
     config = run.config
-    card = final_card(record, run.crowd, config.dataset_names, step)
+    card = final_card(record, run.crowd, config.all_dataset_names, step)
     with run.heartbeat.resting():
         require_written(run.manager, run.processes)
         added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}
@@ -384,9 +382,10 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
-    config, trained_on = run.present_config, run.eval_rows.rows.trained_on
+    config, trained_on = run.present_config, run.eval_rows.trained_on
     return {
-        **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
+        **merge_records(evaluation_record(scores, run.config.task, config.aggregator, trained_on), answers),
+        **sets_record(scores, run.eval_rows),
         **({"names": config.agent_names} if config.agents else {}),
         **({"folders": run.crowd.names} if run.state.members else {}),
         "step": step,

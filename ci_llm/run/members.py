@@ -13,11 +13,10 @@ from typing import Any, Final, Literal
 
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME
+from ci_llm.core.determinism import derive_seed
 
+SEEDS: Final = 2**32  # a seed in a configuration is below it
 Verb = Literal["branch", "stop", "clone"]
-
-#: What a branch has of its own unless its entry in `agents:` says otherwise: without it all branches would stay equal.
-OF_A_BRANCH: Final[Mapping[str, Any]] = {"row_weights": "bootstrap"}
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ class Members:
         agents, given = list(self.agents), self.given
         if change.verb == "branch":
             entries = config.agents or ({},) * config.num_agents
-            agents = [replace(_member(k, {**OF_A_BRANCH, **own}, k), origin=0) for k, own in enumerate(entries)]
+            agents = [_member(k, {**_of_branch(k, config), **own}, 0) for k, own in enumerate(entries)]
             places, given = [at] * len(agents), len(agents)
         elif change.verb == "stop":
             del agents[at], places[at]
@@ -221,6 +220,17 @@ def config_of(config: Config, members: Members | None) -> Config:
 
 def _member(number: int, own: Mapping[str, Any], origin: int) -> Member:
     return Member(number, own, index=0 if "seed" in own else number, origin=origin)
+
+
+def _of_branch(number: int, config: Config) -> dict[str, Any]:
+    """What a branch has of its own unless its entry in `agents:` says otherwise: row weights, and an order of the rows.
+
+    A diversity term compares agents on the same rows, so that these keep the common order.
+    """
+    if config.diversity != "none":
+        return {"row_weights": "bootstrap"}
+    common = config.seed if config.data_seed is None else config.data_seed
+    return {"row_weights": "bootstrap", "data_seed": derive_seed(common, "branch", number) % SEEDS}
 
 
 def _clone(original: Member, number: int, own: Mapping[str, Any]) -> Member:

@@ -9,37 +9,42 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
 
 import datasets
 import torch
 from torch.utils import deterministic
-from transformers import get_scheduler
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
-from ci_llm.config.own_keys import NAME, OWN_KEYS
+from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.prompts import Prompter, form_of, tokenizer_files
+from ci_llm.crowd.prompts import Prompter, PromptForm, form_of, tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.chat_template import use_chat_template
-from ci_llm.data.order import Plan
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.rows import Rows
-from ci_llm.data.sources import load_rows
+from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import ConfigError, ModelError
+from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
+from ci_llm.run.crowd_parts import (
+    lora_settings,
+    objective_of,
+    optimizer_groups,
+    require_distinct_branches,
+    rows_and_plan,
+    schedules,
+    training_of,
+)
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
@@ -85,7 +90,8 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     """
     set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
-    found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
+    # First of all: a missing file costs no loading of the base.
+    found = load_rows_of_each(config, "train"), load_rows_of_each(config, "eval")
     base = load_base(config.model_name, config.model_dtype, processes.device, config.quantization)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
@@ -94,15 +100,43 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     )
     crowd = build_crowd(config, base)
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
-    eval_rows = _tokenized(config, base, processes, found[1])  # answers alone are evaluated, whatever is learned
-    crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
-    for line in rows.description:
-        logger.info(f"data      {line}")
-    for line in rows.warnings:
-        logger.warning(f"data      {line}")
-    if eval_rows.rows.num_trained_on:
-        logger.info(f"data      {eval_rows.rows.description[-1]}")
-    return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
+    # Answers alone are evaluated, whatever is learned.
+    eval_rows = EvaluationRows.of(_tokenized(config, base, processes, found[1]))
+    crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
+    _describe_rows(config, rows, eval_rows)
+    return join(config, processes, interrupts, manager, log, base, crowd, training_rows(config, rows), eval_rows)
+
+
+def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
+    """The rows with which a run begins: of every agent, or of all if they take the same in the same order."""
+    return AgentRows(tuple(each)) if config_of(config, Members.first(config, 2)).has_own_rows else each[0]
+
+
+def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
+    """How the crowd words a prompt; where the rows of agents have different forms, as those of the first agent."""
+    forms = [form_of(rows) for rows in each]
+    if len({*forms}) > 1:
+        others = [name for name, form in zip(config.agent_names, forms, strict=True) if form != forms[0]]
+        logger.warning(
+            f"data      the crowd takes a prompt as {forms[0]}, as in the rows of {config.agent_names[0]};"
+            f" {', '.join(others)} were trained on {({*forms} - {forms[0]}).pop()}"
+        )
+    return forms[0]
+
+
+def _describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
+    different = {id(rows): rows for rows in each}
+    for number, rows in different.items():
+        if len(different) > 1:
+            names = [name for name, own in zip(config.agent_names, each, strict=True) if id(own) == number]
+            logger.info(f"data      {', '.join(names)}:")
+        for line in rows.description:
+            logger.info(f"data      {line}")
+        for line in rows.warnings:
+            logger.warning(f"data      {line}")
+    for evaluated in eval_rows.sets:
+        if evaluated.rows.num_trained_on:
+            logger.info(f"data      {evaluated.rows.description[-1]}")
 
 
 def join(
@@ -113,15 +147,16 @@ def join(
     log: RunLog,
     base: Base,
     crowd: Crowd,
-    rows: TokenizedRows,
-    eval_rows: TokenizedRows,
+    rows: TrainingRows,
+    eval_rows: EvaluationRows,
 ) -> Run:
     """The run at step 0, of parts that are ready."""
     rows_per_step = config.global_batch_size or (
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
-    plan, steps = plan_ahead(config, len(rows), rows_per_step)
+    _, steps = plan_ahead(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
+    _, plan = rows_and_plan(config, rows, members, rows_per_step)
     total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
     optimizer = _optimizer(beginning, crowd)
     manager.watch(optimizer)
@@ -164,28 +199,6 @@ def _optimizer(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=config.fused_optimizer)
 
 
-def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
-    """AdamW's parameter groups, one per agent."""
-    return [
-        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
-        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
-    ]
-
-
-def objective_of(config: Config, crowd: Crowd) -> Objective:
-    """The objective of these agents."""
-    drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
-    keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
-    return Objective(
-        config.diversity,
-        config.lambda_sw,
-        config.swd_num_projections,
-        config.swd_representation,
-        config.seed,
-        bootstrap=tuple(keys) if any(drawn) else (),
-    )
-
-
 def _nonfinite_response(
     config: Config, last_good: LastGood, processes: Processes, manager: CheckpointManager
 ) -> NonFiniteResponse:
@@ -207,12 +220,22 @@ def _first_state(config: Config, rows_per_step: int, members: Members | None) ->
     )
 
 
-def plan_ahead(config: Config, num_rows: int, rows_per_step: int) -> tuple[Plan, int]:
-    """Order and length of a run, from the rows per step, which are those of step 1 for good.
+def lengths_of(rows: TrainingRows) -> list[int]:
+    """The number of rows of every agent that has its own, or of all."""
+    return [len(own) for own in rows.each] if isinstance(rows, AgentRows) else [len(rows)]
+
+
+def plan_ahead(config: Config, num_rows: Sequence[int], rows_per_step: int) -> tuple[Plan | AgentPlans, int]:
+    """Order and length of a run. Epochs are those of the agent with the most rows: all take their steps together.
 
     The length is that of a crowd that does not branch; `Members.total_steps` has the other.
+
+    Args:
+        num_rows: see `lengths_of`.
+        rows_per_step: of all agents, or of each; those of step 1 for good.
     """
-    plan = Plan(num_rows, rows_per_step, config.seed)
+    plans = [Plan(number, rows_per_step, seed) for number, seed in zip(num_rows, config.data_seeds, strict=False)]
+    plan = AgentPlans(tuple(plans)) if len(plans) > 1 else plans[0]
     # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
     by_epochs = math.ceil(round(config.epochs * plan.steps_per_epoch, 6))
     return plan, config.max_train_steps or max(1, by_epochs)
@@ -233,41 +256,13 @@ def build_crowd(config: Config, base: Base) -> Crowd:
     require_distinct_agents(
         crowd,
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
-        [_training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
+        [training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
     )
     if config.use_gradient_checkpointing:
         crowd.gradient_checkpointing_enable()
     for line in _described(config, crowd):
         logger.info(f"agents    {line}")
     return crowd
-
-
-def require_distinct_branches(config: Config) -> None:
-    """Refuse branches that would stay equal, because nothing of their training differs.
-
-    Raises:
-        ModelError: some would.
-    """
-    if (members := Members.first(config, 2)) is None:
-        return
-    members, _ = members.after(config.num_agents, config)
-    settings, agents = config_of(config, members).each_agent, crowd_settings(config, members).each()
-    kinds = {
-        (_training_of(own, agent), (agent.seed, agent.index) if agent.dropout or agent.dropconnect else None)
-        for own, agent in zip(settings, agents, strict=True)
-    }
-    if len(kinds) < len(agents):
-        raise ModelError(
-            "some branches would stay equal to the last bit: nothing of their training differs",
-            where="branch_at, agents",
-            hint="leave row_weights: uniform out of their entries, or give each a seed or a learning_rate of its own",
-        )
-
-
-def _training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
-    """What tells this agent's training from that of another with the same start."""
-    drawn = (agent.seed, agent.index) if own.row_weights == "bootstrap" else None
-    return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))
 
 
 def _described(config: Config, crowd: Crowd) -> Iterator[str]:
@@ -286,84 +281,22 @@ def _told(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def lora_settings(config: Config) -> LoraSettings:
-    """What the configuration says about an agent."""
-    return LoraSettings(
-        num_agents=config.num_agents,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        dropconnect=config.dropconnect_p,
-        target_modules=config.lora_target_modules,
-        use_rslora=config.use_rslora,
-        initialize_adapters_rand=config.initialize_adapters_rand,
-        seed=config.seed,
-        agents=tuple({_LORA[key]: value for key, value in own.items() if key in _LORA} for own in config.agents),
-    )
-
-
-#: A key that an agent may have of its own -> its name in `LoraSettings`.
-_LORA: Final = {
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "dropconnect_p": "dropconnect",
-    "lora_target_modules": "target_modules",
-    "use_rslora": "use_rslora",
-    "seed": "seed",
-}
-
-
-def crowd_settings(config: Config, members: Members) -> LoraSettings:
-    """What the configuration says about these members."""
-    settings = lora_settings(config_of(config, members))
-    entries = zip(settings.agents, members.agents, strict=True)
-    return replace(settings, agents=tuple({**own, "index": member.index} for own, member in entries))
-
-
 def _tokenized(
-    config: Config, base: Base, processes: Processes, rows: Rows, *, train_on_prompt: bool = False
-) -> TokenizedRows:
-    return tokenize(
-        rows,
-        base.tokenizer,
-        max_seq_length=config.max_seq_length,
-        train_on_prompt=train_on_prompt,
-        cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
-        main_first=processes.main_first(),
-    )
+    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, train_on_prompt: bool = False
+) -> list[TokenizedRows]:
+    """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
 
+    def tokens(rows: Rows) -> TokenizedRows:
+        return tokenize(
+            rows,
+            base.tokenizer,
+            max_seq_length=config.max_seq_length,
+            train_on_prompt=train_on_prompt,
+            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+            main_first=processes.main_first(),
+        )
 
-def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
-    """`schedule` of every agent."""
-    if not config.agents:
-        return [schedule(config, total_steps)] * config.num_agents
-    return [schedule(own, total_steps) for own in config.each_agent]
-
-
-def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of 0-based step s, as a pure function: Transformers' schedules, fed by our own counter.
-
-    A scheduler object would have a position to save, and Accelerate steps a prepared one once per process.
-    """
-    warmup = config.num_warmup_steps
-    if warmup is None:
-        warmup = round(config.num_warmup_steps_ratio * total_steps)
-    dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    extra: dict[str, float] = (
-        {"num_decay_steps": max(1, total_steps // 10)} if "stable_decay" in config.lr_scheduler_type else {}
-    )
-    if config.lr_scheduler_type.endswith("with_min_lr"):
-        extra = {"min_lr_rate": 0.1}
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        dummy,
-        num_warmup_steps=warmup,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=extra,
-    )
-    (factor,) = scheduler.lr_lambdas
-    return lambda step: config.learning_rate * float(factor(step))
+    return once_each(each, tokens)
 
 
 def set_determinism(config: Config) -> None:

@@ -14,6 +14,7 @@ from ci_llm.config import Config
 from ci_llm.config.config import entries_of
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.errors import CheckpointError, ConfigError, ModelError
+from ci_llm.run.crowd_parts import crowd_settings, require_distinct_branches
 from ci_llm.run.crowd_requests import (
     FOLDER,
     RECORD,
@@ -29,7 +30,6 @@ from ci_llm.run.crowd_requests import (
 )
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
-from ci_llm.run.setup import crowd_settings, require_distinct_branches
 from ci_llm.run.state import Best, TrainState, Validation
 
 FOUR = Config(num_agents=4)
