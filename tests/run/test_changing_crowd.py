@@ -254,3 +254,31 @@ def test_what_cannot_be_done_is_refused_and_the_run_goes_on(
     assert [each["refused"] is not None for each in record] == [True, True]
     assert not [*(folder / "run/requests").iterdir()]
     assert not differences(account(unchanged), account(folder))
+
+
+# Agents with rows of their own
+
+OWN_ROWS: Final = ("{seed: 1, data_seed: 5}", "{seed: 2, max_train_samples: 5}", "{seed: 3}")
+
+
+def own_rows(*entries: str) -> dict[str, Any]:
+    return THREE | {"agents": f"[{', '.join(entries)}]", "num_agents": len(entries)}
+
+
+def test_agents_with_rows_of_their_own_go_on_with_them(trials: Trials, server: ForkServer) -> None:
+    """A stop while loader workers have prepared the rows of all, and a clone; killed and resumed."""
+    cell, keys = Cell(accumulation=2, workers=2), own_rows(*OWN_ROWS)
+    asks = (2, ["stop", "1"]), (4, ["clone", "0"])
+    folder = asked(trials, server, cell, *asks, **keys)
+    without = complete(trials, Cell(accumulation=2), **own_rows(OWN_ROWS[0], OWN_ROWS[2]))
+    for name, alone in (("agent0", "agent0"), ("agent2", "agent1")):
+        told = {fact.replace(alone, name): value for fact, value in facts_of(without, alone).items()}
+        assert not [fact for fact in differences(told, facts_of(folder, name)) if "eval" not in fact]
+    final = account(folder)
+    copies = [(fact, fact.replace("agent0", "agent3")) for fact in final if "agent0/" in fact and "lora_B" in fact]
+    assert copies
+    assert all(final[one] == final[other] for one, other in copies)
+    fate = vars(Fate("SIGKILL", 5, 0, committed=3))
+    killed = asked(trials, server, cell, *asks, **keys, save_steps=3, fate=fate, codes=[-signal.SIGKILL])
+    assert trials.train(cell, killed, **keys) == [0], (killed / "log").read_text()
+    assert not differences(account(folder), account(killed))

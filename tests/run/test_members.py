@@ -70,6 +70,7 @@ def test_branches_are_as_the_entries_say_and_draw_their_row_weights() -> None:
     grown, _ = members.after(10, config)
     fast, plain = config_of(config, grown).each_agent
     assert (fast.learning_rate, fast.row_weights, plain.row_weights) == (1e-2, "bootstrap", "uniform")
+    assert len({config.seed, fast.data_seed, plain.data_seed}) == 3
     assert config_of(config, grown).agent_names == ["fast", "agent1"]
     assert [(each.seed, each.index) for each in crowd_settings(config, grown).each()] == [(42, 0), (7, 0)]
 
@@ -87,12 +88,21 @@ def test_branches_that_would_stay_equal_are_refused() -> None:
     [
         ({"num_agents": 1}, "num_agents is 1"),
         ({"agents": [{"lora_rank": 4}, {}]}, "lora_rank differs between agents"),
+        ({"agents": [{"max_train_samples": 4}, {}]}, "max_train_samples differs between agents"),
         ({"max_train_steps": 1}, "one step has no point to branch at"),
     ],
 )
 def test_what_excludes_branches(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Config(branch_at=0.5, **keys)
+
+
+def test_branches_with_a_diversity_term_keep_the_common_order() -> None:
+    config = Config(num_agents=2, branch_at=0.5, diversity="joint")
+    members = Members.first(config, 10)
+    assert members is not None
+    grown, _ = members.after(10, config)
+    assert not config_of(config, grown).has_own_rows
 
 
 # Stops and clones
@@ -189,6 +199,7 @@ def test_a_request_is_decided_once_and_stays_on_record(tmp_path: Path) -> None:
         ('{"verb": "stop", "agent": 1, "own": {"seed": 1}}', "it asks for nothing"),
         ('{"verb": "clone", "agent": 1, "own": {"batch_size": 1}}', "batch_size cannot differ"),
         ('{"verb": "clone", "agent": 1, "own": {"r": 4}}', "so its lora_rank"),
+        ('{"verb": "clone", "agent": 1, "own": {"data_seed": 4}}', "so its data_seed"),
     ],
 )
 def test_a_file_that_is_no_request_is_refused(tmp_path: Path, content: str, says: str) -> None:
