@@ -164,7 +164,9 @@ class Members:
         if change.verb == "stop" and len(self.agents) == 1:
             return f"agent{change.agent} is the only agent"
         if change.own.get(NAME) in {*self.folders, *(each.own.get(NAME) for each in self.agents)} - {None}:
-            return f"there is a {change.own[NAME]} already"
+            return f"the name {change.own[NAME]} is taken"
+        if change in (*self.planned, *self.made):
+            return "the same was asked for in the same step"
         return None
 
     def after(self, step: int, config: Config) -> tuple[Members, list[int]]:

@@ -151,8 +151,11 @@ def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
     one, _ = after(members_of(Config(num_agents=2)), CrowdChange(1, "stop", 0), config=Config(num_agents=2))
     assert one.objection(CrowdChange(2, "stop", 1)) == "agent1 is the only agent"
     assert one.objection(CrowdChange(2, "clone", 0)) == "there is no agent0: there are agent1"
-    assert one.objection(CrowdChange(2, "clone", 1, {"name": "agent1"})) == "there is a agent1 already"
+    assert one.objection(CrowdChange(2, "clone", 1, {"name": "agent1"})) == "the name agent1 is taken"
     assert one.objection(CrowdChange(2, "clone", 1)) is None
+    again = one.with_planned([CrowdChange(2, "clone", 1)])
+    assert again.objection(CrowdChange(2, "clone", 1)) == "the same was asked for in the same step"
+    assert again.objection(CrowdChange(3, "clone", 1)) is None
     trunk = Members.first(Config(branch_at=0.5), 10)
     assert trunk is not None
     assert trunk.objection(CrowdChange(2, "clone", 0)) == "the crowd is one agent until it branches"
