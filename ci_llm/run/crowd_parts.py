@@ -131,7 +131,7 @@ def require_distinct_branches(config: Config) -> None:
         raise ModelError(
             "some branches would stay equal to the last bit: nothing of their training differs",
             where="branch_at, agents",
-            hint="leave row_weights: uniform out of their entries, or give each a seed or a learning_rate of its own",
+            hint="leave row_weights and data_seed out of their entries, or give each a learning_rate of its own",
         )
 
 

@@ -84,6 +84,13 @@ def test_branches_differ_and_their_mean_is_an_agent(branched: Path) -> None:
     assert all((rows[i] != rows[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
+def test_branches_take_the_rows_in_orders_of_their_own(branched: Path) -> None:
+    seen = [json.loads(line)["rows"] for line in (branched / "process0.jsonl").read_text().splitlines()]
+    of_branches = [row for micro_batch in seen[BRANCH_POINT] for row in micro_batch]
+    assert len(of_branches) == 3 * CELL.accumulation * 2
+    assert len({*of_branches}) > CELL.accumulation * 2
+
+
 @pytest.mark.parametrize("saved", range(BRANCH_POINT - 2, LAST))
 def test_a_branching_run_killed_around_its_branch_point(trials: Trials, branched: Path, saved: int) -> None:
     """It goes on from a checkpoint before, at or after the branch point."""
@@ -109,6 +116,11 @@ def test_a_branching_run_killed_while_it_saves_the_branches(trials: Trials, serv
     assert not (folder / f"run/checkpoint_step_{BRANCH_POINT}").exists()
     assert trials.train(CELL, folder, **BRANCHING) == [0], (folder / "log").read_text()
     assert f"step {BRANCH_POINT // 2} of {LAST}, verified" in (folder / "run/training.log").read_text()
+    assert not differences(account(branched), account(folder))
+
+
+def test_loader_workers_prepare_the_rows_of_the_branches(trials: Trials, branched: Path) -> None:
+    folder = complete(trials, Cell(accumulation=2, workers=2), **BRANCHING)
     assert not differences(account(branched), account(folder))
 
 

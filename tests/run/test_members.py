@@ -76,7 +76,7 @@ def test_branches_are_as_the_entries_say_and_draw_their_row_weights() -> None:
 
 
 def test_branches_that_would_stay_equal_are_refused() -> None:
-    uniform = {"row_weights": "uniform"}
+    uniform = {"row_weights": "uniform", "data_seed": 5}
     with pytest.raises(ModelError, match="some branches would stay equal"):
         require_distinct_branches(Config(branch_at=0.5, agents=[uniform, uniform]))
     require_distinct_branches(Config(branch_at=0.5, agents=[uniform, {}]))
