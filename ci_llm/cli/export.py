@@ -121,7 +121,8 @@ def _record(prepared: Export, call: argparse.Namespace) -> dict[str, object]:
 def _written(prepared: Export, call: argparse.Namespace) -> str:
     count = prepared.saved.settings.num_agents
     if prepared.adapter is None:
-        form = f"{count} PEFT adapters, agent0 to agent{count - 1}"
+        names = prepared.saved.names
+        form = f"{count} PEFT adapters, {names[0]} to {names[-1]}"
     elif call.into_base:
         form = f"a model of Transformers with {prepared.name} of {count} agents in its weights"
     else:

@@ -21,6 +21,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm status [RUN | key=value ...]                 the state of a run: exit code 0 completed,
                                                       75 interrupted, 3 running, 1 failed or vanished
   ci-llm watch RUN ...                                runs side by side while they train, until they end
+  ci-llm agents stop|clone RUN K [key=value ...]      change the crowd of a run while it trains
   ci-llm checkpoints list RUN                         list checkpoints: step, time, size, whether they verify
   ci-llm checkpoints verify PATH                      compare every byte with its digest
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
@@ -49,6 +50,7 @@ COMMANDS: Final = {
     "status": "ci_llm.cli.status:status",
     "watch": "ci_llm.cli.watch:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
+    "agents": "ci_llm.cli.agents:agents",
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",

@@ -59,6 +59,7 @@ def _lines(found: Reading) -> list[str]:
     moving = [speed(found), time_left(found)] if found.is_running else []
     lines = [
         ", ".join(filter(None, [progress(found), *moving])),
+        f"{run.agent_steps:,} agent-steps" if run.agent_steps else "",
         losses(found),
         scores(found),
         whereabouts(found) if run.status in ("running", "vanished") else "",

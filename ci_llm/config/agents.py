@@ -16,7 +16,7 @@ from ci_llm.config.entries import by_key, read_values, sound_values
 from ci_llm.config.names import FIELDS, UnknownNameError, resolve
 from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, takes_list
-from ci_llm.config.problems import Problem, given_twice, unknown
+from ci_llm.config.problems import Problem, error_of, given_twice, unknown
 from ci_llm.config.yaml_file import read_flow
 
 _NAMES: Final = re.compile(r"[\w.:+-][\w .:+-]{0,59}")
@@ -169,6 +169,21 @@ def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
         agents.append(agent | {key: values[key] for key in OWN_KEYS if key in values})
     problems += _doubles(agents, own.decided_by)
     return {"num_agents": len(agents), "agents": tuple(agents) if any(agents) else ()}
+
+
+def read_own(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The validated settings of one agent by key, from its entries.
+
+    Raises:
+        ConfigError: everything that is wrong with them, at once.
+    """
+    problems: list[Problem] = []
+    listed = Entry("agents", Items(()), entries[0].where if entries else "")
+    own = OwnEntries([_entries_of(Mapped(tuple(entries)), listed, problems)], listed)
+    values = own_values(own, problems)
+    if problems:
+        raise error_of(problems)
+    return dict(next(iter(values["agents"]), {}))
 
 
 def _name(entry: Entry, problems: list[Problem]) -> str:

@@ -10,15 +10,18 @@ from ci_llm.config.schema import AgentKeys, BaseModelKeys, DataKeys, EvaluationK
 
 #: Which rows an agent trains on.
 ROWS_KEYS: Final = ("dataset_name", "dataset_subset", "dataset_split", "max_train_samples")
+#: Which rows it takes, and in which order.
+ORDER_KEYS: Final = (*ROWS_KEYS, "data_seed")
 #: What an agent may have of its own, beside `name`.
 OWN_KEYS: Final = (
     *("learning_rate", "lr_scheduler_type", "num_warmup_steps", "num_warmup_steps_ratio", "weight_decay"),
     *("max_grad_norm", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout"),
     *("dropconnect_p", "seed", "row_weights"),
-    *ROWS_KEYS,
-    "data_seed",
+    *ORDER_KEYS,
 )
 NAME: Final = "name"
+#: Those that say which shape and scale its adapter has: a copy of an agent has the same.
+SHAPE_KEYS: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
 
 _WHY_COMMON: Final[Mapping[str, str]] = {
     "num_agents": "it is the length of the list",

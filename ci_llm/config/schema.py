@@ -143,6 +143,11 @@ class AgentKeys(Keys):
     agents: tuple[dict[str, Any], ...] = exact(
         (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
     )
+    branch_at: Annotated[float, Gt(0), Lt(1)] | None = exact(
+        None,
+        "train one agent for this share of the agent-steps, then num_agents clones of it, each with row weights of its"
+        " own, for the rest; null: num_agents agents from the start (docs/crowd.md)",
+    )
     init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
     )
@@ -394,7 +399,7 @@ class AllKeys(
 
 
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
-DUMPED_IF_SET = ("agents", "row_weights", "data_seed")
+DUMPED_IF_SET = ("agents", "branch_at", "row_weights", "data_seed")
 
 #: Keys without effect, and why. The reason is logged once if the value is not the default.
 NO_EFFECT: dict[str, str] = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS
 from ci_llm.config.schema import NO_EFFECT
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"mixed_precision {c.mixed_precision} would undo model_dtype fp64",
             "set mixed_precision to no, or model_dtype to fp32",
         )
+    yield from _branch_clashes(c)
     yield from _data_clashes(c)
     for key in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(c, key) and c.eval_steps is None:
@@ -83,6 +85,27 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"experiment_name {c.experiment_name!r} is a path; it names a folder inside output_dir",
             "write a plain name, and the path as output_dir",
         )
+
+
+def _branch_clashes(c: Config) -> Iterator[Clash]:
+    """What excludes branches: they are copies of one agent."""
+    if c.branch_at is None:
+        return
+    if c.num_agents == 1:
+        yield Clash(
+            ("branch_at", "num_agents"),
+            "branch_at makes num_agents of one agent, and num_agents is 1",
+            "set num_agents to 4, or branch_at to null",
+        )
+    for keys, what in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "go on with the rows")):
+        for key in [key for key in keys if any(key in own for own in c.agents)]:
+            yield Clash(
+                ("branch_at", "agents"),
+                f"{key} differs between agents, and branches {what} of one agent",
+                f"write {key} once for all, or set branch_at to null",
+            )
+    if c.max_train_steps == 1:
+        yield Clash(("branch_at", "max_train_steps"), "one step has no point to branch at", "set max_train_steps to 2")
 
 
 def _data_clashes(c: Config) -> Iterator[Clash]:

@@ -254,6 +254,27 @@ class AgentStorage:
             return torch.linalg.vector_norm(storage, dim=1)  # type: ignore[no-any-return]
         return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
 
+    @torch.no_grad()
+    def made_of(self, settings: LoraSettings, sources: Sequence[int]) -> AgentStorage:
+        """A storage on the same layers with copies of these agents; this one keeps its numbers and loses the layers.
+
+        Args:
+            settings: of the new agents, whose shapes must be those of their sources.
+            sources: [K] for each new agent the one that it is a copy of; several may have the same.
+
+        Raises:
+            ModelError: memory does not hold the agents.
+        """
+        dropout = _input_dropout(settings)
+        for layer in self.layers.values():
+            layer.num_agents, layer.dropout = settings.num_agents, dropout
+            layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        kinds = sources[: len(settings.kinds())]
+        storage = AgentStorage(self.layers, settings, dropout, [self._adapted[source] for source in kinds])
+        for row, source in zip(storage.rows, sources, strict=True):
+            row.copy_(self.rows[source])
+        return storage
+
     def leave_out(self, agents: Sequence[int]) -> None:
         """Keep the bits of these agents in the next optimizer step: weight decay and moments would change them even
         with a zero gradient."""

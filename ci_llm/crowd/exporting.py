@@ -17,7 +17,7 @@ from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, p
 from ci_llm.crowd.export_scores import Comparison, compare
 from ci_llm.crowd.merge_methods import Merge
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged
-from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
+from ci_llm.crowd.pretrained import Pretrained, default_names, open_pretrained, require_free, write_crowd
 from ci_llm.crowd.prompts import tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.errors import BadInput, CheckpointError, ModelError
@@ -87,8 +87,8 @@ class Export:
 
     def _write_agents(self, target: Path, scores: Comparison | None) -> None:
         saved = self.saved
-        tensors = {f"agent{k}/adapter_model": agent for k, agent in enumerate(saved.agents)}
-        configs = {f"agent{k}/adapter_config": config for k, config in enumerate(saved.configs)}
+        tensors = {f"{name}/adapter_model": agent for name, agent in zip(saved.names, saved.agents, strict=True)}
+        configs = {f"{name}/adapter_config": config for name, config in zip(saved.names, saved.configs, strict=True)}
         meta = {**saved.meta, "base_model_name_or_path": saved.base.name}
         card = crowd_card(self._facts(scores)).encode()
         tokenizer = tokenizer_files(saved.prompter.tokenizer)
@@ -160,11 +160,12 @@ def prepare(
         return Export(saved, merge.name, adapter, title, what)
     if agent is None:
         return Export(saved, "crowd", None, "", "")
-    if not 0 <= agent < count:
-        raise BadInput(f"there is no agent {agent}", where="--agent", hint=f"0 to {count - 1}: there are {count}")
+    if (name := f"agent{agent}") not in saved.names:
+        there = ", ".join(saved.names) if saved.names != default_names(count) else f"0 to {count - 1}"
+        raise BadInput(f"there is no agent {agent}", where="--agent", hint=f"{there}: there are {count}")
     title = f"Agent {agent} of {count}"
     what = f"This LoRA adapter is agent {agent} of {count} that were trained together."
-    return Export(saved, f"agent{agent}", agents[agent], title, what)
+    return Export(saved, name, agents[saved.names.index(name)], title, what)
 
 
 def _no_common_start(merge: Merge) -> ModelError:

@@ -30,7 +30,7 @@ class AgentLora:
 
     Attributes:
         seed, index: key everything random of the agent. An agent with a seed of its own has index 0, wherever it
-            stands; the others have the common seed and their place.
+            stands; the others have the common seed and their place, unless their entry names another index.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class LoraSettings:
         initialize_adapters_rand: every agent draws its own start; otherwise all start as agent 0.
         seed: of the start and of the DropConnect masks.
         agents: for each agent what it has of its own: any of rank, alpha, dropout, dropconnect, target_modules,
-            use_rslora, seed. Every agent then draws its dropout from a generator of its own.
+            use_rslora, seed, index. Every agent then draws its dropout from a generator of its own.
     """
 
     num_agents: int = 4
@@ -90,8 +90,8 @@ class LoraSettings:
     def of(self, agent: int) -> AgentLora:
         """The settings of one agent."""
         own = self.agents[agent] if self.agents else {}
-        values = {key: own.get(key, getattr(self, key)) for key in OWN}
-        return AgentLora(**values, index=0 if "seed" in own else agent)
+        values = {key: own.get(key, getattr(self, key)) for key in OWN - {"index"}}
+        return AgentLora(**values, index=own.get("index", 0 if "seed" in own else agent))
 
     def each(self) -> list[AgentLora]:
         """The settings of every agent."""
@@ -120,7 +120,7 @@ class LoraSettings:
 
 
 #: What an agent may have of its own.
-OWN: Final = frozenset(field.name for field in fields(AgentLora)) - {"index"}
+OWN: Final = frozenset(field.name for field in fields(AgentLora))
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

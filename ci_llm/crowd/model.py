@@ -26,7 +26,7 @@ from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
 from ci_llm.crowd.passes import Passes, both_passes
-from ci_llm.crowd.pretrained import open_pretrained, save_crowd
+from ci_llm.crowd.pretrained import default_names, open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
@@ -87,6 +87,7 @@ class Crowd(nn.Module):
     Attributes:
         prompter: words prompts for `generate`; None until somebody sets it.
         common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
+        names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps.
 
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
@@ -99,6 +100,7 @@ class Crowd(nn.Module):
         self.pad_id = pad_id
         self.prompter: Prompter | None = None
         self.common_start = not settings.initialize_adapters_rand
+        self.names = default_names(settings.num_agents)
         self.agents = attach(model, settings)
         self.model = model
         self._native_attention = model.config._attn_implementation
@@ -115,7 +117,7 @@ class Crowd(nn.Module):
         """
         saved = open_pretrained(folder, device, base_model)
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
-        crowd.prompter, crowd.common_start = saved.prompter, saved.common_start
+        crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, str(folder))
         return crowd.eval()
@@ -154,6 +156,11 @@ class Crowd(nn.Module):
     @property
     def num_agents(self) -> int:
         return self.settings.num_agents
+
+    def become(self, settings: LoraSettings, sources: Sequence[int], names: Sequence[str]) -> None:
+        """Go on with copies of some of the agents; for the first two arguments see `AgentStorage.made_of`."""
+        self.agents = self.agents.made_of(settings, sources)
+        self.settings, self.names = settings, [*names]
 
     @property
     def head(self) -> Head:
@@ -370,6 +377,7 @@ class Crowd(nn.Module):
             "prompt_form": self.prompter.form if self.prompter else "chat",
             "common_start": self.common_start,
             "lora": self.settings.to_dict(),
+            **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
             **({} if (stored := stored_quantization(self.model.config)) is None else {"quantization": stored}),
         }
@@ -378,7 +386,7 @@ class Crowd(nn.Module):
         """Every agent in PEFT's layout: file names without their endings -> tensors or JSON."""
         kinds = [adapter_config(self.model, self.agents, k, self.base_name) for k in range(len(self.settings.kinds()))]
         files: dict[str, Any] = {}
-        for k in range(self.num_agents):
-            files[f"agent{k}/adapter_model"] = self.agents.agent_tensors(k)
-            files[f"agent{k}/adapter_config"] = kinds[k % len(kinds)]
+        for k, name in enumerate(self.names):
+            files[f"{name}/adapter_model"] = self.agents.agent_tensors(k)
+            files[f"{name}/adapter_config"] = kinds[k % len(kinds)]
         return files

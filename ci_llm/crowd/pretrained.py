@@ -40,6 +40,7 @@ class Pretrained:
     Attributes:
         base: found and loaded, with the fingerprint that the checkpoint recorded.
         settings: of the agents.
+        names: of their folders.
         agents: K dicts of tensors by PEFT's names.
         configs: K contents of `adapter_config.json`, which name the base that was opened.
         prompter: with the tokenizer and the form of prompts of the training.
@@ -50,6 +51,7 @@ class Pretrained:
 
     base: Base
     settings: LoraSettings
+    names: list[str]
     agents: list[Mapping[str, Tensor]]
     configs: list[Mapping[str, Any]]
     prompter: Prompter
@@ -88,18 +90,33 @@ def open_pretrained(
         tokenizer = _tokenizer(folder, base)
     lora = meta["lora"]
     settings = LoraSettings.from_dict(lora)
-    agents = range(settings.num_agents)
+    names = names_of_agents(meta)
     return Pretrained(
         base=base,
         settings=settings,
-        agents=[state[f"agent{k}/adapter_model"] for k in agents],
-        configs=[{**state[f"agent{k}/adapter_config"], "base_model_name_or_path": base.name} for k in agents],
+        names=names,
+        agents=[state[f"{name}/adapter_model"] for name in names],
+        configs=[{**state[f"{name}/adapter_config"], "base_model_name_or_path": base.name} for name in names],
         prompter=Prompter(tokenizer, meta["prompt_form"]),
         meta=meta,
         common_start=meta.get("common_start", not lora["initialize_adapters_rand"]),
         step=step,
         run_config=state["config.yaml"].decode() if "config.yaml" in state else None,
     )
+
+
+def default_names(num_agents: int) -> list[str]:
+    """The folders of the agents of a crowd that no run has changed: agent0, agent1, ..."""
+    return [f"agent{k}" for k in range(num_agents)]
+
+
+def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
+    """The folders of the agents of a saved crowd, in order.
+
+    Args:
+        meta: see `Crowd.meta`.
+    """
+    return [*meta.get("folders", default_names(meta["num_agents"]))]
 
 
 @contextmanager
@@ -195,7 +212,7 @@ def write_crowd(
         ModelError: the folder exists. CheckpointError: it cannot be written.
     """
     require_free(folder)
-    places = ["tokenizer", *(f"agent{k}" for k in range(meta["num_agents"]))] if tokenizer else []
+    places = ["tokenizer", *names_of_agents(meta)] if tokenizer else []
     files = {f"{place}/{name}": data for place in places for name, data in tokenizer.items()}
     if card is not None:
         files["README.md"] = card

@@ -128,6 +128,10 @@ class AgentBatches:
         """Of all agents together."""
         return sum(batch.num_targets for batch in self.present)
 
+    def of(self, places: Sequence[int]) -> AgentBatches:
+        """Those of the agents at these places."""
+        return AgentBatches(tuple(self.each[place] for place in places))
+
     def to(self, device: torch.device | str) -> AgentBatches:
         """The batches on `device`; from pinned memory the copies do not wait."""
         return AgentBatches(tuple(batch and batch.to(device) for batch in self.each))
@@ -139,6 +143,12 @@ class AgentBatches:
 
 #: What one micro-step trains on.
 MicroBatch = Batch | AgentBatches
+
+
+def of_agents(micro_batches: Sequence[MicroBatch], places: Sequence[int]) -> list[MicroBatch]:
+    """The micro-batches without those of agents that are not at these places; what is of all agents stays as it is."""
+    chosen = [batch.of(places) if isinstance(batch, AgentBatches) else batch for batch in micro_batches]
+    return [batch for batch in chosen if isinstance(batch, Batch) or batch.present]
 
 
 def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:

@@ -26,6 +26,7 @@ class Ballot:
         out_of_memory: this process could not compute its part.
         stop: why the run shall end after this step.
         save: a checkpoint is due.
+        request: a request to change the crowd lies in the run's folder.
     """
 
     num_targets: int
@@ -34,6 +35,7 @@ class Ballot:
     out_of_memory: bool = False
     stop: str | None = None
     save: bool = False
+    request: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Verdict:
     Attributes:
         num_targets, sums: added over all processes.
         nonfinite: [K] whether it is set on any process.
-        out_of_memory, save: whether it is set on any process.
+        out_of_memory, save, request: whether it is set on any process.
         stop: the reason of the first process, by index, that has one.
     """
 
@@ -53,14 +55,15 @@ class Verdict:
     out_of_memory: bool
     stop: str | None
     save: bool
+    request: bool = False
 
 
 def encode(ballot: Ballot) -> Tensor:
-    """The ballot as a vector: [4 + K + number of sums] float64 on the CPU, exact for counts up to 2^53.
+    """The ballot as a vector: [5 + K + number of sums] float64 on the CPU, exact for counts up to 2^53.
 
     If a part is on a GPU, this waits for the device, once.
     """
-    flags = [ballot.num_targets, ballot.out_of_memory, ballot.stop is not None, ballot.save]
+    flags = [ballot.num_targets, ballot.out_of_memory, ballot.stop is not None, ballot.save, ballot.request]
     parts = [torch.as_tensor(part) for part in (ballot.nonfinite, ballot.sums)]
     device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
     measured = torch.cat([part.to(device, torch.float64).flatten() for part in parts])
@@ -80,7 +83,7 @@ def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Ver
         num_agents: K.
         reasons: to stop, by process index; empty if the run goes on.
     """
-    tokens, out_of_memory, _, save, *rest = votes.tolist()
+    tokens, out_of_memory, _, save, request, *rest = votes.tolist()
     return Verdict(
         num_targets=int(tokens),
         nonfinite=tuple(count > 0 for count in rest[:num_agents]),
@@ -88,4 +91,5 @@ def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Ver
         out_of_memory=out_of_memory > 0,
         stop=next((reason for reason in reasons if reason is not None), None),
         save=save > 0,
+        request=request > 0,
     )

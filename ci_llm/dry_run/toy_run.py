@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
+from ci_llm.run.crowd_changes import make_due_changes
 from ci_llm.run.job import conclude, contents, save
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.resume import newest_source
@@ -61,6 +63,9 @@ def model(context: CheckContext) -> str:
         training_rows(config, context.examples),
         context.eval_examples,
     )
+    if (members := run.state.members) is not None:  # the crowd of all branches needs the most memory
+        run.state = replace(run.state, members=members.at_once(run.state.step))
+        make_due_changes(run)
     run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     agents = f"{run.crowd.num_agents} agents of {count(run.crowd.agents.weights.shape[1])}"
     return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}{remark}"

@@ -146,8 +146,8 @@ class _Hooks:
         """
         models[:] = [model for model in models if not self._is_crowd(model)]
         state = self._read(Path(folder))
-        for k in range(self._crowd.num_agents):
-            self._crowd.agents.load_agent(k, state[f"agent{k}/adapter_model"], folder)
+        for k, name in enumerate(self._crowd.names):
+            self._crowd.agents.load_agent(k, state[f"{name}/adapter_model"], folder)
         for name, objects in self._stateful().items():
             for own, saved in zip(objects, state["accelerate"][name], strict=True):
                 own.load_state_dict(saved)

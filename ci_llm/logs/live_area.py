@@ -35,7 +35,7 @@ class View:
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
         self._position: Position | None = None
-        self._losses: tuple[Sequence[float], ...] = ()
+        self._losses: tuple[list[str], tuple[Sequence[float], ...]] = [], ()  # names of the agents, [steps][K]
         self._works: tuple[Work, ...] = ()
 
     @property
@@ -47,7 +47,9 @@ class View:
         """Take where the run stands; None: it has come to its end."""
         self._position = position
         if position is not None and position.losses:
-            self._losses = (*self._losses, position.losses)[-SMOOTHED_STEPS:]
+            names, steps = self._losses
+            before = steps if position.names == names else ()
+            self._losses = position.names, (*before, position.losses)[-SMOOTHED_STEPS:]
 
     def take_work(self, work: Work) -> None:
         """Take work that has begun, advanced or ended."""
@@ -67,8 +69,9 @@ class View:
         left = self._speed.left(position.total)
         _add_bar(bars, "step", position.step, position.total, left, width)
         lines = [_fitting(_figures(position, self._speed), width)]
-        if losses := self._losses:
-            lines += losses_in(means(losses), width)
+        names, losses = self._losses
+        if losses:
+            lines += losses_in(means(losses), width, names)
         return Group(bars, *lines)
 
 
@@ -109,10 +112,10 @@ def _figures(position: Position, speed: Speed) -> list[Text]:
     return [*map(Text, parts), Text(f"{speed.elapsed()} so far")]
 
 
-def losses_in(losses: Sequence[float], width: int) -> list[Text]:
+def losses_in(losses: Sequence[float], width: int, names: Sequence[str]) -> list[Text]:
     """The mean over the agents and the loss of each, in columns; of more agents than fit, mean and range."""
     mean = Text().append(f"loss {_loss(mean_of(losses))}", style="bold")
-    in_full, short = _cells("agent", losses), _cells("", losses)
+    in_full, short = _cells(names, losses), _cells([name.removeprefix("agent") for name in names], losses)
     if _fits(line := GAP.join([mean, *in_full]), width):
         return [line]
     for cells in (in_full, short):
@@ -120,17 +123,17 @@ def losses_in(losses: Sequence[float], width: int) -> list[Text]:
         if per_line > 0 and (count := -(-len(cells) // per_line)) <= MOST_LOSS_LINES:
             per_line = -(-len(cells) // count)
             rows = [GAP.join(cells[start : start + per_line]) for start in range(0, len(cells), per_line)]
-            return [_fitting([mean, *_range(losses)], width), *rows]
-    return [_fitting([mean, *_range(losses)], width)]
+            return [_fitting([mean, *_range(losses, names)], width), *rows]
+    return [_fitting([mean, *_range(losses, names)], width)]
 
 
-def _range(losses: Sequence[float]) -> list[Text]:
+def _range(losses: Sequence[float], names: Sequence[str]) -> list[Text]:
     known, parts = finite(losses), []
     if without := len(losses) - len(known):
         parts.append(Text().append(f"not finite: {without} of {len(losses)}", style="bold red"))
     for word, loss in (("lowest", min(known)), ("highest", max(known))) if known else ():
         cell = Text().append(f"{word} ", style="dim").append(_loss(loss))
-        parts.append(cell.append(f" agent{losses.index(loss)}", style="dim"))
+        parts.append(cell.append(f" {names[losses.index(loss)]}", style="dim"))
     return parts
 
 
@@ -147,13 +150,11 @@ def _fits(line: Text, width: int) -> bool:
     return line.cell_len <= width
 
 
-def _cells(prefix: str, losses: Sequence[float]) -> list[Text]:
+def _cells(names: Sequence[str], losses: Sequence[float]) -> list[Text]:
     """`agent0 1.234` for each agent, all of one width."""
-    names = [f"{prefix}{k}" for k in range(len(losses))]
+    widest = max(map(len, names))
     return [
-        Text()
-        .append(f"{name:>{len(names[-1])}} ", style="dim")
-        .append(_loss(loss), style="" if finite([loss]) else "bold red")
+        Text().append(f"{name:>{widest}} ", style="dim").append(_loss(loss), style="" if finite([loss]) else "bold red")
         for name, loss in zip(names, losses, strict=True)
     ]
 

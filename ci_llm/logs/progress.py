@@ -26,6 +26,7 @@ class Position:
         tokens: packed tokens since the beginning of the run.
         epoch: passes over the rows.
         learning_rate: of this step; None before the first.
+        agents: the names of those whose losses these are; empty: agent0, agent1, ...
     """
 
     step: int
@@ -34,6 +35,12 @@ class Position:
     tokens: int = 0
     epoch: float = 0.0
     learning_rate: float | None = None
+    agents: Sequence[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the agents, one for each loss."""
+        return [*self.agents] or [f"agent{k}" for k in range(len(self.losses))]
 
 
 class Speed:
@@ -99,11 +106,13 @@ class ProgressLines:
         self._interval_s, self._clock = interval_s, clock
         self._last_s: float | None = None
         self._since: list[Sequence[float]] = []
+        self._names: list[str] = []
 
     def of_step(self, position: Position, speed: Speed) -> str | None:
         """The line for a step; None if the last line is younger than the interval."""
         if position.losses:
-            self._since.append(position.losses)
+            self._since = [*(self._since if position.names == self._names else ()), position.losses]
+            self._names = position.names
         if not self._is_due() and position.step < position.total:
             return None
         self._last_s = self._clock()

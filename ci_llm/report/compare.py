@@ -29,6 +29,7 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 "folder": str(run.folder),
                 "status": run.status.status,
                 "step": run.status.step,
+                "agent_steps": run.status.agent_steps,
                 "attempts": len(run.attempts),
                 "wall_s": run.wall_s,
                 "scores": [asdict(score) for score in scores(run.evaluation)] if run.evaluation else None,
@@ -113,6 +114,9 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
             *((name, *(_shown(table.get(name)) for table in found)) for name in names),
         ]
     )
+    steps = [(letter, run.status.agent_steps) for letter, run in zip(LETTERS, runs, strict=False)]
+    if all(taken is not None for _, taken in steps):
+        yield "agent-steps: " + ", ".join(f"{letter} {taken:,}" for letter, taken in steps)
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
         yield f"{pair}: {_told(gain) if gain else f'not compared ({why})'}"

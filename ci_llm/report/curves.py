@@ -36,12 +36,12 @@ _VARIABLES: Final = (
     | {colour: f"kind-{kind.replace(' ', '-')}" for kind, colour in _KINDS.items()}
 )
 
-#: Title, key of agent {}, keys of what is of all agents together, unit.
+#: Title, key of the agent {}, keys of what is of all agents together, unit.
 _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
-    ("Training loss", "train/agent{}/loss", {"mean": "train/task_loss"}, "nats per token"),
-    ("Held-out loss", "eval/agent{}/nll", {"crowd": "eval/crowd/nll"}, "nats per token"),
-    ("Held-out exact match", "eval/agent{}/exact_match", {"crowd": "eval/crowd/exact_match"}, "share of rows"),
-    ("Gradient norm before clipping", "train/agent{}/grad_norm", {}, "norm"),
+    ("Training loss", "train/{}/loss", {"mean": "train/task_loss"}, "nats per token"),
+    ("Held-out loss", "eval/{}/nll", {"crowd": "eval/crowd/nll"}, "nats per token"),
+    ("Held-out exact match", "eval/{}/exact_match", {"crowd": "eval/crowd/exact_match"}, "share of rows"),
+    ("Gradient norm before clipping", "train/{}/grad_norm", {}, "norm"),
     ("Learning rate", "", {"learning rate": "train/learning_rate"}, ""),
     ("Speed", "", {"tokens/s": "tokens_per_s"}, "tokens per second"),
 )
@@ -91,7 +91,7 @@ def draw_curves(metrics: Metrics, resumed: Sequence[int] = ()) -> list[tuple[str
     """
     drawings = []
     for title, agent_key, together, unit in _CURVES:
-        keys = {f"agent{k}": agent_key.format(k) for k in range(metrics.num_agents)} if agent_key else {}
+        keys = {name: agent_key.format(name) for name in metrics.agents} if agent_key else {}
         lines = {name: metrics.curve(key) for name, key in {**keys, **together}.items()}
         if any(lines.values()):
             drawings.append(

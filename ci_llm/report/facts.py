@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +19,13 @@ from ci_llm.core.recovery import read_recovery
 from ci_llm.core.run_status import Status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.attempts import Attempt, read_attempts
-from ci_llm.report.scores import gains, scores
+from ci_llm.report.scores import agents_of, gains, scores
 
 Points: TypeAlias = "list[tuple[int, float]]"
 
 PREDICTIONS: Final = "predictions.jsonl"
 _HARDWARE: Final = "gpu_stats.json"
+_AGENT: Final = re.compile(r"agent\d+")
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,17 @@ class Metrics:
         if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
             return self
         line: dict[str, Any] = {"step": step}
+        names = agents_of(evaluation)
         for name, values in (("nll", nll), ("exact_match", exact)):
-            line |= {f"eval/agent{k}/{name}": value for k, value in enumerate(values["agents"])}
+            line |= {f"eval/{agent}/{name}": value for agent, value in zip(names, values["agents"], strict=True)}
             line[f"eval/crowd/{name}"] = values["crowd"]
         return Metrics((*self.lines, line), self.unreadable)
 
     @cached_property
-    def num_agents(self) -> int:
-        """As many as have a curve."""
+    def agents(self) -> list[str]:
+        """The names of those that have a curve, in order: agent0, agent1, ...; a crowd may have changed on the way."""
         names = {part for line in self.lines for key in line for part in key.split("/")[1:2]}
-        return sum(name.startswith("agent") for name in names)
+        return sorted((name for name in names if _AGENT.fullmatch(name)), key=lambda name: int(name[len("agent") :]))
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,8 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
         yield Tile("crowd, nats per token", number(crowd.nll))
     elif (loss := facts.metrics.last("train/task_loss")) is not None:
         yield Tile("training loss", number(loss), "nats per token, mean over agents")
-    yield Tile("optimizer steps", str(facts.status.step))
+    agent_steps = facts.status.agent_steps
+    yield Tile("optimizer steps", str(facts.status.step), "" if agent_steps is None else f"{agent_steps:,} agent-steps")
     redone = sum(attempt.redone_steps for attempt in facts.attempts)
     yield Tile(
         "attempts",
@@ -169,12 +170,12 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
 def _recovery(facts: RunFacts) -> Iterator[str]:
     """What the run and its supervisor did about faults, from the metrics and recovery.json."""
     last = facts.metrics.last
-    for k in range(facts.metrics.num_agents):
-        if skipped := last(f"train/agent{k}/skipped_steps"):
-            line = f"agent{k} was left out of {count(skipped, 'step')} that were not finite for it"
-            if (rate := last(f"train/agent{k}/learning_rate_share")) is not None:
+    for name in facts.metrics.agents:
+        if skipped := last(f"train/{name}/skipped_steps"):
+            line = f"{name} was left out of {count(skipped, 'step')} that were not finite for it"
+            if (rate := last(f"train/{name}/learning_rate_share")) is not None:
                 line += f"; its learning rate is {rate:.3g} of the schedule's"
-            if set_backs := last(f"train/agent{k}/set_backs"):
+            if set_backs := last(f"train/{name}/set_backs"):
                 line += f"; it was rolled back to its last good weights {count(set_backs, 'time')}"
             yield line + "."
     if batches := last("train/skipped_batches"):

@@ -54,12 +54,17 @@ def scores(evaluation: Mapping[str, Any]) -> list[Score]:
     """The lines of an evaluation.json, the crowd's last."""
     exact, nll, rows = evaluation["exact_match"], evaluation["nll"], evaluation["n"]
     agents = [
-        _score(f"agent{k}", match, rows, loss)
-        for k, (match, loss) in enumerate(zip(exact["agents"], nll["agents"], strict=True))
+        _score(name, match, rows, loss)
+        for name, match, loss in zip(agents_of(evaluation), exact["agents"], nll["agents"], strict=True)
     ]
     mean = Score("agents, mean", _mean(exact["agents"]), None, None, _mean(nll["agents"]))
     vote = [_score("majority vote", exact["vote"], rows, None)] if "vote" in exact else []
     return [*agents, mean, *vote, _score("crowd", exact["crowd"], rows, nll["crowd"])]
+
+
+def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
+    """The names of the agents, as metrics and checkpoints have them; a crowd that has changed has gaps."""
+    return [*evaluation.get("folders", (f"agent{k}" for k in range(len(evaluation["nll"]["agents"]))))]
 
 
 def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:

@@ -17,11 +17,14 @@ from typing import Any, Final
 from ci_llm.checkpoints.folders import FINAL, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
+from ci_llm.cluster.launch import SUPERVISED
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
+from ci_llm.run.crowd_requests import FOLDER, RECORD, forget_after
 from ci_llm.run.resume import Source, newest_source, open_source
 
 NAME: Final = "beginning.json"
@@ -30,7 +33,7 @@ LATEST: Final = "latest"
 OF_A_RUN: Final = (
     *("checkpoint_step_*", FINAL, QUARANTINE, SUPERSEDED, ATTEMPTS, NAME, "recovery.json", "skipped_batches.json"),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
-    *("tensorboard", "profile"),
+    *("tensorboard", "profile", FOLDER, RECORD),
 )
 
 
@@ -74,6 +77,11 @@ class Start:
     note: str = ""
 
     @property
+    def goes_back(self) -> bool:
+        """Whether this call goes back on purpose."""
+        return bool(self.note)
+
+    @property
     def is_own(self) -> bool:
         """Whether the source is one of the run's own checkpoints."""
         return self.keeps >= 0
@@ -112,6 +120,8 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
     try:
         if start.sets_aside and (entries := _entries(folder)):
             lines.append(f"what was here moved to {manager.set_aside(entries)}")
+        if start.goes_back:
+            forget_after(folder, start.keeps)
         lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
         if read_beginning(folder) != start.beginning:
             write_json(folder / NAME, asdict(start.beginning), staging=manager.staging)
@@ -298,3 +308,9 @@ def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
         if out_of_patience
         else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
     )
+
+
+def place_of_attempt() -> dict[str, object]:
+    """Where an attempt runs, for its record: a job of SLURM, a supervisor."""
+    job = read_job()
+    return {**(job.record() if job else {}), **({"supervised": True} if SUPERVISED in os.environ else {})}

@@ -30,7 +30,7 @@ def validation_after(
         threshold: `early_stopping_threshold`.
     """
     validation = state.validation
-    names = [*(f"agent{k}" for k in range(len(state.skipped))), "crowd"]
+    names = [*state.names, "crowd"]
     values = [float(metrics[f"eval/{name}/{validation.metric}"]) for name in names]
     *agents, crowd = processes.broadcast_object(values)
     return validation if validation.step == state.step else validation.after(state.step, crowd, agents, threshold)
@@ -68,8 +68,8 @@ def weights_of(checkpoint: Checkpoint, crowd: Crowd) -> Iterator[None]:
     agents = crowd.agents
     own = agents.weights.clone()
     try:
-        for k in range(crowd.num_agents):
-            agents.load_agent(k, checkpoint.state[f"agent{k}/adapter_model"], str(checkpoint.folder))
+        for k, name in enumerate(crowd.names):
+            agents.load_agent(k, checkpoint.state[f"{name}/adapter_model"], str(checkpoint.folder))
         yield
     finally:
         agents.weights.copy_(own)

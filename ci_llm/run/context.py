@@ -1,4 +1,4 @@
-"""A run: the parts that `setup.py` joins once, and where the run stands. `loop.py` and `job.py` alone work on it."""
+"""A run: the parts that `setup.py` joins, and where the run stands. Few files work on the whole of it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
+from ci_llm.run.members import config_of
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
 from ci_llm.run.resume import RunCheckpoint
@@ -39,11 +40,14 @@ from ci_llm.run.state import TrainState
 @dataclass
 class Run:
     """The parts of a run. `state` moves with every step; plan, length and schedule follow from the checkpoint that
-    the run goes on from; `status` belongs to the attempt. Everything else stays.
+    the run goes on from; `status` belongs to the attempt. Where the crowd changes, objective, rates and bounds follow.
+    Everything else stays.
 
     Attributes:
         learning_rates: per agent that of a 0-based step, before any factor.
         max_grad_norms: per agent.
+        rows, plan: of the agents that stand in the crowd now; those of the beginning are `checkpoint.rows`.
+        lanes: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
     """
@@ -73,9 +77,15 @@ class Run:
     checkpoint: RunCheckpoint
     heartbeat: Heartbeat
     interval: Interval
+    lanes: Sequence[int] = ()
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
     callbacks: Callbacks = field(default_factory=Callbacks)
+
+    @property
+    def present_config(self) -> Config:
+        """The configuration with the agents that stand in the crowd now."""
+        return config_of(self.config, self.state.members)
 
     @property
     def micro_batch_size(self) -> int:
@@ -105,7 +115,8 @@ class Run:
         """Where the run stands, for people; `losses` are those of the step just taken."""
         step = self.state.step
         rate = self.last_learning_rate if step else None
-        return Position(step, self.total_steps, losses, self.state.tokens_seen, self.plan.epoch(step), rate)
+        done = self.state.tokens_seen, self.plan.epoch(step)
+        return Position(step, self.total_steps, losses, *done, rate, self.state.names)
 
     def describe_stop(self) -> str:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, Final, TypeVar
@@ -39,7 +39,7 @@ class Evaluator:
     def __init__(
         self, config: Config, crowd: Crowd, rows: EvaluationRows, vote: StopVote, memory: MemoryRelief
     ) -> None:
-        self._config, self._crowd, self._rows = config, crowd, rows
+        self._config, self._crowd, self.rows = config, crowd, rows
         self._vote, self._memory = vote, memory
 
     def scores(self, step: int, micro_batch_size: int) -> Scores | None:
@@ -54,11 +54,11 @@ class Evaluator:
         """
 
         sets = []
-        for rows in self._rows.sets:
+        for rows in self.rows.sets:
             if (found := self._scores_on(rows, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
-        return sets[0] if self._rows.are_common else Scores.of_sets(sets, self._rows.of_agent)
+        return sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
 
     def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
         def work(rounds: Rounds) -> Scores | None:
@@ -74,7 +74,7 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        of_sets = [self._questions(rows, self._config.generation_eval_samples) for rows in self._rows.sets]
+        of_sets = [self._questions(rows, self._config.generation_eval_samples) for rows in self.rows.sets]
         if not all(map(len, of_sets)):
             return None
         sets = []
@@ -83,7 +83,7 @@ class Evaluator:
             if (found := self._score_answers(asked, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
-        return sets[0] if self._rows.are_common else AnswerScores.of_sets(sets, self._rows.of_agent)
+        return sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
 
     def example(self, step: int) -> Solved | None:
         """The answer to one question, the same in every evaluation; None if there is none, or a stop was asked for. A
@@ -98,7 +98,7 @@ class Evaluator:
 
     @cached_property
     def _example_asked(self) -> Questions:
-        return self._questions(self._rows.sets[0], min(1, self._config.generation_eval_samples))
+        return self._questions(self.rows.sets[0], min(1, self._config.generation_eval_samples))
 
     def _questions(self, rows: TokenizedRows, count: int) -> Questions:
         assert self._crowd.prompter is not None
@@ -169,22 +169,25 @@ def _end_of(text: str) -> str:
     return line if len(line) <= _SHOWN_CHARACTERS else f"... {line[-_SHOWN_CHARACTERS:]}"
 
 
-def evaluation_metrics(scores: Scores) -> dict[str, float]:
-    """The scores as metrics: nats per target token, and the share of rows reproduced exactly."""
+def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]:
+    """The scores as metrics: nats per target token, and the share of rows reproduced exactly.
+
+    Args:
+        names: of the agents.
+    """
     metrics = {}
-    names = [*(f"agent{k}" for k in range(len(scores.right) - 1)), "crowd"]
-    for name, exact, nll in zip(names, scores.exact_match, scores.mean_nll, strict=True):
+    for name, exact, nll in zip([*names, "crowd"], scores.exact_match, scores.mean_nll, strict=True):
         metrics[f"eval/{name}/nll"] = nll
         metrics[f"eval/{name}/exact_match"] = exact
     return metrics
 
 
-def result_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
     """The scores of an `evaluation.json` as metrics for trackers: `final/crowd/exact_match` and the like."""
     metrics = dict[str, float]()
     for measure in ("exact_match", "nll"):
         found = record[measure]
-        of_agents = {f"agent{k}": value for k, value in enumerate(found["agents"])}
+        of_agents = dict(zip(names, found["agents"], strict=True))
         named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
         metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
     return metrics

@@ -30,16 +30,28 @@ class Interval:
     """
 
     def __init__(self, num_agents: int, device: torch.device) -> None:
-        self._num_agents, self._device = num_agents, device
+        self._names, self._device = [f"agent{k}" for k in range(num_agents)], device
         self.restart()
 
     def restart(self) -> None:
         """Begin the interval after a line; the clock of its speed starts now."""
-        self._targets = [0] * (self._num_agents + 1)  # of the agents, then of the diversity
-        self._sums = [0.0] * (self._num_agents + 1)
-        self._norms = torch.zeros(2, self._num_agents, dtype=torch.float64, device=self._device)  # sums, steps
+        count = len(self._names)
+        self._targets = [0] * (count + 1)  # of the agents, then of the diversity
+        self._sums = [0.0] * (count + 1)
+        self._norms = torch.zeros(2, count, dtype=torch.float64, device=self._device)  # sums, steps
         self._trained = 0  # steps among the sums
         self.restart_clock()
+
+    def become(self, names: Sequence[str]) -> None:
+        """Go on with the agents of these names; who is new begins without any step."""
+        places = [self._names.index(name) if name in self._names else None for name in names]
+        self._sums = [*(0.0 if at is None else self._sums[at] for at in places), self._sums[-1]]
+        self._targets = [*(0 if at is None else self._targets[at] for at in places), self._targets[-1]]
+        norms = torch.zeros(2, len(places), dtype=torch.float64, device=self._device)
+        for place, at in enumerate(places):
+            if at is not None:
+                norms[:, place] = self._norms[:, at]
+        self._names, self._norms = [*names], norms
 
     def restart_clock(self) -> None:
         """Measure the speed from here."""
@@ -76,8 +88,8 @@ class Interval:
         *losses, diversity = map(_mean, self._sums, self._targets)
         finite = [loss for loss in losses if math.isfinite(loss)] or losses
         means = {"train/task_loss": sum(finite) / len(finite), "train/diversity": diversity}
-        for k, (loss, total, count) in enumerate(zip(losses, *self._norms.tolist(), strict=True)):
-            means |= {f"train/agent{k}/loss": loss, f"train/agent{k}/grad_norm": _mean(total, count)}
+        for name, loss, total, count in zip(self._names, losses, *self._norms.tolist(), strict=True):
+            means |= {f"train/{name}/loss": loss, f"train/{name}/grad_norm": _mean(total, count)}
         return means
 
     def speed(self) -> dict[str, float]:

@@ -14,8 +14,7 @@ from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
-from ci_llm.cluster.launch import SUPERVISED, Launch
-from ci_llm.cluster.slurm import read_job
+from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
@@ -30,10 +29,18 @@ from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.beginning import Start, find_start, nothing_to_train, prepare, require_same_step
+from ci_llm.run.beginning import (
+    Start,
+    find_start,
+    nothing_to_train,
+    place_of_attempt,
+    prepare,
+    require_same_step,
+)
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
+from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics, sets_record
 from ci_llm.run.hang import Stacks, Watchdog
@@ -43,9 +50,9 @@ from ci_llm.run.recovery import Requests, apply_requests, in_force, read_request
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
-from ci_llm.run.setup import build, check_folder, lengths_of, plan_ahead, schedules
+from ci_llm.run.setup import build, check_folder
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
-from ci_llm.run.state import Validation
+from ci_llm.run.state import TrainState, Validation
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +176,8 @@ def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
     require_same_step(run.processes, run.config.run_folder, source.step if source else None)
     if start.sets_aside:  # the requests are for the run that moves aside
         requests = Requests()
+    if start.goes_back:  # it does not go the same way again
+        requests = replace(requests, changes=())
     _log_lines([start.note] if start.note else [])
     if source is None:
         logger.info("resume    no checkpoint: a fresh start")
@@ -182,10 +191,9 @@ def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
 
 def _restore(run: Run, source: Source, start: Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
+    return_to(run, TrainState.from_dict(source.checkpoint.state["train_state"]))
     restored = run.checkpoint.restore(source)
     run.state = restored.state
-    run.plan, run.total_steps = plan_ahead(run.config, lengths_of(run.rows), run.state.rows_per_step)
-    run.learning_rates = schedules(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
         raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
@@ -196,10 +204,10 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
 
 def _apply(run: Run, requests: Requests) -> list[str]:
     """Put in force what is asked for, on top of what the checkpoint holds; returns what is in force, for people."""
-    run.state = apply_requests(run.state, requests)
+    run.state = apply_requests(run.state, requests, run.config)
     if run.state.recovery.recompute:
         run.crowd.gradient_checkpointing_enable()
-    lines = [*in_force(run.state.recovery, run.config.batch_size), *requests.recovery.because]
+    lines = [*in_force(run.state, run.config.batch_size), *requests.recovery.because]
     return [f"recovery: {line}" for line in lines]
 
 
@@ -239,7 +247,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     earlier = last_status(config.run_folder) if step and processes.is_main else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
-    run.status.total_steps = run.total_steps
+    run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
@@ -249,8 +257,10 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f"batch     {rows} rows per step{of_each}: {processes.count} process(es) x {passes} micro-step(s) of at most"
         f" {run.micro_batch_size}; {steps} steps, {epochs} epochs"
     )
-    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
-    logger.info(f"optimizer AdamW, learning_rate {config.learning_rates}, {kinds}")
+    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in run.present_config.each_agent))
+    logger.info(f"optimizer AdamW, learning_rate {run.present_config.learning_rates}, {kinds}")
+    if run.state.members is not None:
+        _log_lines(run.state.members.outlook(run.total_steps))
     run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
@@ -261,14 +271,8 @@ def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> 
     keep_status(manager.directory, **log.last_metrics())
     for line in prepare(manager, start):
         logger.info(line)
-    record_attempt(manager.directory, number, step, _place())
+    record_attempt(manager.directory, number, step, place_of_attempt())
     return number
-
-
-def _place() -> dict[str, object]:
-    """Where an attempt runs, for its record: a job of SLURM, a supervisor."""
-    job = read_job()
-    return {**(job.record() if job else {}), **({"supervised": True} if SUPERVISED in os.environ else {})}
 
 
 @contextmanager
@@ -278,8 +282,9 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
     def step() -> int:
         return run.state.step
 
+    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.holds_lease)
     with (
-        _hardware_monitored(run.config, run.manager, run.processes),
+        monitor if run.config.monitor_gpu and run.processes.is_main else nullcontext(),
         watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
         EmergencySave(
             *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
@@ -289,17 +294,6 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
     ):
         yield
-
-
-@contextmanager
-def _hardware_monitored(config: Config, manager: CheckpointManager, processes: Processes) -> Iterator[None]:
-    monitor = HardwareMonitor(config.run_folder, still_held=manager.holds_lease)
-    if config.monitor_gpu and processes.is_main:
-        monitor.start()
-    try:
-        yield
-    finally:
-        monitor.stop()
 
 
 def save(run: Run) -> None:
@@ -341,7 +335,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     """
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
-    latest = {} if scores is None else evaluation_metrics(scores)
+    latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
     if latest:
         note_evaluation(run, latest)
         run.tell("on_evaluate", metrics=latest)
@@ -362,7 +356,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
         logger.info(describe_example(answers.example))
     record = _record(run, step, scores, answers)
     _write_results(run, step, record)
-    run.log.track(run.state.step, latest | result_metrics(record))
+    run.log.track(run.state.step, latest | result_metrics(record, run.state.names))
     return None, record
 
 
@@ -382,13 +376,15 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
-    config, trained_on = run.config, run.eval_rows.trained_on
+    config, trained_on = run.present_config, run.eval_rows.trained_on
     return {
-        **merge_records(evaluation_record(scores, config.task, config.aggregator, trained_on), answers),
+        **merge_records(evaluation_record(scores, run.config.task, config.aggregator, trained_on), answers),
         **sets_record(scores, run.eval_rows),
         **({"names": config.agent_names} if config.agents else {}),
+        **({"folders": run.crowd.names} if run.state.members else {}),
         "step": step,
         "last_step": run.state.step,
+        "agent_steps": run.state.agent_steps,
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
         "warning": run.status.warning,

@@ -41,6 +41,18 @@ class Learning:
     _first: list[float] = field(default_factory=list)
     _recent: deque[tuple[float, ...]] = field(default_factory=deque)
     _still: list[int] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+
+    def become(self, names: Sequence[str], sources: Sequence[int]) -> None:
+        """Go on with a crowd that has changed.
+
+        Args:
+            names: of the agents, for messages.
+            sources: for each the place, before, of the agent that it is or is a copy of.
+        """
+        self._names = [*names]
+        self._recent = deque(tuple(losses[source] for source in sources) for losses in self._recent)
+        self._still = [self._still[source] for source in sources] if self._still else []
 
     @property
     def window(self) -> int:
@@ -101,4 +113,4 @@ class Learning:
     def _named(self, agents: Sequence[int]) -> str:
         if len(agents) == len(self._recent[-1]):
             return "every agent" if len(agents) > 1 else "the agent"
-        return ", ".join(f"agent{k}" for k in agents)
+        return ", ".join(self._names[k] if self._names else f"agent{k}" for k in agents)

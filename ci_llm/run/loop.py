@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
-from ci_llm.data.batches import MicroBatch, stream
+from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
+from ci_llm.run.crowd_changes import change_crowd
+from ci_llm.run.crowd_parts import stretches
+from ci_llm.run.crowd_requests import is_waiting
 from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
@@ -70,6 +73,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         run.heartbeat.tick()
         report(run, verdict, findings, norms)
         run.tell("on_step_end")
+        change_crowd(run, verdict)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
@@ -84,17 +88,23 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
 
 def steps(run: Run) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
-    return stream(
-        run.rows,
-        run.plan,
-        run.state.step,
-        run.total_steps,
-        process_index=run.processes.index,
-        num_processes=run.processes.count,
-        micro_batch_size=run.micro_batch_size,
-        num_workers=run.config.num_workers,
-        pin_memory=run.crowd.device.type == "cuda",
-    )
+    batches = [
+        stream(
+            rows,
+            plan,
+            start,
+            stop,
+            process_index=run.processes.index,
+            num_processes=run.processes.count,
+            micro_batch_size=run.micro_batch_size,
+            num_workers=run.config.num_workers,
+            pin_memory=run.crowd.device.type == "cuda",
+        )
+        for rows, plan, start, stop in stretches(run.config, run.checkpoint.rows, run.state, run.total_steps)
+    ]
+    run.lanes = [*range(run.crowd.num_agents)]
+    # One at a time, when it is asked for: the crowd may change between two steps.
+    return ((step, of_agents(micro_batches, run.lanes)) for each in batches for step, micro_batches in each)
 
 
 def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Verdict:
@@ -162,6 +172,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     targets, step = targets_of(verdict, run.crowd.num_agents), run.state.step
     losses = [total / max(count, 1) for total, count in zip(verdict.sums, targets, strict=False)]
     run.interval.count(findings.tokens)
+    run.status.agent_steps = run.state.agent_steps
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
     run.log.progress(run.position([] if findings.bad_batch else losses))
     run.log.report_save(run.manager.last_result)
@@ -173,14 +184,16 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
+        "agent_steps": run.state.agent_steps,
         "train/learning_rate": run.last_learning_rate,
         **run.interval.means(),
     }
-    if run.config.agents:
-        for k, rate in enumerate(run.learning_rates):
-            metrics[f"train/agent{k}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
+    if run.present_config.agents:
+        for k, (name, rate) in enumerate(zip(run.state.names, run.learning_rates, strict=True)):
+            metrics[f"train/{name}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
     if isinstance(run.plan, AgentPlans):
-        metrics |= {f"train/agent{k}/epoch": epoch for k, epoch in enumerate(run.plan.epochs(step))}
+        epochs = zip(run.state.names, run.plan.epochs(step), strict=True)
+        metrics |= {f"train/{name}/epoch": epoch for name, epoch in epochs}
     if not findings.bad_batch:
         run.learning.look(norms.tolist())
     report_learning(run)
@@ -198,7 +211,7 @@ def report_learning(run: Run) -> None:
     before, run.status.warning = run.status.warning, run.learning.warning()
     run.status.first_loss = run.learning.first_loss
     if run.status.warning is not None and before is None:
-        rate = f"learning_rate {run.config.learning_rates}"
+        rate = f"learning_rate {run.present_config.learning_rates}"
         logger.warning(f"{run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
     elif before is not None and run.status.warning is None:
         logger.info("the agents learn again: the warning no longer holds")
@@ -209,7 +222,7 @@ def evaluate(run: Run) -> str | None:
     with run.interval.paused():
         scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     if scores is not None:
-        metrics = evaluation_metrics(scores)
+        metrics = evaluation_metrics(scores, run.state.names)
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         best = "; best yet" if run.state.validation.best_step == run.state.step else ""
@@ -260,4 +273,5 @@ def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,
         save=save_wanted or (run.processes.is_main and run.manager.should_save(step + 1)),
+        request=run.processes.is_main and is_waiting(run.config.run_folder),
     )

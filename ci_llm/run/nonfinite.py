@@ -110,12 +110,12 @@ class NonFiniteResponse:
         step, before = state.step - 1, state.recovery
         after = before.after(step, findings.nonfinite, self._bounds, findings.overflowed)
         for k in findings.nonfinite:
-            logger.warning(_account(k, step, before.agents[k], after.agents[k]))
+            logger.warning(_account(state.names[k], step, before.agents[k], after.agents[k]))
             if after.agents[k].rollbacks > before.agents[k].rollbacks:
                 kept = self._last_good.roll_back(k)
-                logger.warning(f"agent{k}    rolled back to its weights and moments of step {kept}")
+                logger.warning(f"{state.names[k]}    rolled back to its weights and moments of step {kept}")
         if exhausted := [k for k in findings.nonfinite if after.agents[k].is_exhausted(self._bounds)]:
-            raise _exhausted(after, exhausted, self._bounds)
+            raise _exhausted(after, exhausted, state.names, self._bounds)
         # An agent that was left out has no new state that proved to be finite.
         moved = [k for k in range(len(after.agents)) if k not in findings.left_out]
         self._last_good.keep_if_due(state.step, moved)
@@ -148,14 +148,14 @@ class NonFiniteResponse:
             write_skipped_batches(self._run_folder, recovery)
 
 
-def _account(k: int, step: int, before: AgentRecovery, after: AgentRecovery) -> str:
+def _account(name: str, step: int, before: AgentRecovery, after: AgentRecovery) -> str:
     cut = f"learning rate x {before.lr_factor:.3g} -> x {after.lr_factor:.3g}"
-    return f"agent{k}    not finite in step {step + 1}, {before.nonfinite_in_a_row + 1} in a row: left out, {cut}"
+    return f"{name}    not finite in step {step + 1}, {before.nonfinite_in_a_row + 1} in a row: left out, {cut}"
 
 
-def _exhausted(recovery: RecoveryState, agents: Sequence[int], bounds: Bounds) -> NonFinite:
+def _exhausted(recovery: RecoveryState, agents: Sequence[int], all_names: Sequence[str], bounds: Bounds) -> NonFinite:
     since = min(recovery.agents[k].episode_start or 0 for k in agents)
-    names = ", ".join(f"agent{k}" for k in agents)
+    names = ", ".join(all_names[k] for k in agents)
     rates = ", ".join(f"{recovery.agents[k].lr_factor:.3g}" for k in agents)
     return NonFinite(
         f"{names}: from step {since + 1} on not finite {bounds.max_in_a_row} times in a row, rolled back, and as often"
@@ -184,12 +184,12 @@ def recovery_metrics(state: TrainState, batch_size: int) -> dict[str, float]:
         batch_size: as configured.
     """
     recovery, metrics = state.recovery, dict[str, float]()
-    for k, (skipped, agent) in enumerate(zip(state.skipped, recovery.agents, strict=True)):
+    for name, skipped, agent in zip(state.names, state.skipped, recovery.agents, strict=True):
         if skipped:
-            metrics[f"train/agent{k}/skipped_steps"] = skipped
+            metrics[f"train/{name}/skipped_steps"] = skipped
         if agent != AgentRecovery():
-            metrics[f"train/agent{k}/learning_rate_share"] = agent.lr_factor
-            metrics[f"train/agent{k}/set_backs"] = agent.rollbacks
+            metrics[f"train/{name}/learning_rate_share"] = agent.lr_factor
+            metrics[f"train/{name}/set_backs"] = agent.rollbacks
     if skipped_batches := sum(batch.step < state.step for batch in recovery.bad_batches):
         metrics["train/skipped_batches"] = skipped_batches
     if recovery.micro_batch_size is not None:

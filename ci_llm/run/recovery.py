@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.config import Config
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.recovery import Recovery, read_recovery
 from ci_llm.core.run_status import last_attempt
 from ci_llm.errors import CheckpointError
 from ci_llm.run.beginning import Beginning, read_beginning
+from ci_llm.run.crowd_requests import read_record
+from ci_llm.run.members import CrowdChange, Members
 from ci_llm.run.nonfinite_policy import BadBatch, RecoveryState
 from ci_llm.run.state import TrainState
 
@@ -31,12 +34,14 @@ class Requests:
             ends it by writing its status.
         bad_batches: steps that earlier attempts have skipped.
         beginning: how the run began; None: no attempt has recorded it.
+        changes: of the crowd, that earlier attempts have accepted.
     """
 
     recovery: Recovery = field(default_factory=Recovery)
     at_most: int | None = None
     bad_batches: tuple[BadBatch, ...] = ()
     beginning: Beginning | None = None
+    changes: tuple[CrowdChange, ...] = ()
 
 
 def read_requests(run_folder: Path) -> Requests:
@@ -47,27 +52,31 @@ def read_requests(run_folder: Path) -> Requests:
     """
     recovery = read_recovery(run_folder)
     at_most = recovery.latest_step_allowed(last_attempt(run_folder))
-    return Requests(recovery, at_most, tuple(read_skipped_batches(run_folder)), read_beginning(run_folder))
+    changes = tuple(each.change for each in read_record(run_folder) if each.refused is None)
+    return Requests(recovery, at_most, tuple(read_skipped_batches(run_folder)), read_beginning(run_folder), changes)
 
 
-def apply_requests(state: TrainState, requests: Requests) -> TrainState:
+def apply_requests(state: TrainState, requests: Requests, config: Config) -> TrainState:
     """The state with what is asked for, on top of what the checkpoint holds."""
-    asked = requests.recovery
+    asked, members = requests.recovery, state.members
     recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
-    return replace(state, recovery=recovery.with_batches(requests.bad_batches))
+    if requests.changes:
+        members = (members or Members.configured(config)).with_planned(requests.changes)
+    return replace(state, recovery=recovery.with_batches(requests.bad_batches), members=members)
 
 
-def in_force(recovery: RecoveryState, batch_size: int) -> Iterator[str]:
+def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
     """Lines for people: what the run does otherwise than its configuration says.
 
     Args:
         batch_size: as configured.
     """
+    recovery = state.recovery
     if recovery.requested_lr_factor != 1.0:
         yield f"learning rate x {recovery.requested_lr_factor:.3g} for all agents"
-    for k, agent in enumerate(recovery.agents):
+    for name, agent in zip(state.names, recovery.agents, strict=True):
         if agent.lr_factor != 1.0:
-            yield f"learning rate x {agent.lr_factor:.3g} for agent{k}"
+            yield f"learning rate x {agent.lr_factor:.3g} for {name}"
     if (limit := recovery.limit(batch_size)) < batch_size:
         yield f"micro-batch of at most {limit} row(s), the effective batch holds"
     if recovery.recompute:

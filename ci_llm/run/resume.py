@@ -7,13 +7,14 @@ The log names one of two grades: `bitwise` (same processes, micro-batch, threads
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import nn
 
 from ci_llm._version import __version__
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
@@ -30,10 +31,12 @@ from ci_llm.crowd.recognise import require_checkpoint, require_run
 from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.run.members import config_of
 from ci_llm.run.new_run import other_ways
 from ci_llm.run.rollback import LastGood, like_moment
 from ci_llm.run.state import TrainState
 
+STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 
 
@@ -100,6 +103,7 @@ class RunCheckpoint:
         rows: of the training; their fingerprint goes into the manifest.
         tokenizer_files: name -> content.
         last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
+        stopped: the adapters of agents that have left the crowd, by the names of their files.
     """
 
     config: Config
@@ -110,6 +114,7 @@ class RunCheckpoint:
     tokenizer_files: Mapping[str, bytes]
     last_good: LastGood
     processes: Processes
+    stopped: dict[str, Any] = field(default_factory=dict)
 
     def contents(
         self,
@@ -129,8 +134,9 @@ class RunCheckpoint:
         known = {f"process{i}": each for i, each in enumerate(generators) if each is not None}
         return {
             **self.crowd.adapter_files(),
-            "ci_llm_meta_config": self._meta(),
-            "optimizer": {f"agent{k}": dict(self.optimizer.state[row]) for k, row in enumerate(self.crowd.agents.rows)},
+            **self.stopped,
+            "ci_llm_meta_config": self._meta(state),
+            "optimizer": {name: dict(self.optimizer.state[row]) for name, row in self._named_rows()},
             "scheduler": {
                 "type": self.config.lr_scheduler_type,
                 "last_step": state.step,
@@ -147,8 +153,11 @@ class RunCheckpoint:
 
     def agents_tokenizers(self) -> dict[str, bytes]:
         """The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone."""
-        agents = range(self.crowd.num_agents)
-        return {f"agent{k}/{name}": data for k in agents for name, data in self.tokenizer_files.items()}
+        files = self.tokenizer_files.items()
+        return {f"{agent}/{name}": data for agent in self.crowd.names for name, data in files}
+
+    def _named_rows(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return zip(self.crowd.names, self.crowd.agents.rows, strict=True)
 
     def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
         """What the manifest says of a checkpoint: position, and what a resume compares."""
@@ -192,9 +201,10 @@ class RunCheckpoint:
         self._require_same_settings(changes, where)
         self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
-        for k, row in enumerate(self.crowd.agents.rows):
-            self.crowd.agents.load_agent(k, saved[f"agent{k}/adapter_model"], where)
-            moments = saved["optimizer"].get(f"agent{k}", {})
+        self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
+        for k, (name, row) in enumerate(self._named_rows()):
+            self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
+            moments = saved["optimizer"].get(name, {})
             self.optimizer.state[row] = {name: like_moment(name, tensor, row) for name, tensor in moments.items()}
         self.last_good.load(_in_episode(state), saved.get("guard", {}))
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes))
@@ -225,14 +235,14 @@ class RunCheckpoint:
             odd.append(hindrance)
         return odd
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self, state: TrainState) -> dict[str, Any]:
         """What describes the crowd; for agents with settings of their own also everything they were trained with."""
-        meta = self.crowd.meta(self.base.fingerprint)
-        return meta | {"agents": _settings_of_agents(self.config)} if self.config.agents else meta
+        meta, config = self.crowd.meta(self.base.fingerprint), config_of(self.config, state.members)
+        return meta | {"agents": _settings_of_agents(config)} if config.agents else meta
 
     def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
-        own = self._meta()
+        own = self.crowd.meta(self.base.fingerprint)
         pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
         pairs |= {
             f"lora_{key}": tuple(LoraSettings.from_dict(each["lora"]).told(key) for each in (meta, own))
@@ -274,7 +284,7 @@ class RunCheckpoint:
     def _precisions(self, source: Source) -> tuple[str, str]:
         """Of the base, in the checkpoint and here."""
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
-        return meta["base_dtype"], self._meta()["base_dtype"]
+        return meta["base_dtype"], self.crowd.meta(self.base.fingerprint)["base_dtype"]
 
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
         prints: Any = source.checkpoint.manifest.info["fingerprints"]

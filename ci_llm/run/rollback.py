@@ -34,6 +34,19 @@ class LastGood:
         self._rows, self._optimizer = rows, optimizer
         self._snapshots: dict[int, _Snapshot] = {}
 
+    def become(self, rows: Sequence[nn.Parameter], sources: Sequence[int]) -> None:
+        """Go on with the rows of a crowd that has changed.
+
+        Args:
+            sources: for each row the place, before, of the agent that it is or is a copy of.
+        """
+        before, self._rows = self._snapshots, rows
+        known = {k: before[source] for k, source in enumerate(sources) if source in before}
+        self._snapshots = {
+            k: _Snapshot(s.step, s.weights.clone(), {name: tensor.clone() for name, tensor in s.moments.items()})
+            for k, s in known.items()
+        }
+
     def keep(self, agent: int, step: int) -> None:
         """Copy the agent as it is after `step` steps, over the copy before."""
         row = self._rows[agent]

@@ -9,25 +9,21 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Final
 
 import datasets
 import torch
 from torch.utils import deterministic
-from transformers import get_scheduler
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
-from ci_llm.config.own_keys import NAME, OWN_KEYS
+from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import DTYPES, Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, PromptForm, form_of, tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
@@ -42,9 +38,19 @@ from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
+from ci_llm.run.crowd_parts import (
+    lora_settings,
+    objective_of,
+    optimizer_groups,
+    require_distinct_branches,
+    rows_and_plan,
+    schedules,
+    training_of,
+)
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
+from ci_llm.run.members import Members, config_of
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -105,8 +111,8 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
 
 
 def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
-    """The rows of a run: those of every agent, or those of all if they take the same in the same order."""
-    return AgentRows(tuple(each)) if config.has_own_rows else each[0]
+    """The rows with which a run begins: of every agent, or of all if they take the same in the same order."""
+    return AgentRows(tuple(each)) if config_of(config, Members.first(config, 2)).has_own_rows else each[0]
 
 
 def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
@@ -169,8 +175,11 @@ def join(
     rows_per_step = config.global_batch_size or (
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
-    plan, total_steps = plan_ahead(config, lengths_of(rows), rows_per_step)
-    optimizer = _optimizer(config, crowd)
+    _, steps = plan_ahead(config, lengths_of(rows), rows_per_step)
+    members = Members.first(config, steps)
+    _, plan = rows_and_plan(config, rows, members, rows_per_step)
+    total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
+    optimizer = _optimizer(beginning, crowd)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.count)
@@ -179,7 +188,7 @@ def join(
         config=config,
         base=base,
         crowd=crowd,
-        objective=_objective(config, crowd),
+        objective=objective_of(beginning, crowd),
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
@@ -188,11 +197,11 @@ def join(
         manager=manager,
         log=log,
         status=RunStatus(config.run_folder, 0, is_main=False),
-        state=_first_state(config, rows_per_step),
+        state=_first_state(beginning, rows_per_step, members),
         plan=plan,
         total_steps=total_steps,
-        learning_rates=schedules(config, total_steps),
-        max_grad_norms=[own.max_grad_norm for own in config.each_agent],
+        learning_rates=schedules(beginning, total_steps),
+        max_grad_norms=[own.max_grad_norm for own in beginning.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
@@ -207,26 +216,8 @@ def join(
 
 
 def _optimizer(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
-    """AdamW with one group per agent."""
-    groups = [
-        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
-        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
-    ]
-    betas = (config.adam_beta1, config.adam_beta2)
+    groups, betas = optimizer_groups(config, crowd), (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=config.fused_optimizer)
-
-
-def _objective(config: Config, crowd: Crowd) -> Objective:
-    drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
-    keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
-    return Objective(
-        config.diversity,
-        config.lambda_sw,
-        config.swd_num_projections,
-        config.swd_representation,
-        config.seed,
-        bootstrap=tuple(keys) if any(drawn) else (),
-    )
 
 
 def _nonfinite_response(
@@ -239,13 +230,14 @@ def _nonfinite_response(
     return NonFiniteResponse(bounds, last_good, config.run_folder, may_write)
 
 
-def _first_state(config: Config, rows_per_step: int) -> TrainState:
+def _first_state(config: Config, rows_per_step: int, members: Members | None) -> TrainState:
     return TrainState(
         rows_per_step=rows_per_step,
         skipped=(0,) * config.num_agents,
         recovery=RecoveryState(agents=(AgentRecovery(),) * config.num_agents),
         loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
         validation=Validation(config.metric_for_best_model),
+        members=members,
     )
 
 
@@ -256,6 +248,8 @@ def lengths_of(rows: TrainingRows) -> list[int]:
 
 def plan_ahead(config: Config, num_rows: Sequence[int], rows_per_step: int) -> tuple[Plan | AgentPlans, int]:
     """Order and length of a run. Epochs are those of the agent with the most rows: all take their steps together.
+
+    The length is that of a crowd that does not branch; `Members.total_steps` has the other.
 
     Args:
         num_rows: see `lengths_of`.
@@ -269,7 +263,12 @@ def plan_ahead(config: Config, num_rows: Sequence[int], rows_per_step: int) -> t
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
-    """The agents on their base, on the route through it that gives the base's own logits."""
+    """The agents on their base, on the route through it that gives the base's own logits.
+
+    With `branch_at` it is the one agent that branches later.
+    """
+    require_distinct_branches(config)
+    config = config_of(config, Members.first(config, 2))
     crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if _is_shared(config, processes) else nullcontext():
@@ -281,19 +280,13 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     require_distinct_agents(
         crowd,
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
-        [_training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
+        [training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
     )
     if config.use_gradient_checkpointing:
         crowd.gradient_checkpointing_enable()
     for line in _described(config, crowd):
         logger.info(f"agents    {line}")
     return crowd
-
-
-def _training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
-    """What tells this agent's training from that of another with the same start."""
-    drawn = (agent.seed, agent.index) if own.row_weights == "bootstrap" else None
-    return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))
 
 
 def _described(config: Config, crowd: Crowd) -> Iterator[str]:
@@ -312,34 +305,6 @@ def _told(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def lora_settings(config: Config) -> LoraSettings:
-    """What the configuration says about an agent."""
-    return LoraSettings(
-        num_agents=config.num_agents,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        dropconnect=config.dropconnect_p,
-        target_modules=config.lora_target_modules,
-        use_rslora=config.use_rslora,
-        initialize_adapters_rand=config.initialize_adapters_rand,
-        seed=config.seed,
-        agents=tuple({_LORA[key]: value for key, value in own.items() if key in _LORA} for own in config.agents),
-    )
-
-
-#: A key that an agent may have of its own -> its name in `LoraSettings`.
-_LORA: Final = {
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "dropconnect_p": "dropconnect",
-    "lora_target_modules": "target_modules",
-    "use_rslora": "use_rslora",
-    "seed": "seed",
-}
-
-
 def _tokenized(
     config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, train_on_prompt: bool = False
 ) -> list[TokenizedRows]:
@@ -356,38 +321,6 @@ def _tokenized(
         )
 
     return once_each(each, tokens)
-
-
-def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
-    """`schedule` of every agent."""
-    if not config.agents:
-        return [schedule(config, total_steps)] * config.num_agents
-    return [schedule(own, total_steps) for own in config.each_agent]
-
-
-def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of 0-based step s, as a pure function: Transformers' schedules, fed by our own counter.
-
-    A scheduler object would have a position to save, and Accelerate steps a prepared one once per process.
-    """
-    warmup = config.num_warmup_steps
-    if warmup is None:
-        warmup = round(config.num_warmup_steps_ratio * total_steps)
-    dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    extra: dict[str, float] = (
-        {"num_decay_steps": max(1, total_steps // 10)} if "stable_decay" in config.lr_scheduler_type else {}
-    )
-    if config.lr_scheduler_type.endswith("with_min_lr"):
-        extra = {"min_lr_rate": 0.1}
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        dummy,
-        num_warmup_steps=warmup,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=extra,
-    )
-    (factor,) = scheduler.lr_lambdas
-    return lambda step: config.learning_rate * float(factor(step))
 
 
 def set_determinism(config: Config) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from ci_llm.run.members import Members
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 
 #: The metrics that can say which step is best, and whether more of them is better.
@@ -110,6 +111,7 @@ class TrainState:
         loss_scale: the factor on fp16 losses; None in every other precision.
         clean_steps: steps since the last overflow or the last growth of the loss scale.
         validation: what the evaluations have shown so far.
+        members: who is in the crowd; None: the agents of the configuration, from the first step on.
     """
 
     step: int = 0
@@ -121,6 +123,32 @@ class TrainState:
     loss_scale: float | None = None
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
+    members: Members | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the agents, as metrics, the log and checkpoints have them."""
+        return self.members.folders if self.members else [f"agent{k}" for k in range(len(self.skipped))]
+
+    @property
+    def agent_steps(self) -> int:
+        """Optimizer steps taken, counted for every agent that took them: what runs of different crowds compare by."""
+        return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)
+
+    def with_members(self, members: Members, sources: Sequence[int]) -> TrainState:
+        """The state of a crowd whose agents are copies of these; the search for its best step begins anew.
+
+        Args:
+            sources: for each agent the place, in this state, of the one that it is or is a copy of.
+        """
+        recovery = replace(self.recovery, agents=tuple(self.recovery.agents[source] for source in sources))
+        return replace(
+            self,
+            members=members,
+            skipped=tuple(self.skipped[source] for source in sources),
+            recovery=recovery,
+            validation=Validation(self.validation.metric, self.validation.step),
+        )
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
         """The state after one optimizer step over `samples` rows.
@@ -149,8 +177,9 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
-        values = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()}
+        values = {_KEYS.get(name, name): value for name, value in asdict(self).items() if name != "members"}
+        members = {"members": self.members.to_dict()} if self.members else {}
+        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()} | members
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
@@ -163,5 +192,6 @@ class TrainState:
             if recovery
             else RecoveryState(agents=(AgentRecovery(),) * len(skipped)),
             "validation": Validation.from_dict(values.get("validation", {})),
+            "members": Members.from_dict(values["members"]) if values.get("members") else None,
         }
         return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})

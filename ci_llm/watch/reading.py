@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ class Reading:
             "exit_code": status.exit_code,
             "step": status.step,
             "total_steps": status.total_steps,
+            "agent_steps": status.agent_steps,
             "left_s": None if self.left_s is None else round(self.left_s, 1),
             "steps_per_s": _known(self.steps_per_s),
             "tokens_per_s": _known(self.tokens_per_s),
@@ -145,7 +147,7 @@ class RunReader:
             status=status,
             now=now,
             loss=number(training.get("train/task_loss")),
-            losses=tuple(_of_agents(training, "train/agent{}/loss")),
+            losses=tuple(_of_agents(training, "train", "loss")),
             losses_step=training.get("step"),
             learning_rate=number(training.get("train/learning_rate")),
             tokens_per_s=number(training.get("tokens_per_s")) if own else math.nan,
@@ -166,18 +168,18 @@ def _steps_per_s(points: Sequence[Point], training: Record) -> float:
     return 1 / (number(training.get("step_time_s")) or math.nan) if recent else math.nan
 
 
-def _of_agents(record: Record, name: str) -> Iterator[float]:
-    k = 0
-    while (key := name.format(k)) in record:
-        yield number(record[key])
-        k += 1
+def _of_agents(record: Record, group: str, measure: str) -> Iterator[float]:
+    """The values of `GROUP/agent<k>/MEASURE`, in the order of k; a crowd that has changed has gaps."""
+    pattern = re.compile(rf"{group}/agent(\d+)/{measure}")
+    found = {int(match[1]): value for key, value in record.items() if (match := pattern.fullmatch(key))}
+    yield from (number(found[k]) for k in sorted(found))
 
 
 def _scores(line: Record) -> Scores | None:
     """Of a line of metrics about an evaluation."""
     if not line:
         return None
-    agents = [*_of_agents(line, "eval/agent{}/exact_match")]
+    agents = [*_of_agents(line, "eval", "exact_match")]
     nll, exact = (number(line.get(f"eval/crowd/{measure}")) for measure in ("nll", "exact_match"))
     return Scores(line["step"], nll, exact, statistics.fmean(agents) if agents else math.nan)
 

@@ -99,6 +99,7 @@ def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
 
 
 VERBS = [[verb] for verb in main.COMMANDS]
+VERBS += [["agents", "stop"], ["agents", "clone"]]
 VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
 
 

@@ -1,0 +1,117 @@
+"""`ci-llm agents`: stop or clone an agent of a run while it trains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ci_llm.cli.arguments import make_parser
+from ci_llm.errors import BadInput, ConfigError
+
+if TYPE_CHECKING:
+    from ci_llm.run.crowd_requests import CrowdRequest, Decision
+
+_DESCRIPTION: Final = """Stop or clone an agent of a run. A running job does so after the step under way, on all its
+processes; a run that was interrupted does so after its first step. K is the number of the agent, as in agent2."""
+_EXAMPLES: Final = """examples:
+  ci-llm agents stop ci_llm_output 1                                agent1 leaves; the steps get cheaper
+  ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5     a copy of agent2, which goes on in its own way
+
+exit codes: 0 done, or left for the run; 1 the run refuses it; 2 bad call"""
+_POLL_S: Final = 0.1
+
+
+def agents(words: Sequence[str]) -> int:
+    """Run `ci-llm agents ARGUMENTS` and return the exit code.
+
+    Raises:
+        BadInput: the call is wrong, or there is no run that could do it.
+        CheckpointError: the request cannot be written.
+        SystemExit: with 0, after `--help`.
+    """
+    call = _parser().parse_args(words)
+    from ci_llm.core.run_status import read_status
+    from ci_llm.run.crowd_requests import ask
+
+    own = _settings(call.settings) if call.verb == "clone" else {}
+    status = read_status(call.run)
+    if status.status == "completed":
+        raise BadInput(
+            f"this run is completed at step {status.step}: no agent takes another step",
+            where=str(call.run),
+            hint="a larger max_train_steps trains on; ci-llm export writes single agents",
+        )
+    request = ask(call.run, call.verb, call.agent, own)
+    decision = _wait(call.run, request, call.wait if status.status == "running" else 0.0)
+    _tell(call, decision, is_running=status.status == "running")
+    return 1 if decision is not None and decision.refused else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("ci-llm agents", _DESCRIPTION, _EXAMPLES)
+    verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
+    stopping = verbs.add_parser(
+        "stop",
+        help="an agent leaves the crowd, and the steps get cheaper",
+        description="An agent leaves the crowd. Its adapter stays in the folder stopped/ of the checkpoints.",
+        epilog="example: ci-llm agents stop ci_llm_output 1",
+    )
+    cloning = verbs.add_parser(
+        "clone",
+        help="a copy of an agent joins the crowd",
+        description="A copy of an agent, with its weights and moments, joins the crowd under a number of its own.",
+        epilog="example: ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5",
+    )
+    for each in (stopping, cloning):
+        each.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
+        each.add_argument("agent", type=int, metavar="K", help="the number of the agent")
+        each.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+        each.add_argument(
+            "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
+        )
+    cloning.add_argument(
+        "settings", nargs="*", metavar="key=value", help="what the copy has of its own (docs/agents.md)"
+    )
+    return parser
+
+
+def _settings(words: Sequence[str]) -> dict[str, object]:
+    from ci_llm.config.names import flag_form
+    from ci_llm.config.parsing import read_arguments
+    from ci_llm.run.crowd_requests import settings_of_clone
+
+    entries, strays = read_arguments(words, flag_form)
+    if strays:
+        raise ConfigError(f"{strays[0]!r} is no key=value", where="command line", hint="ci-llm agents clone --help")
+    return settings_of_clone(entries)
+
+
+def _wait(run: Path, request: CrowdRequest, patience_s: float) -> Decision | None:
+    """What the run decided; None if it has not decided yet."""
+    from ci_llm.run.crowd_requests import read_record
+
+    until = time.monotonic() + patience_s
+    while True:
+        for decision in read_record(run):
+            if decision.id == request.id:
+                return decision
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _tell(call: argparse.Namespace, decision: Decision | None, *, is_running: bool) -> None:
+    if call.json:
+        told = None if decision is None else {"step": decision.step, "refused": decision.refused}
+        print(json.dumps({"verb": call.verb, "agent": call.agent, "decision": told}, indent=2))
+    elif decision is None:
+        when = "after the step under way" if is_running else "after its first step, once it goes on"
+        print(f"asked to {call.verb} agent{call.agent}: the run does so {when}; its log tells")
+    elif decision.refused is not None:
+        print(f"refused: {decision.refused}")
+    else:
+        print(f"{call.verb} agent{call.agent}: done after step {decision.step}")

@@ -1,0 +1,245 @@
+"""Who is in the crowd, and what changes in the middle of a run: plain values, the same on every process.
+
+A run begins with the agents of its configuration, or with the one agent that branches later. A change acts between two
+optimizer steps: an agent branches into all of them, is stopped, or is cloned. Members and changes are part of the
+state of a run, so that a resume builds the crowd of its checkpoint and makes the changes that follow at the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal
+
+from ci_llm.config import Config
+from ci_llm.config.own_keys import NAME
+from ci_llm.core.determinism import derive_seed
+
+SEEDS: Final = 2**32  # a seed in a configuration is below it
+Verb = Literal["branch", "stop", "clone"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One agent of the crowd.
+
+    Attributes:
+        number: names it for good; no other agent of the run gets it.
+        own: its settings over the common keys, as an entry of `agents:` has them.
+        index: keys what it draws, with its seed; a clone draws as the agent that it is a copy of.
+        origin: the number of the agent from which it descends, of those with which the run began.
+    """
+
+    number: int
+    own: Mapping[str, Any] = field(default_factory=dict)
+    index: int = 0
+    origin: int = 0
+
+    @property
+    def folder(self) -> str:
+        """Its name in metrics, in the log and in checkpoints."""
+        return f"agent{self.number}"
+
+
+@dataclass(frozen=True)
+class CrowdChange:
+    """A change of the crowd.
+
+    Attributes:
+        step: it acts when so many optimizer steps are taken.
+        agent: number of the agent that branches, is stopped or is cloned.
+        own: what a clone has of its own, over what its original has.
+    """
+
+    step: int
+    verb: Verb
+    agent: int = 0
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{key} {value}" for key, value in self.own.items())
+        return f"{self.verb} agent{self.agent}" + (f" with {told}" if told else "")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CrowdChange:
+        """What `dataclasses.asdict` made of one, also after a way through JSON."""
+        return cls(**{**values, "own": _tupled(values["own"])})
+
+
+@dataclass(frozen=True)
+class Members:
+    """The crowd as it stands.
+
+    Attributes:
+        agents: in the order of the crowd's storage, which is that of their numbers.
+        given: so many numbers were given to agents so far.
+        since: optimizer steps taken when the crowd became what it is.
+        agent_steps: steps taken until then, counted for every agent that took them.
+        planned: changes to come, in order.
+        made: changes so far.
+    """
+
+    agents: tuple[Member, ...]
+    given: int
+    since: int = 0
+    agent_steps: int = 0
+    planned: tuple[CrowdChange, ...] = ()
+    made: tuple[CrowdChange, ...] = ()
+
+    @classmethod
+    def configured(cls, config: Config) -> Members:
+        """The agents of the configuration."""
+        entries = config.agents or ({},) * config.num_agents
+        return cls(tuple(_member(k, own, k) for k, own in enumerate(entries)), len(entries))
+
+    @classmethod
+    def first(cls, config: Config, steps: int) -> Members | None:
+        """With whom a run begins; None: with the agents of the configuration, as long as nobody asks for a change.
+
+        With `branch_at` it begins with one agent. The branches take so many steps that all agent-steps together are
+        those of `num_agents` agents over `steps` steps.
+
+        Args:
+            steps: what the configuration asks for: `max_train_steps`, or as many as `epochs` has.
+        """
+        if config.branch_at is None:
+            return None
+        of_branches = min(max(1, round((1 - config.branch_at) * steps)), max(1, steps - 1))
+        branch = CrowdChange(config.num_agents * (steps - of_branches), "branch")
+        return cls((Member(0),), 1, planned=(branch,))
+
+    @property
+    def folders(self) -> list[str]:
+        """The name of every agent, in order."""
+        return [each.folder for each in self.agents]
+
+    @property
+    def are_configured(self) -> bool:
+        """Whether these are the agents of the configuration, because nothing has changed yet."""
+        return not self.made and all(change.verb != "branch" for change in self.planned)
+
+    @property
+    def common_start(self) -> bool:
+        """Whether all agents are copies of one of the first."""
+        return len({each.origin for each in self.agents}) == 1
+
+    def origins_within(self, num_agents: int) -> list[int]:
+        """For each agent the place at which its origin stands in the crowd of so many with which a run begins."""
+        return [each.origin if each.origin < num_agents else 0 for each in self.agents]
+
+    def outlook(self, total_steps: int) -> Iterator[str]:
+        """Lines for people: the changes to come."""
+        for change in self.planned:
+            yield f"crowd: after step {change.step} of {total_steps}, {change}"
+
+    def total_steps(self, config: Config, steps: int) -> int:
+        """The optimizer steps of the whole run where the configuration asks for `steps`.
+
+        The step at which the crowd branches is fixed when the run begins, also if the run is made longer later.
+        """
+        for change in (*self.planned, *self.made):
+            if change.verb == "branch":
+                return change.step + max(1, steps - change.step // config.num_agents)
+        return steps
+
+    def agent_steps_at(self, step: int) -> int:
+        """Steps taken, counted for every agent that took them, when `step` optimizer steps are taken."""
+        return self.agent_steps + (step - self.since) * len(self.agents)
+
+    def with_planned(self, changes: Sequence[CrowdChange]) -> Members:
+        """The same with more changes to come; those that it knows count once."""
+        new = [change for change in changes if change not in (*self.planned, *self.made)]
+        return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
+
+    def at_once(self, step: int) -> Members:
+        """The same with all that is planned at this step."""
+        return replace(self, planned=tuple(replace(change, step=step) for change in self.planned))
+
+    def objection(self, change: CrowdChange) -> str | None:
+        """Why a change that somebody asks for cannot be made; None if it can."""
+        if any(each.verb == "branch" for each in self.planned):
+            return "the crowd is one agent until it branches"
+        if change.agent not in (each.number for each in self.agents):
+            return f"there is no agent{change.agent}: there are {', '.join(self.folders)}"
+        if change.verb == "stop" and len(self.agents) == 1:
+            return f"agent{change.agent} is the only agent"
+        if change.own.get(NAME) in {*self.folders, *(each.own.get(NAME) for each in self.agents)} - {None}:
+            return f"the name {change.own[NAME]} is taken"
+        if change in (*self.planned, *self.made):
+            return "the same was asked for in the same step"
+        return None
+
+    def after(self, step: int, config: Config) -> tuple[Members, list[int]]:
+        """The crowd after the changes that act when `step` steps are taken.
+
+        Returns:
+            the members, and for each of them the place in `self` of the agent that it is or is a copy of.
+        """
+        members, sources = self, [*range(len(self.agents))]
+        for change in [change for change in self.planned if change.step <= step]:
+            members, own = members._changed(change, config)
+            sources = [sources[place] for place in own]
+        if members is not self:
+            members = replace(members, since=step, agent_steps=self.agent_steps_at(step))
+        return members, sources
+
+    def _changed(self, change: CrowdChange, config: Config) -> tuple[Members, list[int]]:
+        places = [*range(len(self.agents))]
+        at = next(place for place in places if self.agents[place].number == change.agent)
+        agents, given = list(self.agents), self.given
+        if change.verb == "branch":
+            entries = config.agents or ({},) * config.num_agents
+            agents = [_member(k, {**_of_branch(k, config), **own}, 0) for k, own in enumerate(entries)]
+            places, given = [at] * len(agents), len(agents)
+        elif change.verb == "stop":
+            del agents[at], places[at]
+        else:
+            agents.append(_clone(agents[at], given, change.own))
+            places.append(at)
+            given += 1
+        planned = tuple(each for each in self.planned if each != change)
+        return replace(self, agents=tuple(agents), given=given, planned=planned, made=(*self.made, change)), places
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Members:
+        """The inverse of `to_dict`, also after a way through JSON."""
+        agents = tuple(Member(**{**each, "own": _tupled(each["own"])}) for each in values["agents"])
+        changes = {key: tuple(CrowdChange.from_dict(each) for each in values[key]) for key in ("planned", "made")}
+        return cls(**{**values, "agents": agents, **changes})
+
+
+def config_of(config: Config, members: Members | None) -> Config:
+    """The configuration in which `agents` are those that stand in the crowd now."""
+    if members is None or members.are_configured:
+        return config
+    entries = tuple({NAME: each.folder, **each.own} for each in members.agents)
+    return config.model_copy(update={"agents": entries, "num_agents": len(entries)})
+
+
+def _member(number: int, own: Mapping[str, Any], origin: int) -> Member:
+    return Member(number, own, index=0 if "seed" in own else number, origin=origin)
+
+
+def _of_branch(number: int, config: Config) -> dict[str, Any]:
+    """What a branch has of its own unless its entry in `agents:` says otherwise: row weights, and an order of the rows.
+
+    A diversity term compares agents on the same rows, so that these keep the common order.
+    """
+    if config.diversity != "none":
+        return {"row_weights": "bootstrap"}
+    common = config.seed if config.data_seed is None else config.data_seed
+    return {"row_weights": "bootstrap", "data_seed": derive_seed(common, "branch", number) % SEEDS}
+
+
+def _clone(original: Member, number: int, own: Mapping[str, Any]) -> Member:
+    inherited = {key: value for key, value in original.own.items() if key != NAME}
+    index = 0 if "seed" in own else original.index
+    return Member(number, {**inherited, **own}, index, original.origin)
+
+
+def _tupled(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}

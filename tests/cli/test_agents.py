@@ -1,0 +1,98 @@
+"""`ci-llm agents`: what is asked of a run, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.core.run_status import RunStatus, last_status
+from ci_llm.run.crowd_requests import CrowdRequest, Decision, decide, is_waiting, read_waiting
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of this process."""
+    RunStatus(tmp_path, 1, interval_s=DEADLINE_S).start(3)
+    return tmp_path
+
+
+def ended(run: Path, status: str) -> None:
+    written = last_status(run)
+    assert written is not None
+    (run / "status.json").write_text(json.dumps(asdict(replace(written, status=status))))  # type: ignore[arg-type]
+
+
+def answering(run: Path, refused: str | None) -> threading.Thread:
+    """A thread that takes the next request, as a run does between two steps."""
+
+    def answer() -> None:
+        waited = threading.Event()
+        while not is_waiting(run):
+            waited.wait(0.01)
+        (asked,) = read_waiting(run)
+        assert isinstance(asked, CrowdRequest)
+        decide(run, [Decision(asked.id, 4, asked.verb, asked.agent, asked.own, refused)])
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_running_job_is_asked_and_its_answer_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = answering(run, None)
+    assert main(["agents", "stop", str(run), "1", f"--wait={DEADLINE_S}"]) == 0
+    taken.join(DEADLINE_S)
+    assert capsys.readouterr().out == "stop agent1: done after step 4\n"
+
+
+def test_a_refusal_is_told_with_its_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = answering(run, "there is no agent9: there are agent0, agent1")
+    assert main(["agents", "clone", str(run), "9", "--json", f"--wait={DEADLINE_S}"]) == 1
+    taken.join(DEADLINE_S)
+    told = json.loads(capsys.readouterr().out)
+    assert told["decision"] == {"step": 4, "refused": "there is no agent9: there are agent0, agent1"}
+
+
+def test_a_run_that_does_not_train_finds_the_request_when_it_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(run, "interrupted")
+    assert main(["agents", "clone", str(run), "0", "lr=1e-3", "name=slow"]) == 0
+    assert "after its first step, once it goes on" in capsys.readouterr().out
+    (asked,) = read_waiting(run)
+    assert isinstance(asked, CrowdRequest)
+    assert (asked.verb, asked.agent, asked.own) == ("clone", 0, {"name": "slow", "learning_rate": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["stop", "RUN"], "required: K"),
+        (["stop", "RUN", "one"], "invalid int"),
+        (["clone", "RUN", "0", "seed"], "'seed' is no key=value"),
+        (["clone", "RUN", "0", "batch_size=3"], "batch_size cannot differ between agents"),
+        (["clone", "RUN", "0", "lora_rank=3"], "a clone has the weights of its original, and so its lora_rank"),
+        (["clone", "RUN", "0", "learning_rate=fast"], "learning_rate is 'fast', but takes a number"),
+    ],
+)
+def test_a_bad_call_asks_for_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert main(["agents", *(str(run) if word == "RUN" else word for word in words)]) == 2
+    assert says in capsys.readouterr().err
+    assert not is_waiting(run)
+
+
+def test_no_run_and_a_completed_run_are_asked_for_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended(run, "completed")
+    assert main(["agents", "stop", str(run), "0"]) == 2
+    assert "this run is completed at step 3" in capsys.readouterr().err
+    assert main(["agents", "stop", str(run / "nowhere"), "0"]) == 2
+    assert not is_waiting(run)

@@ -1,0 +1,90 @@
+"""A crowd that changes: storage without the agents that left, the bits of those that stay, copies that are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch
+from tools.testbed.tiny import base, batch
+
+SMALL: Final = {"rank": 2, "seed": 1}
+LARGE: Final = {"rank": 16, "seed": 2, "dropconnect": 0.2}
+FEW_LAYERS: Final = {"rank": 4, "target_modules": ("q_proj", "v_proj"), "seed": 3, "dropout": 0.3}
+ROWS: Final = (8, 15, 22)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def crowd_of(entries: Sequence[dict[str, Any]], dtype: torch.dtype) -> Crowd:
+    crowd = Crowd(base("llama", dtype), LoraSettings(agents=tuple(entries)), "toy")
+    return crowd.train()
+
+
+def move(crowd: Crowd, step: int, rows: Batch) -> None:
+    """A step of plain gradient descent, clipped."""
+    crowd.agents.begin_step(step)
+    crowd.agents.begin_micro_step(step, 0, 0)
+    Objective()(crowd(rows), rows, step).total.backward()
+    crowd.agents.clip([0.5] * crowd.num_agents)
+    for row in crowd.agents.rows:
+        assert row.grad is not None
+        row.data.sub_(row.grad)
+
+
+def become(crowd: Crowd, entries: Sequence[dict[str, Any]], sources: Sequence[int]) -> None:
+    crowd.become(LoraSettings(agents=tuple(entries)), sources, [f"agent{source}" for source in sources])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_those_that_stay_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+    together, rows = crowd_of([SMALL, LARGE, FEW_LAYERS], dtype), batch(ROWS)
+    alone = [crowd_of([entry], dtype) for entry in (SMALL, FEW_LAYERS)]
+    for step in range(4):
+        if step == 2:
+            become(together, [SMALL, FEW_LAYERS], [0, 2])
+        for crowd in (together, *alone):
+            move(crowd, step, rows)
+    for row, single in zip(together.agents.rows, alone, strict=True):
+        assert torch.equal(row, single.agents.rows[0])
+
+
+def test_a_place_that_is_freed_costs_nothing() -> None:
+    crowd, rows = crowd_of([SMALL, LARGE, SMALL | {"seed": 4}], torch.float32), batch(ROWS)
+    before = crowd.agents.weights.nbytes
+    widths: list[int] = []
+    next(iter(crowd.agents.layers.values())).register_forward_hook(lambda *args: widths.append(args[1][0].shape[0]))
+    crowd(rows)
+    become(crowd, [SMALL, SMALL | {"seed": 4}], [0, 2])
+    crowd(rows)
+    become(crowd, [SMALL], [0])
+    crowd(rows)
+    assert widths == [3, 2, 1]  # the base computes the rows of so many agents
+    assert crowd.agents.weights.shape == (1, crowd.agents.sizes[0])  # the padding for the large one is gone
+    assert crowd.agents.weights.nbytes * 3 * 8 == before
+    assert len([*crowd.parameters()]) - len([*crowd.model.parameters()]) == 0
+    assert sum(each.numel() for each in crowd.parameters() if each.requires_grad) == crowd.agents.sizes[0]
+
+
+def test_a_copy_begins_as_its_original_and_goes_its_own_way_with_a_seed() -> None:
+    crowd, rows = crowd_of([LARGE], torch.float32), batch(ROWS)
+    move(crowd, 0, rows)
+    become(crowd, [LARGE, LARGE, LARGE | {"seed": 9}], [0, 0, 0])
+    one, twin, other = crowd.agents.rows
+    assert torch.equal(one, twin)
+    assert torch.equal(one, other)
+    move(crowd, 1, rows)
+    assert torch.equal(one, twin)
+    assert not torch.equal(one, other)

@@ -1,0 +1,43 @@
+"""Trials of runs whose crowd changes: requests that arrive in appointed steps, and kills at named moments."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ci_llm.cli.main import main
+from tools.testbed.moments import interfere
+from tools.testbed.trials import train_watched
+
+#: Called once per step, before its ballot, in a run that neither repeats a step nor skips one.
+IN_A_STEP = "ci_llm.run.loop.compute_gradients"
+
+
+def train_asked(
+    folder: str,
+    arguments: list[str],
+    asks: Sequence[tuple[int, Sequence[str]]] = (),
+    place: str | None = None,
+    call: int = 0,
+    fate: dict[str, Any] | None = None,
+) -> int:
+    """A trial for the fork server: `train.py`, to which somebody speaks by `ci-llm agents`.
+
+    Args:
+        asks: (step, words): the words behind `ci-llm agents`, said in this step of the attempt, counted from 1.
+        place, call: a dotted path of a function; every process is killed just before this call of it.
+        fate: see `train_watched`.
+    """
+    for step, words in asks:
+        if os.environ.get("RANK", "0") == "0":
+            interfere(IN_A_STEP, step, partial(_ask, [*words]))
+    if place is not None:
+        interfere(place, call, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return train_watched(folder, arguments, fate)
+
+
+def _ask(words: list[str]) -> None:
+    assert main(["agents", words[0], "run", *words[1:], "--wait=0"]) == 0
