@@ -1,0 +1,83 @@
+"""A disk filled from a mirror: the newest step that verifies, of both, and what the run needs to go on from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ci_llm.checkpoints.catalog import pinned_steps
+from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
+from ci_llm.checkpoints.lease import count_on_from
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.mirror.head import Entry, Head
+from ci_llm.checkpoints.mirror.mirror import TOKEN_FILE, read_token
+from ci_llm.checkpoints.mirror.reader import MirrorReader
+from ci_llm.checkpoints.mirror.story import restore_story
+from ci_llm.checkpoints.mirror.writer import another_run
+from ci_llm.core.durable import make_folders, write_json
+from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
+
+logger = logging.getLogger(__name__)
+
+
+def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str] = ()) -> dict[str, str]:
+    """Bring the newest step that verifies onto the disk, if the mirror has it and the disk does not. For process 0.
+
+    Args:
+        story: patterns of the files that come with it.
+
+    Returns:
+        what is wrong with steps of the mirror that were passed over, by the keys of their records.
+
+    Raises:
+        WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from.
+        CheckpointError: the disk refuses it.
+    """
+    folder = manager.directory
+    try:
+        head = reader.head()
+    except MirrorUnreachable as error:
+        if not committed(folder):
+            error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
+            raise
+        logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
+        return {}
+    if head is None or not head.line:
+        return {}
+    token = read_token(folder)
+    if token not in (None, head.run) or (token is None and committed(folder)):
+        raise another_run(reader.url)
+    count_on_from(folder, head.attempt)
+    own = manager.latest_step()
+    found, damage = reader.newest(head, after=-1 if own is None else own)
+    if found is not None:
+        _take(reader, head, found, manager, story)
+    elif own is None:
+        logger.warning(f"mirror    no step in {reader.url} verifies")
+    if token is None:
+        make_folders(folder)
+        write_json(folder / TOKEN_FILE, {"run": head.run})
+    return damage
+
+
+def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, story: Collection[str]) -> None:
+    manager.acquire_lease()
+    restore_story(reader, head, manager.directory, story)
+    manager.adopt(newest)
+    for entry in _wanted(head, newest, manager.directory):
+        try:
+            manager.adopt(reader.open(entry))
+        except DamagedCheckpoint as damage:
+            logger.warning(f"mirror    {entry.name} does not come back: {damage.what}")
+    logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
+
+
+def _wanted(head: Head, newest: Opened, folder: Path) -> Iterator[Entry]:
+    """What a run needs beside its newest step: the best one, and the final one if it is complete."""
+    wanted = pinned_steps(folder)
+    here = {f"checkpoint_step_{step}" for step in numbered_steps(folder)}
+    for entry in head.line:
+        is_end = entry.name == FINAL and entry.step == newest.manifest.step
+        if entry.name not in here | {newest.folder.name} and (entry.step in wanted or is_end):
+            yield entry
