@@ -28,6 +28,7 @@ from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
 from ci_llm.run.resume import RunCheckpoint
@@ -58,6 +59,7 @@ class Run:
     processes: Processes
     interrupts: Interrupts
     manager: CheckpointManager
+    mirror: RunMirror
     log: RunLog
     status: RunStatus
     state: TrainState

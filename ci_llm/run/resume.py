@@ -19,6 +19,8 @@ from ci_llm._version import __version__
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.checkpoints.mirror.local_copy import local_copy
+from ci_llm.checkpoints.mirror.objects import is_url
 from ci_llm.checkpoints.votes import EachProcess
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
@@ -59,8 +61,8 @@ def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Sou
     return None if step is None else Source(found := manager.read(step), found.folder)
 
 
-def open_source(given: Path, where: str) -> Source:
-    """The checkpoint at a path from outside: itself, or the newest of a run's folder.
+def open_source(given: str, where: str) -> Source:
+    """The checkpoint at a path or URL from outside: itself, or the newest of a run's folder or mirror.
 
     Args:
         where: the key that gave the path, for the error.
@@ -69,7 +71,7 @@ def open_source(given: Path, where: str) -> Source:
         ConfigError: it is not the checkpoint of a run.
         DamagedCheckpoint: it is not as it was written.
     """
-    folder = require_checkpoint(given, where)
+    folder = local_copy(given, where) if is_url(given) else require_checkpoint(Path(given), where)
     try:
         require_run(read_manifest(folder), folder, where)
         return Source(load_checkpoint(folder), folder)
