@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.filling import fill
+from ci_llm.checkpoints.mirror.filling import Filled, fill
 from ci_llm.checkpoints.mirror.mirror import Mirror, MirrorState
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
@@ -51,7 +51,7 @@ class RunMirror:
         self._config, self._manager, self._interrupts = config, manager, interrupts
         self._launch: Launch = processes.launch
         self._mirror: Mirror | None = None
-        self._damage: Mapping[str, str] = {}
+        self._filled = Filled()
         self.on_change: Callable[[dict[str, Any]], object] = lambda state: None
         if config.mirror is not None and processes.is_main:
             self._mirror = Mirror(
@@ -73,7 +73,7 @@ class RunMirror:
             CheckpointError: the mirror holds another run, or does not answer while the disk is empty.
         """
         if self._mirror is not None:
-            self._damage = fill(self._mirror.reader, self._manager, STORY)
+            self._filled = fill(self._mirror.reader, self._manager, STORY)
 
     def begin(self, going_on_from: int, attempt: int) -> None:
         """Claim the mirror for this attempt, whose folder is leased, and send from here on.
@@ -85,7 +85,7 @@ class RunMirror:
             WriterBusy: the mirror holds another run.
         """
         if (mirror := self._mirror) is not None:
-            mirror.begin(going_on_from, attempt, self._damage)
+            mirror.begin(going_on_from, attempt, self._filled.damage, same_run=self._filled.same_run)
             self._manager.after_save = lambda result: mirror.wake()
             logger.info(f"mirror    {mirror.state.url}")
 

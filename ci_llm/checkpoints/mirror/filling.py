@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ci_llm.checkpoints.catalog import pinned_steps
 from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.head import Entry, Head
-from ci_llm.checkpoints.mirror.mirror import TOKEN_FILE, read_token
+from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
+from ci_llm.checkpoints.mirror.mirror import read_token
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.story import restore_story
 from ci_llm.checkpoints.mirror.writer import another_run
-from ci_llm.core.durable import make_folders, write_json
 from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
 
 logger = logging.getLogger(__name__)
 
 
-def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str] = ()) -> dict[str, str]:
+@dataclass(frozen=True)
+class Filled:
+    """What was found in a mirror at the start of an attempt.
+
+    Attributes:
+        damage: what is wrong with steps that were passed over, by the keys of their records.
+        same_run: whether the run on the disk is the one in the mirror, as far as can be told.
+    """
+
+    damage: Mapping[str, str] = field(default_factory=dict)
+    same_run: bool = False
+
+
+def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str] = ()) -> Filled:
     """Bring the newest step that verifies onto the disk, if the mirror has it and the disk does not. For process 0.
 
     Args:
         story: patterns of the files that come with it.
-
-    Returns:
-        what is wrong with steps of the mirror that were passed over, by the keys of their records.
 
     Raises:
         WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from.
@@ -42,11 +52,11 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
             error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
             raise
         logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
-        return {}
+        return Filled()
     if head is None or not head.line:
-        return {}
+        return Filled()
     token = read_token(folder)
-    if token not in (None, head.run) or (token is None and committed(folder)):
+    if (token is None and committed(folder)) or (token is not None and head.run not in (token, UNKNOWN_RUN)):
         raise another_run(reader.url)
     count_on_from(folder, head.attempt)
     own = manager.latest_step()
@@ -55,10 +65,7 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
         _take(reader, head, found, manager, story)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
-    if token is None:
-        make_folders(folder)
-        write_json(folder / TOKEN_FILE, {"run": head.run})
-    return damage
+    return Filled(damage, same_run=True)
 
 
 def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, story: Collection[str]) -> None:

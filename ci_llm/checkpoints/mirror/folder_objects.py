@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -62,7 +62,11 @@ class FolderObjects:
         except OSError as error:
             raise self._unreachable("read", key, error) from error
 
-    def delete(self, key: str) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._delete(key)
+
+    def _delete(self, key: str) -> None:
         path = self._root / key
         try:
             path.unlink(missing_ok=True)

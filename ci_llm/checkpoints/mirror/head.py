@@ -29,6 +29,8 @@ HEAD: Final = "head.json"
 RECORDS: Final = "records/"
 BLOCKS: Final = "blocks/"
 VERSION: Final = 1
+#: Of a head that had to be rebuilt.
+UNKNOWN_RUN: Final = ""
 
 _BLOCK = re.compile(r"blocks/g(\d{1,9})/([0-9a-f]{32})-(\d{1,12})")
 _RECORD = re.compile(r"records/g(\d{1,9})/[0-9a-f]{64}\.json")
@@ -205,7 +207,7 @@ def rebuilt(records: Sequence[tuple[str, Record, Manifest]]) -> Head:
     Args:
         records: key, record, manifest.
     """
-    head, first = Head(run=""), None
+    head, first = Head(run=UNKNOWN_RUN), None
     for key, record, manifest in sorted(records, key=lambda each: (-each[1].generation, each[2].step)):
         entry = Entry(record.name, manifest.step, key, manifest.nbytes)
         older = head.generation > record.generation

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,7 +88,7 @@ class Mirror:
         self._objects = open_objects(url)
         self.reader = MirrorReader(self._objects, self._pace)
         self._writer = MirrorWriter(self._objects, check=self._between_blocks, pace=self._pace)
-        self._claim: tuple[int, int, Mapping[str, str]] | None = None
+        self._claim: Callable[[], object] = lambda: None
         self._claimed, self._swept = False, False
         self._sending: int | None = None
         self._passed_over: set[bytes] = set()
@@ -101,17 +102,21 @@ class Mirror:
 
     # Called by the training
 
-    def begin(self, step: int, attempt: int, damage: Mapping[str, str] | None = None) -> None:
+    def begin(
+        self, step: int, attempt: int, damage: Mapping[str, str] | None = None, *, same_run: bool = False
+    ) -> None:
         """Claim the mirror for this attempt, and begin to send. The lease of the folder must be held.
 
         Args:
             step: from which the run goes on; -1: from none.
             damage: what is wrong with steps there, by the keys of their records.
+            same_run: whether the run on a disk that does not say so is the one of the mirror.
 
         Raises:
             WriterBusy: the mirror holds another run.
         """
-        self._claim = (step, attempt, damage or {})
+        run = read_token(self.folder) or (None if same_run else secrets.token_hex(16))
+        self._claim = partial(self._writer.claim, run, attempt, step, damage)
         with contextlib.suppress(MirrorUnreachable):  # the thread goes on trying
             self._claim_now()
         self._thread = threading.Thread(target=self._run, name="ci_llm mirror", daemon=True)
@@ -192,11 +197,10 @@ class Mirror:
         self._idle.set()
 
     def _claim_now(self) -> None:
-        if self._claim is None or self._claimed:
-            return
-        step, attempt, damage = self._claim
-        self._writer.claim(token_of(self.folder), attempt, step, damage)
-        self._claimed = True
+        if not self._claimed:
+            self._claim()
+            write_json(self.folder / TOKEN_FILE, {"run": self._writer.head.run})
+            self._claimed = True
 
     def _pass(self) -> None:
         """Bring the mirror to what the folder holds now."""
@@ -299,16 +303,6 @@ class Mirror:
                 f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
             )
         self.on_change(self.state)
-
-
-def token_of(folder: Path) -> str:
-    """The token of the run in a folder, made where there is none. Raises CheckpointError: the file is not ours."""
-    path = folder / TOKEN_FILE
-    if (found := read_token(folder)) is not None:
-        return found
-    token = secrets.token_hex(16)
-    write_json(path, {"run": token})
-    return token
 
 
 def read_token(folder: Path) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from urllib.parse import urlsplit
@@ -61,8 +61,8 @@ class Objects(Protocol):
     def size(self, key: str) -> int | None:
         """Bytes of an object; None: there is none."""
 
-    def delete(self, key: str) -> None:
-        """Remove an object; it is no error if there is none."""
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; it is no error if one of them is gone."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Key and size of every object below `prefix`, perhaps as things were a while ago."""
@@ -204,15 +204,15 @@ class RemoteObjects:
         except self._failures as error:
             raise self._unreachable("read", key, error) from error
 
-    def delete(self, key: str) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         import obstore
 
         try:
-            obstore.delete(self._store, key)
+            obstore.delete(self._store, list(keys))
         except FileNotFoundError:
             return
         except self._failures as error:
-            raise self._unreachable("remove", key, error) from error
+            raise self._unreachable("remove", ", ".join(keys), error) from error
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         import obstore

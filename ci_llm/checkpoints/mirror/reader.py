@@ -22,10 +22,12 @@ class FoundHead:
 
     Attributes:
         version: what replaces this very one; None: there is none yet.
+        is_rebuilt: it is damaged, and made of the records again.
     """
 
     head: Head | None
     version: str | None
+    is_rebuilt: bool = False
 
 
 class MirrorReader:
@@ -56,7 +58,7 @@ class MirrorReader:
             except (ValueError, RecursionError) as error:
                 damage = error
         logger.warning(f"the head of the mirror is damaged ({damage}); it is rebuilt from its records")
-        return FoundHead(rebuilt(list(self._all_records())), version)
+        return FoundHead(rebuilt(list(self._all_records())), version, is_rebuilt=True)
 
     def _all_records(self) -> Iterable[tuple[str, Record, Manifest]]:
         for key, _ in self.objects.list(RECORDS):

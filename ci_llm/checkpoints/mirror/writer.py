@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
-from ci_llm.checkpoints.mirror.head import BLOCKS, HEAD, RECORDS, Block, Entry, Head, Record, blocks_of
+from ci_llm.checkpoints.mirror.head import BLOCKS, HEAD, RECORDS, UNKNOWN_RUN, Block, Entry, Head, Record, blocks_of
 from ci_llm.checkpoints.mirror.objects import Conflict, Missing, Objects
 from ci_llm.checkpoints.mirror.reader import FoundHead, MirrorReader
 from ci_llm.core.durable import read_chunks
@@ -55,16 +56,16 @@ class MirrorWriter:
         self._version: str | None = None
         self._there: dict[tuple[str, int], Block] = {}
         self._records: dict[str, Record] = {}
-        self.head = Head(run="")
+        self.head = Head(run=UNKNOWN_RUN)
         self.sent_bytes = 0
 
     # The claim
 
-    def claim(self, run: str, attempt: int, going_on_from: int, damage: Mapping[str, str] | None = None) -> None:
+    def claim(self, run: str | None, attempt: int, going_on_from: int, damage: Mapping[str, str] | None = None) -> None:
         """Become the writer; every step after `going_on_from` leaves the line.
 
         Args:
-            run: the token of the run.
+            run: the token of the run; None: that of the mirror, from which the disk was filled.
             attempt: its number.
             going_on_from: the step from which the run goes on; -1: none.
             damage: what is wrong with steps that did not verify, by the keys of their records.
@@ -74,10 +75,15 @@ class MirrorWriter:
         """
         for _ in range(MAX_RACES):
             found = self._reader.find_head()
-            old = found.head or Head(run=run)
-            if old.line and old.run not in (run, ""):
+            old = found.head or Head(run=UNKNOWN_RUN)
+            if run is not None and old.line and old.run not in (run, UNKNOWN_RUN):
                 raise another_run(self._reader.url)
-            new = replace(old, run=run, generation=old.generation + 1, attempt=max(attempt, old.attempt))
+            new = replace(
+                old,
+                run=run or old.run or secrets.token_hex(16),
+                generation=old.generation + 1,
+                attempt=max(attempt, old.attempt),
+            )
             new = new.quarantined(damage or {}).going_back(going_on_from).stamped()
             with contextlib.suppress(Conflict):
                 self._put_head(new, found.version)
@@ -188,7 +194,8 @@ class MirrorWriter:
     def _failure(self, found: FoundHead, error: Exception | None, *, claiming: bool) -> Exception:
         if claiming:
             return error or Conflict(HEAD)
-        if found.head is None or found.head.stamp != self.head.stamp:
+        damaged = found.is_rebuilt and found.head is not None and found.head.generation <= self.head.generation
+        if not damaged and (found.head is None or found.head.stamp != self.head.stamp):
             return LostClaim(
                 f"another writer has claimed this mirror (generation {found.head.generation if found.head else '?'},"
                 f" ours is {self.head.generation}): this attempt sends nothing any more",
@@ -196,7 +203,11 @@ class MirrorWriter:
                 hint="end this process if the other one is the same run",
             )
         self._version = found.version
-        return error if isinstance(error, MirrorUnreachable) else MirrorUnreachable("the head was not replaced")
+        return (
+            error
+            if isinstance(error, MirrorUnreachable)
+            else MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
+        )
 
     # Removing
 
@@ -220,13 +231,13 @@ class MirrorWriter:
         """
         if any(entry.record not in self._records for entry in self.head.entries):
             return
+        if not keys:
+            return
         self.forget(Block.parse(key) for key in keys if key.startswith(BLOCKS))
-        for key in sorted(keys):
-            try:
-                self._objects.delete(key)
-            except MirrorUnreachable as error:
-                logger.debug("a leftover stays in the mirror: %s", error.what)
-                return
+        try:
+            self._objects.delete(sorted(keys))
+        except MirrorUnreachable as error:
+            logger.debug("leftovers stay in the mirror: %s", error.what)
 
     def sweep(self) -> dict[str, str]:
         """Remove what dead writers left, and look whether everything that counts is there.
