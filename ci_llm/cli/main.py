@@ -25,6 +25,8 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm checkpoints verify PATH                      compare every byte with its digest
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
   ci-llm checkpoints prune RUN --keep N               remove all but the newest N
+  ci-llm checkpoints pull URL --to RUN                bring a run back from its mirror; list, verify and diff take
+  ci-llm checkpoints push RUN URL                     a mirror's URL too; push sends a folder to one
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
   ci-llm generate RUN "prompt" | --file F | -         ask the crowd: its answer, how sure it is, each agent's
   ci-llm chat RUN                                     talk to the crowd

@@ -157,7 +157,7 @@ class FaultProxy:
             first = self._first_listing.setdefault(request.path, (status, headers, answer))
             status, headers, answer = first if fault == "stale" else (status, headers, answer)
         if request.command == "GET" and status == 200 and not listing:
-            answer = _damaged(answer, fault)
+            answer = _damaged(answer, fault, bit=2)
         self._answer(request, status, headers, answer, cut=fault == "cut")
 
     def _ask(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -186,12 +186,13 @@ class FaultProxy:
             request.wfile.write(body[: len(body) // 2] if cut else body)
 
 
-def _damaged(body: bytes, fault: str | None) -> bytes:
+def _damaged(body: bytes, fault: str | None, bit: int = 1) -> bytes:
+    """A body as it arrives; an answer loses another bit than a request, or the two damages would cancel out."""
     if fault == "short":
         return body[: len(body) // 2]
     if fault == "flipped" and body:
         middle = len(body) // 2
-        return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+        return body[:middle] + bytes([body[middle] ^ bit]) + body[middle + 1 :]
     return body
 
 

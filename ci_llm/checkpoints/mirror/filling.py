@@ -12,7 +12,7 @@ from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
-from ci_llm.checkpoints.mirror.mirror import read_token
+from ci_llm.checkpoints.mirror.mirror import read_token, write_token
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.story import restore_story
 from ci_llm.checkpoints.mirror.writer import another_run
@@ -65,6 +65,8 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
         _take(reader, head, found, manager, story)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
+    if token is None and head.run != UNKNOWN_RUN:
+        write_token(folder, head.run)
     return Filled(damage, same_run=True)
 
 

@@ -26,7 +26,7 @@ from ci_llm.checkpoints.mirror.pace import Pace, backoff_s
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.story import send_story
 from ci_llm.checkpoints.mirror.writer import MirrorWriter
-from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class Mirror:
     def _claim_now(self) -> None:
         if not self._claimed:
             self._claim()
-            write_json(self.folder / TOKEN_FILE, {"run": self._writer.head.run})
+            write_token(self.folder, self._writer.head.run)
             self._claimed = True
 
     def _pass(self) -> None:
@@ -303,6 +303,12 @@ class Mirror:
                 f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
             )
         self.on_change(self.state)
+
+
+def write_token(folder: Path, run: str) -> None:
+    """Record to which run of a mirror a folder belongs."""
+    make_folders(folder)
+    write_json(folder / TOKEN_FILE, {"run": run})
 
 
 def read_token(folder: Path) -> str | None:

@@ -49,7 +49,7 @@ class MirrorReader:
         """As `head`. A damaged head is rebuilt from the records, which say everything but whose run it is."""
         damage: Exception | None = None
         version: str | None = None
-        for _ in range(2):  # an answer may be damaged once on its way
+        for _ in range(3):  # an answer may be damaged on its way
             try:
                 data, version = self.objects.get_version(HEAD)
                 return FoundHead(Head.parse(data), version)
@@ -137,6 +137,16 @@ class MirrorReader:
                 logger.warning(f"{error.what}; passed over in the mirror")
                 damage[entry.record] = error.what
         return None, damage
+
+    def damage(self, head: Head) -> dict[str, str]:
+        """Read every byte of the line: what is wrong with it, by the keys of the records. Raises MirrorUnreachable."""
+        found: dict[str, str] = {}
+        for entry in head.line:
+            try:
+                self.open(entry)
+            except DamagedCheckpoint as error:
+                found[entry.record] = error.what
+        return found
 
     def entry(self, head: Head | None, name: str) -> Entry:
         """The entry of a step by its name. Raises CheckpointError: there is none."""
