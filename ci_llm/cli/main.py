@@ -33,6 +33,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm evaluate RUN [--data F] [--failed]           ask agents and crowd the rows of a data set: scores with
                                                       intervals, and a file with every answer
   ci-llm export RUN --to DIR [--merge svd]            write PEFT folders, or one adapter made of all agents
+  ci-llm push RUN --to hub:user/name                  publish the agents on the Hugging Face Hub, with their card
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
@@ -52,6 +53,7 @@ COMMANDS: Final = {
     "chat": "ci_llm.cli.chat:chat",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
+    "push": "ci_llm.cli.push:push",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
 }

@@ -41,7 +41,7 @@ from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
+from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table, solved_example
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
@@ -132,8 +132,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
             run.tell("on_train_end")
         run.manager.wait_until_finished()
         run.log.report_save(run.manager.last_result)
-        if stop is not None:
-            run.mirror.flush_before_kill()
+        run.mirror.settle(stop)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
         attempt.interrupted("signal:SIGINT")
         raise
@@ -144,6 +143,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
         attempt.interrupted(stop)
         leave_page(run.config, run.processes, run.interrupts, run.manager)
         return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
+    if run.processes.is_main and run.config.push_to_hub:
+        push_result(run.config)
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")

@@ -98,6 +98,17 @@ class RunMirror:
         """How far behind it is, for a line of metrics."""
         return {} if self._mirror is None else self._mirror.metrics()
 
+    def settle(self, stop: str | None) -> None:
+        """Send what the run has saved last, before its status says how it ended.
+
+        Args:
+            stop: why it was asked to stop; None: it is complete.
+        """
+        if stop is None:
+            self.flush(AT_THE_END_S)
+        else:
+            self.flush_before_kill()
+
     def flush_before_kill(self) -> None:
         """Send what the run has saved last, as long as the process may be expected to live."""
         patience = self._config.grace_s, self._launch
