@@ -7,16 +7,15 @@ push that was interrupted is called again, and goes on.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ci_llm.checkpoints.folders import FINAL
-from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.checkpoints.manifest import read_manifest, verify_folder
 from ci_llm.checkpoints.mirror.pace import backoff_s
 from ci_llm.cluster.hub import OFFLINE, why_unreachable
 from ci_llm.crowd.pretrained import FILES
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from ci_llm.crowd.merge_methods import Merge
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 PREFIX: Final = "hub:"
 PUBLISHED: Final = (*FILES, "README.md", "agent*/tokenizer*", "agent*/chat_template.jinja")
@@ -72,17 +70,18 @@ def publish(
         CheckpointError: the hub does not answer.
     """
     folder = _final(run)
-    found = [path for pattern in PUBLISHED for path in folder.glob(pattern)]
     verify_folder(folder)
     if (why := why_unreachable()) is not None:
         raise CheckpointError(f"the hub cannot be reached: {why}", where=to or run.name, hint="call it again later")
     hub = _Hub(sleep)
     made = hub.repository((to or run.resolve().name).removeprefix(PREFIX), private)
-    hub.upload(made, folder, f"Step of {run.name}", PUBLISHED)
-    if merge is not None:
-        with TemporaryDirectory() as scratch:
-            hub.upload(made, _merged(run, merge, Path(scratch, MERGED)), f"{merge.name} of all agents", None, MERGED)
-    return Publication(made, hub.url(made), hub.is_private(made), len(found))
+    files = {path.relative_to(folder).as_posix(): path for pattern in PUBLISHED for path in folder.glob(pattern)}
+    with TemporaryDirectory() as scratch:
+        if merge is not None:
+            merged = _merged(run, merge, Path(scratch, MERGED))
+            files |= {f"{MERGED}/{path.name}": path for path in merged.iterdir()}
+        hub.commit(made, files, f"{run.resolve().name}, step {read_manifest(folder).step}")
+    return Publication(made, hub.url(made), hub.is_private(made), len(files))
 
 
 def _final(run: Path) -> Path:
@@ -111,49 +110,43 @@ class _Hub:
 
     def repository(self, name: str, private: bool) -> str:
         """Make a repository, or find it; returns `user/name`."""
-        return self._try(name, lambda: self._api.create_repo(name, private=private, exist_ok=True).repo_id)
+        return self._asked(name, lambda: self._api.create_repo(name, private=private, exist_ok=True).repo_id)
 
-    def upload(self, to: str, folder: Path, message: str, patterns: tuple[str, ...] | None, place: str = "") -> None:
-        """One commit with the files of a folder; those that the hub has got already are not sent again."""
-        self._try(
-            to,
-            lambda: self._api.upload_folder(
-                repo_id=to,
-                folder_path=folder,
-                path_in_repo=place or None,
-                commit_message=message,
-                allow_patterns=None if patterns is None else list(patterns),
-            ),
-        )
+    def commit(self, to: str, files: Mapping[str, Path], message: str) -> None:
+        """One commit with all files; what the hub has got already is not sent again."""
+        from huggingface_hub import CommitOperationAdd
+
+        added = [CommitOperationAdd(name, path) for name, path in files.items()]
+        self._asked(to, lambda: self._api.create_commit(to, added, commit_message=message))
 
     def is_private(self, name: str) -> bool:
-        return self._try(name, lambda: bool(self._api.repo_info(name).private))
+        return self._asked(name, lambda: bool(self._api.repo_info(name).private))
 
     def url(self, name: str) -> str:
         return f"{self._api.endpoint}/{name}"
 
-    def _try(self, name: str, ask: Callable[[], T]) -> T:
-        import httpx
+    def _asked(self, name: str, ask: Callable[[], T]) -> T:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-        for failures in range(1, TRIES + 1):
+        # The second is what the client of the library raises, httpx or httpx2, where no answer comes.
+        failing: tuple[type[Exception], ...] = (HfHubHTTPError, HfHubHTTPError.__mro__[1], OSError)
+        where, failures = f"{PREFIX}{name}", 0
+        while True:
             try:
                 return ask()
             except (HFValidationError, LocalTokenNotFoundError) as error:
-                raise BadInput(str(error).splitlines()[0], where=f"{PREFIX}{name}", hint=_LOGIN) from error
-            except HfHubHTTPError as error:
-                status = error.response.status_code if error.response is not None else 0
-                if status in _REFUSALS:
-                    what = f"the hub refuses ({status}): {str(error).splitlines()[0]}"
-                    raise BadInput(what, where=f"{PREFIX}{name}", hint=_LOGIN) from error
-                last: Exception = error
-            except (httpx.HTTPError, OSError) as error:
-                last = error
-            logger.info(f"hub       {type(last).__name__}; tried again ({failures} of {TRIES})")
+                raise BadInput(str(error).splitlines()[0], where=where, hint=_LOGIN) from error
+            except failing as error:
+                response = getattr(error, "response", None)
+                if response is not None and response.status_code in _REFUSALS:
+                    what = f"the hub refuses ({response.status_code}): {str(error).splitlines()[0]}"
+                    raise BadInput(what, where=where, hint=_LOGIN) from error
+                failures += 1
+                if failures == TRIES:
+                    what = f"the hub does not take it: {str(error).splitlines()[0]}"
+                    raise CheckpointError(what, where=where, hint="call it again later: it goes on") from error
             self._sleep(backoff_s(failures, hurry=False))
-        hint = "call it again: what the hub has got is not sent again"
-        raise CheckpointError(f"the hub does not take it: {last}", where=f"{PREFIX}{name}", hint=hint) from last
 
 
-_REFUSALS: Final = frozenset({400, 401, 403, 404, 409, 422})
+_REFUSALS: Final = frozenset({400, 401, 403, 404, 422})
 _LOGIN: Final = f"log in with `hf auth login`, or set HF_TOKEN to a token that may write; {OFFLINE} must not be set"

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ci_llm.checkpoints.manifest import digest
-from ci_llm.checkpoints.mirror.objects import Conflict, Missing
+from ci_llm.checkpoints.mirror.objects import Conflict, Missing, Version
 from ci_llm.core.durable import PARTIAL, make_folders, write_bytes
 from ci_llm.errors import CiLlmError, MirrorUnreachable
 
@@ -32,9 +32,9 @@ class FolderObjects:
         except OSError as error:
             raise self._unreachable("read", key, error) from error
 
-    def get_version(self, key: str) -> tuple[bytes, str]:
+    def get_version(self, key: str) -> tuple[bytes, Version]:
         data = self.get(key)
-        return data, digest([data])
+        return data, {"e_tag": digest([data])}
 
     def put(self, key: str, data: bytes) -> None:
         path = self._root / key
@@ -44,10 +44,10 @@ class FolderObjects:
         except OSError as error:
             raise self._unreachable("write", key, error) from error
 
-    def swap(self, key: str, data: bytes, version: str | None) -> None:
+    def swap(self, key: str, data: bytes, version: Version | None) -> None:
         with self._locked(key):
             try:
-                now: str | None = self.get_version(key)[1]
+                now: Version | None = self.get_version(key)[1]
             except Missing:
                 now = None
             if now != version:

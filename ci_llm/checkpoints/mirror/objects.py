@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, MirrorUnreachable
 
 if TYPE_CHECKING:
+    from obstore import UpdateVersion
     from obstore.store import ObjectStore
 
 SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
@@ -41,6 +42,12 @@ class Conflict(Exception):
     """A conditional put found another object than it expected."""
 
 
+#: What a store says about one version of an object: an `e_tag`, a `version`, or both.
+Version: TypeAlias = "Mapping[str, str]"
+#: No object has ever had this version.
+NO_VERSION: Final[Version] = {"e_tag": '"9999999999999999"', "version": "1"}
+
+
 class Objects(Protocol):
     """One prefix of a store. Every method raises MirrorUnreachable where the store fails or refuses."""
 
@@ -49,13 +56,13 @@ class Objects(Protocol):
     def get(self, key: str) -> bytes:
         """The whole object. Raises Missing."""
 
-    def get_version(self, key: str) -> tuple[bytes, str]:
+    def get_version(self, key: str) -> tuple[bytes, Version]:
         """The whole object, and what `swap` must know to replace this very one. Raises Missing."""
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, whatever is there."""
 
-    def swap(self, key: str, data: bytes, version: str | None) -> None:
+    def swap(self, key: str, data: bytes, version: Version | None) -> None:
         """Write an object only if it is still that of `version`; with None, only if there is none. Raises Conflict."""
 
     def size(self, key: str) -> int | None:
@@ -156,12 +163,13 @@ class RemoteObjects:
     def get(self, key: str) -> bytes:
         return self.get_version(key)[0]
 
-    def get_version(self, key: str) -> tuple[bytes, str]:
+    def get_version(self, key: str) -> tuple[bytes, Version]:
         import obstore
 
         try:
             found = obstore.get(self._store, key)
-            return bytes(found.bytes()), str(found.meta["e_tag"])
+            told = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
+            return bytes(found.bytes()), {name: value for name, value in told.items() if value is not None}
         except FileNotFoundError as error:
             raise Missing(key) from error
         except self._failures as error:
@@ -175,7 +183,7 @@ class RemoteObjects:
         except self._failures as error:
             raise self._unreachable("write", key, error) from error
 
-    def swap(self, key: str, data: bytes, version: str | None) -> None:
+    def swap(self, key: str, data: bytes, version: Version | None) -> None:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -184,7 +192,7 @@ class RemoteObjects:
                 self._store,
                 key,
                 data,
-                mode="create" if version is None else {"e_tag": version},
+                mode="create" if version is None else cast("UpdateVersion", dict(version)),
                 use_multipart=False,
             )
         except (AlreadyExistsError, PreconditionError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.manifest import Manifest, digest
 from ci_llm.checkpoints.mirror.head import HEAD, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
-from ci_llm.checkpoints.mirror.objects import Missing, Objects, without_secrets
+from ci_llm.checkpoints.mirror.objects import Missing, Objects, Version, without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class FoundHead:
     """
 
     head: Head | None
-    version: str | None
+    version: Version | None
     is_rebuilt: bool = False
 
 
@@ -48,7 +48,7 @@ class MirrorReader:
     def find_head(self) -> FoundHead:
         """As `head`. A damaged head is rebuilt from the records, which say everything but whose run it is."""
         damage: Exception | None = None
-        version: str | None = None
+        version: Version | None = None
         for _ in range(3):  # an answer may be damaged on its way
             try:
                 data, version = self.objects.get_version(HEAD)

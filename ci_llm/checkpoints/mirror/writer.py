@@ -17,7 +17,7 @@ import xxhash
 
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
 from ci_llm.checkpoints.mirror.head import BLOCKS, HEAD, RECORDS, UNKNOWN_RUN, Block, Entry, Head, Record, blocks_of
-from ci_llm.checkpoints.mirror.objects import Conflict, Missing, Objects
+from ci_llm.checkpoints.mirror.objects import NO_VERSION, Conflict, Missing, Objects, Version
 from ci_llm.checkpoints.mirror.reader import FoundHead, MirrorReader
 from ci_llm.core.durable import read_chunks
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
@@ -53,7 +53,7 @@ class MirrorWriter:
     ) -> None:
         self._objects, self._check, self._pace = objects, check, pace
         self._reader = MirrorReader(objects, pace)
-        self._version: str | None = None
+        self._version: Version | None = None
         self._there: dict[tuple[str, int], Block] = {}
         self._records: dict[str, Record] = {}
         self.head = Head(run=UNKNOWN_RUN)
@@ -87,9 +87,22 @@ class MirrorWriter:
             new = new.quarantined(damage or {}).going_back(going_on_from).stamped()
             with contextlib.suppress(Conflict):
                 self._put_head(new, found.version)
+                self._require_conditions(new)
                 self._know(new)
                 return
         raise MirrorUnreachable("other writers claim this mirror again and again", where=self._reader.url)
+
+    def _require_conditions(self, head: Head) -> None:
+        """Refuse a store that takes a conditional put although the condition does not hold. The put changes nothing."""
+        try:
+            self._objects.swap(HEAD, head.dump(), NO_VERSION)
+        except Conflict:
+            return
+        raise CheckpointError(
+            "this store ignores the condition of a put, so that two writers could mix",
+            where=self._reader.url,
+            hint="take a store with conditional writes (If-Match), or a newer version of this one",
+        )
 
     def _know(self, head: Head) -> None:
         """Learn from the records which blocks are there. What is kept aside may be damaged: its blocks do not count."""
@@ -176,7 +189,7 @@ class MirrorWriter:
         self._put_head(new.stamped(), self._version)
         self._remove(before - self._referred(self.head))
 
-    def _put_head(self, new: Head, version: str | None) -> None:
+    def _put_head(self, new: Head, version: Version | None) -> None:
         """Replace the head of a version. Raises Conflict at a claim, LostClaim later."""
         data = new.dump()
         error: Exception | None = None
