@@ -25,7 +25,7 @@ from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, attempts_wi
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import RunStatus
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CiLlmError, GivenUp, PeerLost
+from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 
@@ -188,6 +188,23 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
+
+
+def require_written(manager: CheckpointManager, processes: Processes) -> None:
+    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
+
+    Raises:
+        CheckpointError: on every process.
+    """
+    manager.wait_until_finished()
+    result = manager.last_result
+    cause = processes.broadcast_object(result.cause if result else None)
+    if cause is not None:  # the manager has logged what was dropped, and why
+        raise CheckpointError(
+            "the run is not complete: what it wrote last is not on the disk",
+            where=str(manager.directory),
+            hint="make space on this disk; the same command goes on from the last checkpoint",
+        ) from cause
 
 
 def end_at_once(code: int, error: BaseException | None) -> None:
