@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.checkpoints.mirror.objects import is_url
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.mirrors import located
+from ci_llm.core.urls import is_url
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ PUSH_S = 24 * 3600.0
 
 def path_or_url(text: str) -> Path | str:
     """The type of an argument that may be a folder or the URL of a mirror."""
-    from ci_llm.checkpoints.mirror.objects import is_url
+    from ci_llm.core.urls import is_url
 
     return text if is_url(text) else Path(text)
 
@@ -28,7 +28,7 @@ def located(run: str) -> str:
     Raises:
         BadInput: it is no URL of a mirror. CheckpointError: there is no checkpoint that verifies.
     """
-    from ci_llm.checkpoints.mirror.objects import is_url
+    from ci_llm.core.urls import is_url
 
     if not is_url(run):
         return run

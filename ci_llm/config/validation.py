@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ci_llm.config.schema import NO_EFFECT
+from ci_llm.core.urls import is_url, why_no_mirror
 
 if TYPE_CHECKING:
     from ci_llm.config import Config
@@ -53,6 +54,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
             "set mixed_precision to no, or model_dtype to fp32",
         )
     yield from _data_clashes(c)
+    yield from _mirror_clashes(c)
     for key in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(c, key) and c.eval_steps is None:
             yield Clash(
@@ -83,6 +85,14 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"experiment_name {c.experiment_name!r} is a path; it names a folder inside output_dir",
             "write a plain name, and the path as output_dir",
         )
+
+
+def _mirror_clashes(c: Config) -> Iterator[Clash]:
+    """A URL that is none of a mirror, or would put a secret into every log."""
+    for key in ("mirror", "resume_from_checkpoint", "restart_from"):
+        value = getattr(c, key)
+        if (value if key == "mirror" else is_url(value)) and (problem := why_no_mirror(value)):
+            yield Clash((key,), *problem)
 
 
 def _data_clashes(c: Config) -> Iterator[Clash]:

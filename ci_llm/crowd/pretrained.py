@@ -19,9 +19,9 @@ from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.folders import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
 from ci_llm.checkpoints.mirror.local_copy import local_copy
-from ci_llm.checkpoints.mirror.objects import is_url
 from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.cluster.hub import fetch, may_be_on_hub
+from ci_llm.core.urls import is_url
 from ci_llm.crowd.base import Base, fingerprint_of, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, tokenizer_files

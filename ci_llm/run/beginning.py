@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from ci_llm.checkpoints.folders import FINAL, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.objects import is_url
 from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.urls import is_url
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
 from ci_llm.run.resume import Source, newest_source, open_source

@@ -39,7 +39,7 @@ from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_m
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
-from ci_llm.run.mirroring import RunMirror
+from ci_llm.run.mirroring import RunMirror, require_store
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table
 from ci_llm.run.result import Result, conclusion_of
@@ -72,6 +72,7 @@ def run_job(
     check_folder(folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
+    require_store(config)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
     log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(

@@ -14,6 +14,7 @@ from typing import Any, Final
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.mirror.filling import Filled, fill
 from ci_llm.checkpoints.mirror.mirror import Mirror, MirrorState
+from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.distributed.processes import Processes
@@ -32,6 +33,12 @@ STORY: Final = (
 AT_THE_END_S: Final = 600.0
 AFTER_A_FAILURE_S: Final = 30.0
 MARGIN_S: Final = 1.0
+
+
+def require_store(config: Config) -> None:
+    """Refuse a mirror whose store this installation cannot speak to, before anything is loaded. Raises BadInput."""
+    if config.mirror is not None:
+        open_objects(config.mirror)
 
 
 class RunMirror:

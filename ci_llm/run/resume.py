@@ -20,11 +20,11 @@ from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.checkpoints.mirror.local_copy import local_copy
-from ci_llm.checkpoints.mirror.objects import is_url
 from ci_llm.checkpoints.votes import EachProcess
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.core import determinism
+from ci_llm.core.urls import is_url
 from ci_llm.crowd.base import Base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd

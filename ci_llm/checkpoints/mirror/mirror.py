@@ -21,12 +21,13 @@ from typing import Any, Final
 from ci_llm.checkpoints.folders import FINAL, committed
 from ci_llm.checkpoints.manifest import MANIFEST
 from ci_llm.checkpoints.mirror.head import Head
-from ci_llm.checkpoints.mirror.objects import open_objects, without_secrets
+from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.checkpoints.mirror.pace import Pace, backoff_s
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.story import send_story
 from ci_llm.checkpoints.mirror.writer import MirrorWriter
 from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.urls import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
 
 logger = logging.getLogger(__name__)

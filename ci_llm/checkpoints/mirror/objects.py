@@ -16,13 +16,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
+from ci_llm.core.urls import why_no_mirror
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, MirrorUnreachable
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
     from obstore.store import ObjectStore
 
-SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
 EXTRA: Final = "pip install 'ci-llm[mirror]'"
 #: One request: an object has a few megabytes at most.
 REQUEST_S: Final = 60
@@ -30,8 +30,6 @@ CONNECT_S: Final = 10
 #: The library repeats a failed request this often by itself; what fails for longer is the mirror's business.
 RETRIES: Final = 3
 RETRY_S: Final = 15
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 class Missing(Exception):
@@ -75,37 +73,15 @@ class Objects(Protocol):
         """Key and size of every object below `prefix`, perhaps as things were a while ago."""
 
 
-def is_url(text: object) -> bool:
-    """Whether a text has the form of a URL, and so is no path."""
-    return isinstance(text, str) and _URL.match(text) is not None
-
-
-def without_secrets(url: str) -> str:
-    """A URL as it may be shown: without user, password, query and fragment."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{re.split('[?#]', rest)[0].rpartition('@')[2]}"
-
-
 def check_url(url: str, where: str) -> str:
     """The URL of a mirror, without a slash at its end.
 
     Raises:
         ConfigError: it is none, or it carries credentials, which must come from the environment.
     """
-    parts = urlsplit(url) if is_url(url) else None
-    if parts is None or parts.scheme not in SCHEMES:
-        hint = f"give a URL such as s3://bucket/prefix; schemes: {', '.join(SCHEMES)}"
-        if parts is not None and parts.scheme == "hf":
-            hint = "a bucket of the hub is reached by S3: s3://NAME with AWS_ENDPOINT_URL; push_to_hub publishes a run"
-        raise ConfigError(f"{without_secrets(url)!r} is not the URL of a mirror", where=where, hint=hint)
-    if ("@" in parts.netloc and parts.scheme not in ("abfs", "abfss")) or parts.query or parts.password is not None:
-        raise ConfigError(
-            "the URL of a mirror must not carry credentials",
-            where=f"{where}: {without_secrets(url)}",
-            hint="set them in the environment, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        )
-    if not parts.path.strip("/") and parts.scheme == "file":
-        raise ConfigError("the mirror must have a folder of its own", where=where, hint="file:///path/of/the/mirror")
+    if problem := why_no_mirror(url):
+        what, hint = problem
+        raise ConfigError(what, where=where, hint=hint)
     return url.rstrip("/")
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.manifest import Manifest, digest
 from ci_llm.checkpoints.mirror.head import HEAD, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
-from ci_llm.checkpoints.mirror.objects import Missing, Objects, Version, without_secrets
+from ci_llm.checkpoints.mirror.objects import Missing, Objects, Version
+from ci_llm.core.urls import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 logger = logging.getLogger(__name__)

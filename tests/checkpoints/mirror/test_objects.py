@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.checkpoints.mirror.objects import Conflict, Missing, check_url, is_url, open_objects, without_secrets
+from ci_llm.checkpoints.mirror.objects import Conflict, Missing, check_url, open_objects
 from ci_llm.checkpoints.mirror.pace import LONGEST_S, Pace, backoff_s
+from ci_llm.core.urls import is_url, without_secrets
 from ci_llm.errors import BadInput, ConfigError
 
 
