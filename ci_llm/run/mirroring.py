@@ -33,6 +33,8 @@ STORY: Final = (
 AT_THE_END_S: Final = 600.0
 AFTER_A_FAILURE_S: Final = 30.0
 MARGIN_S: Final = 1.0
+#: Of the grace: the status of an interrupted run must be written in any case, even if the store does not answer.
+SHARE_BEFORE_STATUS: Final = 0.6
 
 
 def require_store(config: Config) -> None:
@@ -114,12 +116,12 @@ class RunMirror:
         if stop is None:
             self.flush(AT_THE_END_S)
         else:
-            self.flush_before_kill()
+            self.flush_before_kill(SHARE_BEFORE_STATUS)
 
-    def flush_before_kill(self) -> None:
-        """Send what the run has saved last, as long as the process may be expected to live."""
+    def flush_before_kill(self, share: float = 1.0) -> None:
+        """Send what the run has saved last, for a share of the time that the process may be expected to live."""
         patience = self._config.grace_s, self._launch
-        self.flush(expected_kill(self._interrupts, *patience, None) - MARGIN_S - time.monotonic())
+        self.flush(share * (expected_kill(self._interrupts, *patience, None) - MARGIN_S - time.monotonic()))
 
     def flush(self, seconds: float) -> None:
         """Send all that is there, the newest step first, for so many seconds at most."""

@@ -138,7 +138,10 @@ class Mirror:
             return True
         self._pace.hurry.set()
         self.wake()
-        return self._idle.wait(timeout_s) and self.state.error is None
+        done = self._idle.wait(timeout_s)
+        if not self._over.is_set():
+            self._pace.hurry.clear()
+        return done and self.state.error is None
 
     def close(self) -> None:
         """End the thread, whatever it is doing."""
