@@ -10,7 +10,7 @@ import pytest
 from ci_llm.checkpoints.mirror.objects import Conflict, Missing, check_url, open_objects
 from ci_llm.checkpoints.mirror.pace import LONGEST_S, Pace, backoff_s
 from ci_llm.core.urls import is_url, without_secrets
-from ci_llm.errors import BadInput, ConfigError
+from ci_llm.errors import BadInput, ConfigError, MirrorUnreachable
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
@@ -91,3 +91,42 @@ def test_tries_come_later_and_later_but_not_before_a_kill() -> None:
     assert all(0.5 <= backoff_s(1, hurry=False) <= 1.0 for _ in range(20))
     assert all(LONGEST_S / 2 <= backoff_s(50, hurry=False) <= LONGEST_S for _ in range(20))
     assert all(backoff_s(50, hurry=True) <= 1.0 for _ in range(20))
+
+
+ASKED = {
+    "get": lambda store: store.get("key"),
+    "put": lambda store: store.put("key", b"1"),
+    "swap": lambda store: store.swap("key", b"1", None),
+    "size": lambda store: store.size("key"),
+    "list": lambda store: list(store.list("key")),
+    "delete": lambda store: store.delete(["key"]),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_store_that_does_not_answer_is_one_error_without_secrets(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.checkpoints.mirror.objects.RETRIES", 0)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(MirrorUnreachable, match="the store does not let us") as failed:
+        ASKED[asked](open_objects("s3://bucket/run"))
+    assert "very-secret" not in str(failed.value)
+    assert "AWS_ENDPOINT_URL" in str(failed.value)
+
+
+@pytest.mark.parametrize("asked", ["get", "put", "swap", "delete"])
+def test_a_folder_that_cannot_be_used_is_the_same_error(asked: str, tmp_path: Path) -> None:
+    (tmp_path / "mirror" / "key" / "below").mkdir(parents=True)
+    if asked in ("put", "swap"):
+        (tmp_path / "file").write_text("no folder")
+        store = open_objects(f"file://{tmp_path}/file")
+    else:
+        store = open_objects(f"file://{tmp_path}/mirror")
+    with pytest.raises(MirrorUnreachable, match="the folder does not let us"):
+        ASKED[asked](store)
+
+
+def test_a_url_that_the_library_does_not_take_is_refused() -> None:
+    with pytest.raises(BadInput, match="cannot be opened"):
+        open_objects("az://")
