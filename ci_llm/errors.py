@@ -9,6 +9,7 @@ CiLlmError                  exit 1
 ├── CheckpointError         a checkpoint cannot be written or read
 │   ├── DamagedCheckpoint   verification failed: a digest, a size, a missing file
 │   ├── ForeignCheckpoint   exit 2: whole, but of another run: other K, rank, base, data
+│   ├── MirrorUnreachable   the object store of a mirror does not answer, or refuses
 │   └── WriterBusy          exit 2: another live process owns this output folder
 ├── PeerLost                another process of the run is gone or silent
 └── GivenUp                 the run cannot recover by itself: a supervisor or a person must act
@@ -78,6 +79,10 @@ class ForeignCheckpoint(CheckpointError):
     """The checkpoint is whole but belongs to another run."""
 
     exit_code = 2
+
+
+class MirrorUnreachable(CheckpointError):
+    """The object store of a mirror does not answer, or refuses."""
 
 
 class WriterBusy(CheckpointError):

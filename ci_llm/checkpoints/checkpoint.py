@@ -11,7 +11,7 @@ from typing import Any
 
 from ci_llm.checkpoints.commit import commit, require_space
 from ci_llm.checkpoints.folders import FINAL, Opened, committed, is_named_checkpoint, open_folder
-from ci_llm.checkpoints.manifest import MANIFEST, Manifest
+from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest
 from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
 from ci_llm.core.durable import DISK, Filesystem, make_folders, remove_tree
 from ci_llm.errors import CheckpointError
@@ -70,15 +70,22 @@ def write_checkpoint(
     snapshot = take_snapshot(state)
     records = {name: image.record() for name, image in snapshot.files.items()}
     manifest = Manifest(step, 0, time.time(), snapshot.forms, records, info or {})
+    write_files_as(folder, manifest, snapshot.files, disk=disk)
+    return manifest
+
+
+def write_files_as(
+    folder: Path, manifest: Manifest, files: Mapping[str, FileImage], *, disk: Filesystem = DISK
+) -> None:
+    """Commit `files` as `folder`, under a manifest that is theirs. Raises CheckpointError: the disk failed."""
     work = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
     try:
         make_folders(folder.parent, disk=disk)
         require_space(folder.parent, manifest, disk)
         disk.mkdir(work)
         try:
-            commit(folder, snapshot.files, manifest, work, disk)
+            commit(folder, files, manifest, work, disk)
         finally:
             remove_tree(work, disk=disk)
     except OSError as error:
         raise CheckpointError(f"{folder.name} cannot be written: {error}", where=str(folder)) from error
-    return manifest

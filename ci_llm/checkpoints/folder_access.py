@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.checkpoints.orbax_arguments import state_of
 from ci_llm.checkpoints.policy import Metrics, RetentionPolicy, metrics_of
 from ci_llm.checkpoints.restore import put
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.store import CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import SaveVote
 from ci_llm.distributed.side_channel import ProcessGroup
 from ci_llm.errors import CheckpointError
@@ -36,6 +36,9 @@ class FolderAccess:
     _known_newest: list[int | None]
     _opened: Opened | None
     _verified_step: int | None
+    _begun: int | None
+    #: Called with every result, in the thread that saved: a mirror looks at the folder then.
+    after_save: Callable[[SaveResult], object] = staticmethod(lambda result: None)
 
     def wait_until_finished(self) -> None:
         raise NotImplementedError
@@ -157,6 +160,17 @@ class FolderAccess:
     def reload(self) -> None:
         """Look at the folder anew at the next call, because somebody else has changed it. On every process."""
         self._forget_newest()
+
+    def adopt(self, opened: Opened) -> None:
+        """Commit a checkpoint that was read elsewhere, under its own name and as it is. For process 0.
+
+        Raises:
+            CheckpointError: the disk refuses it.
+        """
+        self._require_open(writing=True)
+        self._forget_newest()
+        if cause := self._store.adopt(opened, opened.folder.name):
+            raise CheckpointError(f"{opened.folder.name} is dropped: {cause}", where=str(self.directory)) from cause
 
     def supersede(self, after_step: int) -> list[Path]:
         """Going back: move every newer checkpoint to `superseded/`. On every process; process 0 does it.

@@ -238,6 +238,13 @@ def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:
     return draft.stat().st_mtime
 
 
+def count_on_from(directory: Path, attempt: int, *, disk: Filesystem = DISK) -> None:
+    """Let the next attempt have a number above `attempt`, which the run had reached in another folder."""
+    make_folders(directory, disk=disk)
+    if max((_number(path) for path in directory.iterdir() if _NUMBERED.match(path.name)), default=0) < attempt:
+        disk.mkdir(directory / f".attempt-{attempt}")  # an attempt without a work folder has ended
+
+
 def _take(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
     """Give a prepared folder the next number by a rename, which only one attempt can win."""
     draft = _prepare(directory, token, owner, disk)

@@ -140,12 +140,10 @@ class CheckpointManager(FolderAccess):
         self._async_saver = AsyncSaver(optimizers) if rules.async_save else None
         if self._async_saver is not None:
             weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
-        self._clock = clock
-        self._tried_at = clock()
+        self._clock, self._tried_at = clock, clock()
         #: The newest step as this manager knows it, in a list; an empty list where it has to look.
         self._known_newest: list[int | None] = []
-        self._opened, self._verified_step = None, None
-        self._begun: int | None = None
+        self._opened = self._verified_step = self._begun = None
 
     # Saving
 
@@ -417,4 +415,5 @@ class CheckpointManager(FolderAccess):
         self.last_result = result
         if result.note and self._is_main:
             logger.log(logging.WARNING if result.saved or result.cause else logging.INFO, result.note)
+        self.after_save(result)
         return result.saved

@@ -296,7 +296,8 @@ class CheckpointStore:
         final = self.directory / FINAL
         if (opened := self.open_newest()) is None:
             raise CheckpointError("no step is committed to make it from", where=str(final))
-        if opened.folder == final and (cause := self._copy_out(opened)):
+        own = step_folder(self.directory, opened.manifest.step).name
+        if opened.folder == final and (cause := self.adopt(opened, own)):  # nobody else has it meanwhile
             return _not_saved(final, opened.manifest.step, cause, began)
         if step not in (None, opened.manifest.step):
             opened = self.read(step)
@@ -310,10 +311,10 @@ class CheckpointStore:
             return _not_saved(final, manifest.step, cause, began)
         return SaveResult(manifest.step, True, "", whole.nbytes, time.monotonic() - began)
 
-    def _copy_out(self, final: Opened) -> Exception | None:
-        """Give the final checkpoint's step a folder of its own: nobody else has it while the final one is replaced."""
-        files = {name: FileImage((data,)) for name, data in final.files.items()}
-        return self._commit(step_folder(self.directory, final.manifest.step), files, final.manifest)
+    def adopt(self, opened: Opened, name: str) -> Exception | None:
+        """Commit what was read, as it is, under this name; returns the error that dropped it. Raises WriterBusy."""
+        files = {key: FileImage((data,)) for key, data in opened.files.items()}
+        return self._commit(self.directory / name, files, opened.manifest)
 
     def supersede(self, after_step: int) -> list[Path]:
         """Move every checkpoint newer than `after_step` to `superseded/`; returns where they are now.

@@ -66,9 +66,6 @@ def require_run(path: str, base_model: str | None) -> None:
     from ci_llm.cluster.hub import may_be_on_hub
     from ci_llm.core.run_status import last_status, read_status
 
-    if "://" in path:
-        hint = "copy the checkpoint to this machine, and give its folder"
-        raise BadInput("a crowd is opened from a folder on a disk", where=path, hint=hint)
     if not Path(path).is_dir():
         hint = "give the output_dir of a run, or a checkpoint such as RUN/final_checkpoint"
         if may_be_on_hub(path):

@@ -12,6 +12,7 @@ from ci_llm.cli.answer_text import beside, how_sure
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.asking import add_options, choices_of, lines_of, note, open_run, require_run, stop_strings
 from ci_llm.cli.guard import print_error
+from ci_llm.cli.mirrors import located
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def chat(words: Sequence[str]) -> int:
     add_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
     call = parser.parse_args(words)
+    call.run = located(call.run)
     require_run(call.run, call.base_model)
     choices, stops = choices_of(call), stop_strings(call)
     crowd = open_run(call.run, call.base_model)

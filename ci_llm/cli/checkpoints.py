@@ -1,4 +1,4 @@
-"""`ci-llm checkpoints`: list, verify, diff, prune and import checkpoints, and print the result."""
+"""`ci-llm checkpoints`: list, verify, diff, prune, import, pull and push checkpoints, and print the result."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ci_llm.cli import mirrors
 from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.mirrors import path_or_url
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
 LINES_SHOWN = 20
 
-_DESCRIPTION = "List checkpoints, compare them, remove old ones, and make a crowd of PEFT adapters."
+_DESCRIPTION = "List checkpoints, compare them, remove old ones, move them to and from a mirror, import PEFT adapters."
 _EXAMPLES = {
     "list": "ci-llm checkpoints list ci_llm_output",
     "verify": "ci-llm checkpoints verify ci_llm_output/checkpoint_step_100",
     "diff": "ci-llm checkpoints diff straight/final_checkpoint resumed/final_checkpoint",
     "prune": "ci-llm checkpoints prune ci_llm_output --keep 2 --dry-run",
+    "pull": "ci-llm checkpoints pull s3://bucket/run --to ci_llm_output",
+    "push": "ci-llm checkpoints push ci_llm_output s3://bucket/run",
     "import": "ci-llm checkpoints import old_run/agents --to imported --base-model google/gemma-2-2b",
 }
 _EXIT_CODES = """
@@ -58,24 +62,32 @@ def _parser() -> argparse.ArgumentParser:
     listing = verb(
         "list", "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
     )
-    listing.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")
+    listing.add_argument("run", type=path_or_url, metavar="RUN", help="the output_dir of a run, or a mirror's URL")
     listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
     verifying = verb("verify", "compare every byte of a checkpoint, or of all of a run, with its digest")
-    verifying.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the output_dir of a run")
+    verifying.add_argument(
+        "path", type=path_or_url, metavar="PATH", help="a checkpoint, the output_dir of a run, or a mirror's URL"
+    )
     diff = verb("diff", "compare two checkpoints bit by bit")
-    diff.add_argument("one", type=Path, metavar="A", help="a checkpoint, or a run for its newest")
-    diff.add_argument("other", type=Path, metavar="B", help="another")
+    diff.add_argument("one", type=path_or_url, metavar="A", help="a checkpoint, or a run or mirror for its newest")
+    diff.add_argument("other", type=path_or_url, metavar="B", help="another")
     prune = verb("prune", "remove all but the newest checkpoints that verify; refused while a run writes")
     prune.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many to keep, at least 1")
     prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+    pulling = verb("pull", "bring a mirror's newest step that verifies, with logs and metrics, or the step of the URL")
+    pulling.add_argument("url", metavar="URL", help="a mirror, or URL/checkpoint_step_100 of one")
+    pulling.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the output_dir that goes on from it")
+    pushing = verb("push", "send what a run's folder holds to a mirror, and heal what is damaged there")
+    pushing.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that does not run now")
+    pushing.add_argument("url", metavar="URL", help="the mirror")
     importing = verb("import", "make one crowd of PEFT adapters, or of agents of the first CI-LLM")
     importing.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="a folder with one adapter or more")
     importing.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where; must not exist yet")
     importing.add_argument(
         "--base-model", metavar="NAME", help="hub id or folder; by default the base that the adapters name"
     )
-    for each in (listing, verifying, diff, prune, importing):
+    for each in (listing, verifying, diff, prune, pulling, pushing, importing):
         each.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     return parser
 
@@ -83,7 +95,11 @@ def _parser() -> argparse.ArgumentParser:
 def _list(call: argparse.Namespace) -> int:
     from ci_llm.checkpoints.catalog import list_checkpoints
 
-    entries = list_checkpoints(call.run, read_all=not call.quick)
+    read_all = not call.quick
+    is_mirror = isinstance(call.run, str)
+    entries = (
+        mirrors.entries_of(call.run, read_all=read_all) if is_mirror else list_checkpoints(call.run, read_all=read_all)
+    )
     if call.json:
         _print_json({"checkpoints": [asdict(entry) for entry in entries]})
         return 0
@@ -105,6 +121,8 @@ def _list(call: argparse.Namespace) -> int:
 
 
 def _verify(call: argparse.Namespace) -> int:
+    if isinstance(call.path, str):
+        return _verify_mirror(call)
     from ci_llm.checkpoints.catalog import current_line
     from ci_llm.checkpoints.folders import is_named_checkpoint
     from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
@@ -128,6 +146,39 @@ def _verify(call: argparse.Namespace) -> int:
     elif damage:
         raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
     return 1 if damage else 0
+
+
+def _verify_mirror(call: argparse.Namespace) -> int:
+    verified, damage = mirrors.verify(call.path)
+    if call.json:
+        _print_json({"verified": verified, "damaged": damage})
+        return 1 if damage else 0
+    for name in verified:
+        print(f"{name}: verified")
+    if damage:
+        raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
+    return 0
+
+
+def _pull(call: argparse.Namespace) -> int:
+    told = mirrors.pull(call)
+    if call.json:
+        _print_json(told)
+    else:
+        step = f"step {told['step']}, " if "step" in told else ""
+        print(f"{told['folder']}: {step}verified")
+    return 0
+
+
+def _push(call: argparse.Namespace) -> int:
+    told = mirrors.push(call)
+    if call.json:
+        _print_json(told)
+        return 0
+    print(f"{told['url']}: step {told['step']} is the newest, {told['sent_bytes']:,} bytes sent")
+    for damage in told["healed"]:
+        print(f"healed: {damage}")
+    return 0
 
 
 def _diff(call: argparse.Namespace) -> int:
@@ -197,14 +248,17 @@ def _import(call: argparse.Namespace) -> int:
     return 0
 
 
-def _checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: the folder itself, or the newest of a run.
+def _checkpoint(path: Path | str) -> Path:
+    """The checkpoint at a path or URL: the folder itself, or the newest of a run.
 
     Raises:
         BadInput: it is neither.
     """
     from ci_llm.checkpoints.checkpoint import find_checkpoint
+    from ci_llm.checkpoints.mirror.local_copy import local_copy
 
+    if isinstance(path, str):
+        return local_copy(path, "URL")
     if (found := find_checkpoint(path)) is None:
         raise _no_checkpoint(path)
     return found

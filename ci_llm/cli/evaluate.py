@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.mirrors import located
+from ci_llm.core.urls import is_url
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ def evaluate_run(words: Sequence[str]) -> int:
     from ci_llm.cli.asking import require_run
     from ci_llm.cluster.hub import go_offline_if_unreachable
 
+    if is_url(call.run):
+        call.run, call.output = located(call.run), call.output or Path("predictions.jsonl")
     require_run(call.run, call.base_model)
     if call.data:
         go_offline_if_unreachable(call.data)

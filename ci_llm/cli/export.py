@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.asking import go_offline_if_base_unreachable
+from ci_llm.cli.mirrors import located
 from ci_llm.crowd.merge_methods import DENSITY, METHODS, Merge, merge_of
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
@@ -36,6 +37,7 @@ def export(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     merge = _checked(call)
+    call.run = located(call.run)
     go_offline_if_base_unreachable(call.run, call.base_model)
     from ci_llm.crowd.exporting import prepare
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ci_llm.cli.answer_text import beside, how_sure, width
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.asking import add_options, choices_of, lines_of, open_run, require_run, stop_strings
+from ci_llm.cli.mirrors import located
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def generate(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt, a line each")
     parser.add_argument("--tokens", action="store_true", help="with --json: how sure the crowd is of every token")
     call = parser.parse_args(words)
+    call.run = located(call.run)
     require_run(call.run, call.base_model)
     prompts = list(_prompts(call))
     choices = choices_of(call)

@@ -26,12 +26,15 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm checkpoints verify PATH                      compare every byte with its digest
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
   ci-llm checkpoints prune RUN --keep N               remove all but the newest N
+  ci-llm checkpoints pull URL --to RUN                bring a run back from its mirror; list, verify and diff take
+  ci-llm checkpoints push RUN URL                     a mirror's URL too; push sends a folder to one
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
   ci-llm generate RUN "prompt" | --file F | -         ask the crowd: its answer, how sure it is, each agent's
   ci-llm chat RUN                                     talk to the crowd
   ci-llm evaluate RUN [--data F] [--failed]           ask agents and crowd the rows of a data set: scores with
                                                       intervals, and a file with every answer
   ci-llm export RUN --to DIR [--merge svd]            write PEFT folders, or one adapter made of all agents
+  ci-llm push RUN --to hub:user/name                  publish the agents on the Hugging Face Hub, with their card
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
@@ -56,6 +59,7 @@ COMMANDS: Final = {
     "chat": "ci_llm.cli.chat:chat",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
+    "push": "ci_llm.cli.push:push",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
     "audit": "ci_llm.cli.audit:audit",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ci_llm.watch.reading import Reading
@@ -66,7 +67,15 @@ def _lines(found: Reading) -> list[str]:
         f"SLURM job {found.slurm_job}" if found.slurm_job else "",
         f"warning: {run.warning}" if run.warning else "",
         f"best crowd in an evaluation so far: after step {run.best_step}" if run.best_step is not None else "",
+        _mirror(run.mirror) if run.mirror else "",
         f"go on with: {run.next_command}" if run.next_command else "",
     ]
     head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
     return [head, *filter(None, lines)]
+
+
+def _mirror(state: Mapping[str, Any]) -> str:
+    """How far the mirror is, as status.json has it."""
+    behind = f", {state['behind_s']:.0f} s behind" if state["behind_s"] >= 1 else ""
+    error = f" ({state['error']})" if state["error"] else ""
+    return f"mirror: step {state['step']} is the newest in {state['url']}{behind}{error}"

@@ -175,7 +175,6 @@ TRANSLATIONS: Final[dict[str, dict[str, str]]] = {
     "bnb_4bit_quant_type": {"nf4": ALWAYS},
     "bnb_4bit_use_double_quant": {"true": ALWAYS},
     "use_dora": {"false": ALWAYS},
-    "push_to_hub": {"false": ALWAYS},
     "trust_remote_code": {"false": ALWAYS},
     "save_safetensors": {"true": ALWAYS},
     "auto_find_batch_size": {"true": ALWAYS},

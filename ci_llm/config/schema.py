@@ -337,6 +337,14 @@ class CheckpointKeys(Keys):
     on_disk_full: Literal["drop", "pause"] = free(
         "drop", "drop: give the new checkpoint up and go on; pause: wait for space"
     )
+    mirror: Text | None = free(
+        None, "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none"
+    )
+    mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take; null: no bound")
+    push_to_hub: bool = free(False, "publish the result on the Hugging Face Hub when the run is complete")
+    hub_model_id: Text | None = free(
+        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder"
+    )
 
 
 class InterruptionKeys(Keys):
@@ -399,7 +407,10 @@ class AllKeys(
 
 
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
-DUMPED_IF_SET = ("agents", "branch_at", "row_weights", "data_seed")
+DUMPED_IF_SET = (
+    *("agents", "branch_at", "row_weights", "data_seed"),
+    *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
+)
 
 #: Keys without effect, and why. The reason is logged once if the value is not the default.
 NO_EFFECT: dict[str, str] = {

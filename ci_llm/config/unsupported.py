@@ -18,7 +18,6 @@ _BATCH_SIZE = "leave it out: an evaluation derives it from batch_size"
 _STEPS = "write a number of optimizer steps: {}; the log says at the start how many steps an epoch has"
 _EVAL_STEPS = _STEPS.format("eval_steps=N, or eval_steps=null for the end only")
 _SAVE_STEPS = _STEPS.format("save_steps=N; save_steps=null save_interval_seconds=null saves at the end only")
-_HUB = "nothing is ever sent anywhere: `hf upload NAME FOLDER` sends a folder of final_checkpoint"
 _OWN_TEMPLATE = "leave it out for the base's own chat template, or chat_template=NAME or FILE (docs/data.md)"
 _ALL_ROWS = "leave it out: no row is dropped, and the order is a function of seed, epoch and position"
 _PACKED = "leave it out: rows are always packed, and never see each other"
@@ -147,8 +146,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "wandb_entity": ("the team on W&B", _WANDB.format("WANDB_ENTITY")),
     "wandb_name": ("the name of the run on W&B", "experiment_name=NAME names the run everywhere"),
     "plot_loss": ("a picture of the losses", "leave it out: report_to=tensorboard draws them"),
-    "push_to_hub": ("a switch for an upload", _HUB),
-    "hub_model_id": ("the name of an upload", _HUB),
     "hub_token": ("the key to an upload", "log in with `hf auth login`; keys do not belong into a configuration"),
     "do_train": ("a switch for training", "leave it out: train.py trains, and evaluates at the end"),
     "do_eval": ("a switch for evaluations", "eval_steps=null leaves only the evaluation at the end"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS
 from ci_llm.config.schema import NO_EFFECT
+from ci_llm.core.urls import is_url, why_no_mirror
 
 if TYPE_CHECKING:
     from ci_llm.config import Config
@@ -55,6 +56,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
         )
     yield from _branch_clashes(c)
     yield from _data_clashes(c)
+    yield from _mirror_clashes(c)
     for key in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(c, key) and c.eval_steps is None:
             yield Clash(
@@ -106,6 +108,14 @@ def _branch_clashes(c: Config) -> Iterator[Clash]:
             )
     if c.max_train_steps == 1:
         yield Clash(("branch_at", "max_train_steps"), "one step has no point to branch at", "set max_train_steps to 2")
+
+
+def _mirror_clashes(c: Config) -> Iterator[Clash]:
+    """A URL that is none of a mirror, or would put a secret into every log."""
+    for key in ("mirror", "resume_from_checkpoint", "restart_from"):
+        value = getattr(c, key)
+        if (value if key == "mirror" else is_url(value)) and (problem := why_no_mirror(value)):
+            yield Clash((key,), *problem)
 
 
 def _data_clashes(c: Config) -> Iterator[Clash]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import psutil
 
@@ -49,6 +49,7 @@ class Status:
         warning: why the result may be worthless, although the run goes on or is completed; None if nothing is known.
         first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
         agent_steps: optimizer steps done, counted for every agent that took them.
+        mirror: how the mirror stands: url, step, behind_s, sent_bytes, error; None without one.
     """
 
     status: State
@@ -67,6 +68,7 @@ class Status:
     first_loss: float | None = None
     total_steps: int | None = None
     agent_steps: int | None = None
+    mirror: Mapping[str, Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -85,8 +87,8 @@ class RunStatus:
             written any more.
         interval_s: seconds between heartbeats.
 
-    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss`, `total_steps` and `agent_steps` may be set at any
-    time, at no cost: the next heartbeat writes them.
+    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss`, `total_steps`, `agent_steps` and `mirror` may be set
+    at any time, at no cost: the next heartbeat writes them.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class RunStatus:
         self.first_loss: float | None = None
         self.total_steps: int | None = None
         self.agent_steps: int | None = None
+        self.mirror: Mapping[str, Any] | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
@@ -152,6 +155,7 @@ class RunStatus:
                 first_loss=self.first_loss,
                 total_steps=self.total_steps,
                 agent_steps=self.agent_steps,
+                mirror=self.mirror,
             )
             write_json(self._path, asdict(current))
         return self._active

@@ -18,8 +18,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.folders import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
+from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.cluster.hub import fetch, may_be_on_hub
+from ci_llm.core.urls import is_url
 from ci_llm.crowd.base import Base, fingerprint_of, load_base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, tokenizer_files
@@ -67,8 +69,8 @@ def open_pretrained(
     """Read a crowd from a committed checkpoint. Other parts of the checkpoint, such as the optimizer, are not read.
 
     Args:
-        source: a checkpoint, or the folder of a run: its `final_checkpoint`, or else its newest step; or a model on the
-            hub, as a string `user/name` that is no folder here.
+        source: a checkpoint, or the folder of a run: its `final_checkpoint`, or else its newest step; or the URL of
+            a mirror; or a model on the hub, as a string `user/name` that is no folder here.
         device: where the base goes; by default CUDA if there is one, otherwise the CPU.
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
 
@@ -125,6 +127,9 @@ def _located(source: Path | str) -> Iterator[Path]:
 
     The hub's cache is a folder of links. A checkpoint holds none, so a crowd from there is read as a copy.
     """
+    if isinstance(source, str) and is_url(source):
+        yield local_copy(source, source, final_first=True)
+        return
     if not (isinstance(source, str) and _may_be_repository(source)):
         yield Path(source)
         return

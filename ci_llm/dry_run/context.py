@@ -158,6 +158,8 @@ class CheckContext:
             "resume_from_checkpoint": "latest",
             "restart_from": None,
             "overwrite_output_dir": False,
+            "mirror": None,
+            "push_to_hub": False,
         }
         if self.uses_stand_in:
             shape: dict[str, object] = {"lora_target_modules": "all-linear"}

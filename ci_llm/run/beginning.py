@@ -22,6 +22,7 @@ from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.urls import is_url
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
 from ci_llm.run.crowd_requests import FOLDER, RECORD, forget_after
@@ -162,7 +163,7 @@ def find_start(
     if not steps:
         return _from_the_beginning(known if known and wanted in (LATEST, *known.said) else _first(wanted, known))
     if known is None and wanted not in (LATEST, None):
-        return _from_given(manager, open_source(Path(wanted), _as_given(wanted)), Beginning(said=(wanted,)), wanted)
+        return _from_given(manager, open_source(wanted, _as_given(wanted)), Beginning(said=(wanted,)), wanted)
     known = _require_same_beginning(manager, steps, known, wanted)
     source = newest_source(manager, at_most)
     return _from_the_beginning(known) if source is None else _from_own(source, known)
@@ -173,12 +174,14 @@ def _wanted(config: Config) -> str | None:
     value = config.resume_from_checkpoint
     if value is None or value == LATEST:
         return value
+    if is_url(value):
+        return LATEST if config.mirror is not None and value.rstrip("/") == config.mirror.rstrip("/") else value
     return LATEST if _same_place(Path(value), config.run_folder) else os.path.abspath(value)
 
 
 def _restart(config: Config) -> str | None:
     value = config.restart_from
-    return value if value is None or value.isdecimal() else os.path.abspath(value)
+    return value if value is None or value.isdecimal() or is_url(value) else os.path.abspath(value)
 
 
 def _same_place(one: Path, other: Path) -> bool:
@@ -196,7 +199,7 @@ def _first(wanted: str | None, known: Beginning | None = None) -> Beginning:
 
 
 def _from_the_beginning(record: Beginning) -> Start:
-    return Start(open_source(Path(record.source), _as_given(record.source)) if record.source else None, record)
+    return Start(open_source(record.source, _as_given(record.source)) if record.source else None, record)
 
 
 def _from_own(source: Source, record: Beginning, note: str = "") -> Start:
@@ -235,9 +238,9 @@ def _overwrite(config: Config, wanted: str | None) -> Start:
 def _go_back(manager: CheckpointManager, back: str, record: Beginning) -> Start:
     record, where = replace(record, restarted_from=back), f"restart_from: {back}"
     if not back.isdecimal():
-        source = open_source(Path(back), where)
+        source = open_source(back, where)
     elif int(back) in (steps := manager.all_steps()):
-        source = open_source(manager.path(int(back)), where)
+        source = open_source(str(manager.path(int(back))), where)
     else:
         raise ConfigError(
             f"this run has no step {int(back)}: it holds {_listed(steps)}",
@@ -266,7 +269,7 @@ def _require_same_beginning(
     if wanted is None:
         what, back = "a fresh start is wanted, but", "restart_from=STEP goes back"
     else:
-        open_source(Path(wanted), _as_given(wanted))  # a path without a checkpoint is refused first
+        open_source(wanted, _as_given(wanted))  # a path without a checkpoint is refused first
         began = known.source if known and known.source else "a fresh start"
         what, back = f"the run that is here began from {began}, and", f"restart_from={wanted} takes this run there"
     raise ConfigError(

@@ -29,6 +29,7 @@ from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
 from ci_llm.run.members import config_of
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
 from ci_llm.run.resume import RunCheckpoint
@@ -62,6 +63,7 @@ class Run:
     processes: Processes
     interrupts: Interrupts
     manager: CheckpointManager
+    mirror: RunMirror
     log: RunLog
     status: RunStatus
     state: TrainState

@@ -60,6 +60,7 @@ class EmergencySave:
         step: returns the optimizer steps taken.
         save: commits the state of a run after its last boundary, without a collective. It takes the states of the
             generators of every process by index, None where they are not known.
+        send: called last: sends what is saved away from this disk, as far as time allows.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class EmergencySave:
         *,
         step: Callable[[], int],
         save: Callable[[list[dict[str, Any] | None]], None],
+        send: Callable[[], object] = lambda: None,
     ) -> None:
         self._attempt, self._interrupts, self._pace = attempt, interrupts, pace
         self._optimizer, self._walltime = optimizer, walltime
-        self._step, self._save = step, save
+        self._step, self._save, self._send = step, save, send
         self._config, self._processes = attempt.config, attempt.processes
         # The training thread holds it while weights and state move; the saving thread takes it and keeps it.
         self._boundary_lock = threading.Lock()
@@ -150,6 +152,7 @@ class EmergencySave:
             self._save_boundary()
             self._attempt.interrupted(self._interrupts.stop_reason or "")
             exit_code = self._config.interrupted_exit_code
+            self._send()
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
             logger.error(f"the last boundary could not be saved: {_described(error)}")
         finally:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
@@ -46,12 +45,13 @@ from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_m
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
+from ci_llm.run.mirroring import RunMirror, require_store
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import final_card, leave_page, next_steps, score_table
+from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import build, check_folder
-from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
+from ci_llm.run.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import TrainState, Validation
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def run_job(
     check_folder(folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
+    require_store(config)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
     log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(
@@ -94,6 +95,7 @@ def run_job(
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
     result: Result | None = None
+    run: Run | None = None
     try:
         run = build(config, processes, interrupts, manager, log)
         run.callbacks = told
@@ -102,20 +104,13 @@ def run_job(
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
         try:
+            if run is not None:
+                run.mirror.end(result.status if result else None, sys.exc_info()[1])
             manager.close()
         finally:
             log.close()
             if not processes.shutdown():
                 end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
-
-
-def end_at_once(code: int, error: BaseException | None) -> None:
-    """End this process here: its library waits for a peer, also at the exit of the interpreter."""
-    with suppress(OSError, ValueError):  # the terminal may be gone
-        if error is not None:
-            print(f"error: {error}", file=sys.stderr)
-        print(end="", flush=True)
-    os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
 
 
 def _run_to_end(run: Run) -> Result:
@@ -144,6 +139,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
             run.tell("on_train_end")
         run.manager.wait_until_finished()
         run.log.report_save(run.manager.last_result)
+        run.mirror.settle(stop)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
         attempt.interrupted("signal:SIGINT")
         raise
@@ -154,6 +150,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
         attempt.interrupted(stop)
         leave_page(run.config, run.processes, run.interrupts, run.manager)
         return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
+    if run.processes.is_main and run.config.push_to_hub:
+        push_result(run.config)
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
@@ -169,6 +167,7 @@ def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
         what the folder has to become, without the checkpoint, whose tensors are in place; and the ids under which
         trackers know the run.
     """
+    run.processes.on_main(run.mirror.fill_disk)
     requests = run.processes.on_main(partial(read_requests, run.config.run_folder))
     with run.processes.main_first():
         start = find_start(run.manager, run.config, requests.beginning, requests.at_most)
@@ -236,7 +235,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     """Lease the folder, make it what `start` says, open the logs and cut them back."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
-    number = processes.on_main(partial(_lease, manager, run.log, start, step))
+    number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step))
     run.log.open(number, still_held=manager.holds_lease)
     run.log.truncate_metrics(step if step else -1)
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, resumed_from=step)
@@ -248,6 +247,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
     run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
+    run.mirror.on_change = partial(setattr, run.status, "mirror")
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
@@ -265,13 +265,14 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
-def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> int:
+def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: Start, step: int) -> int:
     """Make the folder this attempt's; returns the attempt's number."""
     number = manager.acquire_lease()
     keep_status(manager.directory, **log.last_metrics())
     for line in prepare(manager, start):
         logger.info(line)
     record_attempt(manager.directory, number, step, place_of_attempt())
+    mirror.begin(start.keeps, number)
     return number
 
 
@@ -290,6 +291,7 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
             *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
             step=step,
             save=partial(_save_last, run),
+            send=run.mirror.flush_before_kill,
         ),
         Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
     ):
@@ -305,7 +307,7 @@ def save(run: Run) -> None:
             contents(run),
             force=True,
             info=_info(run),
-            keep=kept_steps(run.config, run.state.validation),
+            keep={*kept_steps(run.config, run.state.validation), *run.mirror.sending},
         )
     run.tell("on_save")
 
@@ -389,23 +391,6 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         "best": run.state.validation.record(),
         "warning": run.status.warning,
     }
-
-
-def require_written(manager: CheckpointManager, processes: Processes) -> None:
-    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
-
-    Raises:
-        CheckpointError: on every process.
-    """
-    manager.wait_until_finished()
-    result = manager.last_result
-    cause = processes.broadcast_object(result.cause if result else None)
-    if cause is not None:  # the manager has logged what was dropped, and why
-        raise CheckpointError(
-            "the run is not complete: what it wrote last is not on the disk",
-            where=str(manager.directory),
-            hint="make space on this disk; the same command goes on from the last checkpoint",
-        ) from cause
 
 
 def _log_next_steps(config: Config, launch: Launch) -> None:

@@ -200,7 +200,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     metrics |= recovery_metrics(run.state, run.config.batch_size)
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
-    metrics |= run.interval.speed()
+    metrics |= run.interval.speed() | run.mirror.metrics()
     run.log.metrics(step, metrics)
     run.interval.restart()
     run.tell("on_log", logs=metrics)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ci_llm.config import Config, default_file
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
+from ci_llm.errors import CiLlmError
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import rows_evaluated
 
@@ -133,3 +134,17 @@ def leave_page(config: Config, processes: Processes, interrupts: Interrupts, man
         logger.warning(f"report.html was not written: {type(error).__name__}: {error}")
     else:
         logger.info(f"report     {page}")
+
+
+def push_result(config: Config) -> None:
+    """Publish the final checkpoint, as `push_to_hub` asks for. It never fails the run, whose work is done."""
+    from ci_llm.crowd.publishing import publish
+
+    try:
+        done = publish(config.run_folder, config.hub_model_id)
+    except CiLlmError as error:
+        to = config.hub_model_id or config.run_folder.resolve().name
+        again = shlex.join(["ci-llm", "push", str(config.run_folder), "--to", f"hub:{to}"])
+        logger.warning(f"hub       not published: {error.what}; {again} tries it again")
+    else:
+        logger.info(f"hub       {done.url}, {'private' if done.private else 'public'}")

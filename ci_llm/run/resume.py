@@ -20,10 +20,12 @@ from ci_llm._version import __version__
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.votes import EachProcess
 from ci_llm.config import Change, Config, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.core import determinism
+from ci_llm.core.urls import is_url
 from ci_llm.crowd.base import Base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
@@ -62,8 +64,8 @@ def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Sou
     return None if step is None else Source(found := manager.read(step), found.folder)
 
 
-def open_source(given: Path, where: str) -> Source:
-    """The checkpoint at a path from outside: itself, or the newest of a run's folder.
+def open_source(given: str, where: str) -> Source:
+    """The checkpoint at a path or URL from outside: itself, or the newest of a run's folder or mirror.
 
     Args:
         where: the key that gave the path, for the error.
@@ -72,7 +74,7 @@ def open_source(given: Path, where: str) -> Source:
         ConfigError: it is not the checkpoint of a run.
         DamagedCheckpoint: it is not as it was written.
     """
-    folder = require_checkpoint(given, where)
+    folder = local_copy(given, where) if is_url(given) else require_checkpoint(Path(given), where)
     try:
         require_run(read_manifest(folder), folder, where)
         return Source(load_checkpoint(folder), folder)

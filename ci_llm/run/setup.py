@@ -51,6 +51,7 @@ from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
 from ci_llm.run.members import Members, config_of
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -195,6 +196,7 @@ def join(
         processes=processes,
         interrupts=interrupts,
         manager=manager,
+        mirror=RunMirror(config, manager, processes, interrupts),
         log=log,
         status=RunStatus(config.run_folder, 0, is_main=False),
         state=_first_state(beginning, rows_per_step, members),

@@ -100,7 +100,8 @@ def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
 
 VERBS = [[verb] for verb in main.COMMANDS]
 VERBS += [["agents", "stop"], ["agents", "clone"]]
-VERBS += [["checkpoints", *verb] for verb in ([], ["list"], ["verify"], ["diff"], ["prune"], ["import"])]
+OF_CHECKPOINTS = ("list", "verify", "diff", "prune", "import", "pull", "push")
+VERBS += [["checkpoints"], *(["checkpoints", verb] for verb in OF_CHECKPOINTS)]
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)

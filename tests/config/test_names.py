@@ -101,8 +101,6 @@ ANSWERED: list[tuple[str, str]] = [
     ("save_strategy=epoch", "save_steps=N"),
     ("save_strategy=no", "save_steps=null save_interval_seconds=null"),
     ("logging_strategy=epoch", "logging_steps=N"),
-    ("hub_model_id=owner/name", "nothing is ever sent anywhere"),
-    ("push_to_hub=true", "nothing is ever sent anywhere"),
     ("wandb_project=mine", "set WANDB_PROJECT in the environment"),
     ("use_dora=true", "an agent is a plain LoRA adapter"),
     ("bias=all", "an agent is a plain LoRA adapter"),

@@ -1,0 +1,92 @@
+"""A disk filled from a mirror: the newest step that verifies, of both, and what the run needs to go on from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ci_llm.checkpoints.catalog import pinned_steps
+from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
+from ci_llm.checkpoints.lease import count_on_from
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
+from ci_llm.checkpoints.mirror.mirror import read_token, write_token
+from ci_llm.checkpoints.mirror.reader import MirrorReader
+from ci_llm.checkpoints.mirror.story import restore_story
+from ci_llm.checkpoints.mirror.writer import another_run
+from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What was found in a mirror at the start of an attempt.
+
+    Attributes:
+        damage: what is wrong with steps that were passed over, by the keys of their records.
+        same_run: whether the run on the disk is the one in the mirror, as far as can be told.
+    """
+
+    damage: Mapping[str, str] = field(default_factory=dict)
+    same_run: bool = False
+
+
+def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str] = ()) -> Filled:
+    """Bring the newest step that verifies onto the disk, if the mirror has it and the disk does not. For process 0.
+
+    Args:
+        story: patterns of the files that come with it.
+
+    Raises:
+        WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from.
+        CheckpointError: the disk refuses it.
+    """
+    folder = manager.directory
+    try:
+        head = reader.head()
+    except MirrorUnreachable as error:
+        if not committed(folder):
+            error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
+            raise
+        logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
+        return Filled()
+    if head is None or not head.line:
+        return Filled()
+    token = read_token(folder)
+    if (token is None and committed(folder)) or (token is not None and head.run not in (token, UNKNOWN_RUN)):
+        raise another_run(reader.url)
+    count_on_from(folder, head.attempt)
+    own = manager.latest_step()
+    found, damage = reader.newest(head, after=-1 if own is None else own)
+    if found is not None:
+        _take(reader, head, found, manager, story)
+    elif own is None:
+        logger.warning(f"mirror    no step in {reader.url} verifies")
+    if token is None and head.run != UNKNOWN_RUN:
+        write_token(folder, head.run)
+    return Filled(damage, same_run=True)
+
+
+def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, story: Collection[str]) -> None:
+    manager.acquire_lease()
+    restore_story(reader, head, manager.directory, story)
+    manager.adopt(newest)
+    for entry in _wanted(head, newest, manager.directory):
+        try:
+            manager.adopt(reader.open(entry))
+        except DamagedCheckpoint as damage:
+            logger.warning(f"mirror    {entry.name} does not come back: {damage.what}")
+    logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
+
+
+def _wanted(head: Head, newest: Opened, folder: Path) -> Iterator[Entry]:
+    """What a run needs beside its newest step: the best one, and the final one if it is complete."""
+    wanted = pinned_steps(folder)
+    here = {f"checkpoint_step_{step}" for step in numbered_steps(folder)}
+    for entry in head.line:
+        is_end = entry.name == FINAL and entry.step == newest.manifest.step
+        if entry.name not in here | {newest.folder.name} and (entry.step in wanted or is_end):
+            yield entry

@@ -1,0 +1,331 @@
+"""A mirror behind a training: a thread sends what the run's folder has committed, and says how far behind it is.
+
+The thread compares the folder with the mirror, and sends what is missing, the newest step first. So it needs no list of
+events: whatever it missed, because the store was away or saves came faster than it sends, it finds in the folder. The
+training never waits for it, except at its end, when the newest step goes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ci_llm.checkpoints.folders import FINAL, committed
+from ci_llm.checkpoints.manifest import MANIFEST
+from ci_llm.checkpoints.mirror.head import Head
+from ci_llm.checkpoints.mirror.objects import open_objects
+from ci_llm.checkpoints.mirror.pace import Pace, backoff_s
+from ci_llm.checkpoints.mirror.reader import MirrorReader
+from ci_llm.checkpoints.mirror.story import send_story
+from ci_llm.checkpoints.mirror.writer import MirrorWriter
+from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.urls import without_secrets
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
+
+logger = logging.getLogger(__name__)
+
+TOKEN_FILE: Final = "mirror.json"
+#: A mirror that is behind for this long is worth a warning, and one more whenever that has doubled.
+WARN_S: Final = 60.0
+_POLL_S: Final = 5.0  # how often the thread looks at its lag while nothing happens
+
+
+@dataclass(frozen=True)
+class MirrorState:
+    """How a mirror stands, for status.json.
+
+    Attributes:
+        step: the newest step that is committed there; None: none.
+        behind_s: seconds for which the folder has had a newer one; 0: it has none.
+        error: why nothing is sent at the moment.
+    """
+
+    url: str
+    step: int | None = None
+    behind_s: float = 0.0
+    sent_bytes: int = 0
+    error: str | None = None
+
+
+class _NewerFirstError(Exception):
+    """The run ends, and a newer step is there than the one that is being sent."""
+
+
+class Mirror:
+    """The mirror of one folder; used by one process.
+
+    Args:
+        url: of the mirror.
+        folder: of the run.
+        keep: numbered steps to keep, as `save_total_limit`; None: all. What the folder keeps beside them stays as well.
+        story: patterns of the other files that follow.
+        max_mb_per_s: a bound on what is sent and read; None: no bound.
+        on_change: called in the thread whenever the state has changed.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        *,
+        keep: int | None = None,
+        story: Collection[str] = (),
+        max_mb_per_s: float | None = None,
+        on_change: Callable[[MirrorState], object] = lambda state: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder, self.story = folder, story
+        self._keep, self._clock, self.on_change = keep, clock, on_change
+        self._pace = Pace(max_mb_per_s, clock)
+        self._objects = open_objects(url)
+        self.reader = MirrorReader(self._objects, self._pace)
+        self._writer = MirrorWriter(self._objects, check=self._between_blocks, pace=self._pace)
+        self._claim: Callable[[], object] = lambda: None
+        self._claimed, self._swept = False, False
+        self._sending: int | None = None
+        self._passed_over: set[bytes] = set()
+        self._work, self._over, self._idle = threading.Event(), threading.Event(), threading.Event()
+        self._idle.set()
+        self._lock = threading.Lock()  # of the three together
+        self._thread: threading.Thread | None = None
+        self._behind_since: float | None = None
+        self._warn_at_s = WARN_S
+        self.state = MirrorState(without_secrets(url))
+
+    # Called by the training
+
+    def begin(
+        self, step: int, attempt: int, damage: Mapping[str, str] | None = None, *, same_run: bool = False
+    ) -> None:
+        """Claim the mirror for this attempt, and begin to send. The lease of the folder must be held.
+
+        Args:
+            step: from which the run goes on; -1: from none.
+            damage: what is wrong with steps there, by the keys of their records.
+            same_run: whether the run on a disk that does not say so is the one of the mirror.
+
+        Raises:
+            WriterBusy: the mirror holds another run.
+        """
+        run = read_token(self.folder) or (None if same_run else secrets.token_hex(16))
+        self._claim = partial(self._writer.claim, run, attempt, step, damage)
+        with contextlib.suppress(MirrorUnreachable):  # the thread goes on trying
+            self._claim_now()
+        self._thread = threading.Thread(target=self._run, name="ci_llm mirror", daemon=True)
+        self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        """The folder has changed: look what is to be sent. Returns at once."""
+        if self._thread is not None and not self._over.is_set():
+            with self._lock:
+                self._behind_since = self._clock() if self._behind_since is None else self._behind_since
+                self._idle.clear()
+                self._work.set()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the mirror holds what the folder holds, the newest step first; False if it does not in time."""
+        if self._thread is None:
+            return True
+        self._pace.hurry.set()
+        self.wake()
+        done = self._idle.wait(timeout_s)
+        if not self._over.is_set():
+            self._pace.hurry.clear()
+        return done and self.state.error is None
+
+    def close(self) -> None:
+        """End the thread, whatever it is doing."""
+        self._over.set()
+        self._pace.hurry.set()
+        self._work.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_POLL_S)
+            self._thread = None
+
+    @property
+    def sending(self) -> frozenset[int]:
+        """The step that is being sent, which the folder should not prune meanwhile."""
+        return frozenset() if self._sending is None else frozenset({self._sending})
+
+    def metrics(self) -> dict[str, float]:
+        """For a line of metrics."""
+        if self._thread is None:
+            return {}
+        state = self._look()
+        return {"mirror/behind_s": round(state.behind_s, 3), "mirror/sent_bytes": state.sent_bytes}
+
+    # In the thread
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._over.is_set():
+            if not self._work.wait(_POLL_S):
+                self._change()
+                continue
+            self._work.clear()
+            try:
+                self._pass()
+                failures = 0
+            except (MirrorUnreachable, OSError) as error:
+                failures += 1
+                self._fail(error, failures)
+            except CheckpointError as error:
+                self._give_up(error)
+            except Exception as error:  # noqa: BLE001 - a mirror that stops without a word is worse than none
+                self._give_up(CheckpointError(f"the mirror has failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: Exception, failures: int) -> None:
+        if self._over.is_set():
+            return
+        what = error.what if isinstance(error, CheckpointError) else str(error)
+        if failures == 1:
+            logger.warning(f"mirror    {what}; it is tried again, and the training goes on")
+        self._change(error=what)
+        self._over.wait(backoff_s(failures, hurry=self._pace.hurry.is_set()))
+        self._work.set()
+
+    def _give_up(self, error: CheckpointError) -> None:
+        logger.error(f"mirror    {error}")
+        self._change(error=error.what)
+        self._over.set()
+        self._idle.set()
+
+    def _claim_now(self) -> None:
+        if not self._claimed:
+            self._claim()
+            write_token(self.folder, self._writer.head.run)
+            self._claimed = True
+
+    def _pass(self) -> None:
+        """Bring the mirror to what the folder holds now."""
+        self._claim_now()
+        while (folder := self._next()) is not None:
+            self._send(folder)
+        self._commit(self._writer.head)
+        self._sweep()
+        with self._lock:
+            caught_up = not self._work.is_set()  # else the folder has changed meanwhile
+            self._behind_since = None if caught_up else self._clock()
+            if caught_up:
+                self._idle.set()
+        self._warn_at_s = WARN_S
+        self._change(error=None)
+
+    def _next(self) -> Path | None:
+        """The newest committed folder that the mirror lacks."""
+        for _, folder in committed(self.folder):
+            with contextlib.suppress(OSError):  # pruned meanwhile
+                manifest = (folder / MANIFEST).read_bytes()
+                if manifest not in self._passed_over and not self._writer.holds(folder):
+                    return folder
+        return None
+
+    def _send(self, folder: Path) -> None:
+        manifest = b""
+        try:
+            manifest = (folder / MANIFEST).read_bytes()
+            self._sending = next((step for step, each in committed(self.folder) if each == folder), None)
+            before, began = self._writer.sent_bytes, time.perf_counter()
+            entry = self._writer.send_step(folder)
+            self._commit(self._writer.head.with_step(entry))
+        except _NewerFirstError:
+            return
+        except (DamagedCheckpoint, FileNotFoundError) as damage:
+            self._passed_over.add(manifest)
+            if folder.is_dir():  # else it was pruned, and a newer one is there
+                logger.warning(f"mirror    {folder.name} is not sent: {damage}")
+            return
+        finally:
+            self._sending = None
+        sent = (self._writer.sent_bytes - before) / 1e6
+        logger.info(f"mirror    {folder.name}, {sent:.3g} MB sent in {time.perf_counter() - began:.2g} s")
+
+    def _commit(self, head: Head) -> None:
+        """Make a head count, with the story as it is now, and without the steps that are beyond the limit."""
+        story = send_story(self._writer, self.folder, self.story)
+        head = replace(head, story=story)
+        self._writer.commit(head.without(self._beyond(head)))
+        self._change(error=None)
+
+    def _beyond(self, head: Head) -> list[str]:
+        """The names of the steps that go: older than those to be kept, and not in the folder."""
+        here = {folder.name for _, folder in committed(self.folder)}
+        numbered = [entry.name for entry in head.line if entry.name != FINAL]
+        if self._keep is None or not here:
+            return []
+        return [name for name in numbered[self._keep :] if name not in here]
+
+    def _sweep(self) -> None:
+        """Once: remove what dead writers left, and find what is missing of the steps that count."""
+        if self._swept:
+            return
+        damage = self._writer.sweep()
+        self._swept = True
+        if damage:
+            logger.warning(f"mirror    not whole, set aside there: {'; '.join(damage.values())}")
+            self._writer.commit(self._writer.head.quarantined(damage))
+            self._work.set()  # what the folder still has is sent anew
+
+    def _between_blocks(self) -> None:
+        if self._over.is_set():
+            raise MirrorUnreachable("the mirror was closed", where=self.state.url)
+        self._change()
+        if self._pace.hurry.is_set() and self._sending is not None:
+            newest = max((step for step, _ in committed(self.folder)), default=self._sending)
+            if newest > self._sending and not self._held(newest):
+                raise _NewerFirstError
+
+    def _held(self, step: int) -> bool:
+        return any(entry.step == step for entry in self._writer.head.line)
+
+    # The state
+
+    def _look(self) -> MirrorState:
+        newest = self._writer.head.newest
+        behind_s = 0.0 if self._behind_since is None else self._clock() - self._behind_since
+        step = None if newest is None else newest.step
+        return replace(self.state, step=step, behind_s=behind_s, sent_bytes=self._writer.sent_bytes)
+
+    def _change(self, **values: Any) -> None:
+        self.state = replace(self._look(), **values)
+        if self.state.behind_s >= self._warn_at_s:
+            self._warn_at_s = 2 * self.state.behind_s
+            newest = max((step for step, _ in committed(self.folder)), default=None)
+            why = f" ({self.state.error})" if self.state.error else ""
+            logger.warning(
+                f"mirror    {self.state.behind_s:.0f} s behind{why}: the newest step here is {newest},"
+                f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
+            )
+        self.on_change(self.state)
+
+
+def write_token(folder: Path, run: str) -> None:
+    """Record to which run of a mirror a folder belongs."""
+    make_folders(folder)
+    write_json(folder / TOKEN_FILE, {"run": run})
+
+
+def read_token(folder: Path) -> str | None:
+    """The token of the run in a folder; None: it has no mirror yet."""
+    path = folder / TOKEN_FILE
+    try:
+        match read_json(path):
+            case {"run": str(token)}:
+                return token
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        pass
+    raise CheckpointError(
+        "the record of this run's mirror cannot be read", where=str(path), hint="give the run another mirror"
+    )

@@ -1,0 +1,158 @@
+"""Reading a mirror: its head, its steps verified byte by byte, and the newest that verifies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ci_llm.checkpoints.folders import Opened
+from ci_llm.checkpoints.manifest import Manifest, digest
+from ci_llm.checkpoints.mirror.head import HEAD, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
+from ci_llm.checkpoints.mirror.objects import Missing, Objects, Version
+from ci_llm.core.urls import without_secrets
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundHead:
+    """The head as it is now.
+
+    Attributes:
+        version: what replaces this very one; None: there is none yet.
+        is_rebuilt: it is damaged, and made of the records again.
+    """
+
+    head: Head | None
+    version: Version | None
+    is_rebuilt: bool = False
+
+
+class MirrorReader:
+    """One mirror, read only.
+
+    Args:
+        pace: called with the number of bytes before each block.
+    """
+
+    def __init__(self, objects: Objects, pace: Callable[[int], object] = lambda nbytes: None) -> None:
+        self.objects, self._pace = objects, pace
+        self.url = without_secrets(objects.url)
+
+    def head(self) -> Head | None:
+        """What the mirror holds; None if nobody has written to it. Raises MirrorUnreachable."""
+        return self.find_head().head
+
+    def find_head(self) -> FoundHead:
+        """As `head`. A damaged head is rebuilt from the records, which say everything but whose run it is."""
+        damage: Exception | None = None
+        version: Version | None = None
+        for _ in range(3):  # an answer may be damaged on its way
+            try:
+                data, version = self.objects.get_version(HEAD)
+                return FoundHead(Head.parse(data), version)
+            except Missing:
+                return FoundHead(None, None)
+            except (ValueError, RecursionError) as error:
+                damage = error
+        logger.warning(f"the head of the mirror is damaged ({damage}); it is rebuilt from its records")
+        return FoundHead(rebuilt(list(self._all_records())), version, is_rebuilt=True)
+
+    def _all_records(self) -> Iterable[tuple[str, Record, Manifest]]:
+        for key, _ in self.objects.list(RECORDS):
+            try:
+                yield key, *self._read_record(key)
+            except (DamagedCheckpoint, Missing) as damage:
+                logger.warning(f"passed over: {damage}")
+
+    def record(self, entry: Entry) -> tuple[Record, Manifest]:
+        """The record of a step. Raises DamagedCheckpoint: missing, or not as it was written."""
+        last: Exception = DamagedCheckpoint(f"{entry.name} has no record", where=self.url)
+        for _ in range(2):
+            try:
+                return self._read_record(entry.record)
+            except DamagedCheckpoint as error:
+                last = error
+            except Missing:
+                continue
+        raise last
+
+    def _read_record(self, key: str) -> tuple[Record, Manifest]:
+        data = self.objects.get(key)
+        self._pace(len(data))
+        return read_record(key, data, self.url)
+
+    def block(self, block: Block) -> bytes:
+        """Some bytes, verified. Raises DamagedCheckpoint: missing, or other bytes."""
+        what = "is missing"
+        for _ in range(2):
+            self._pace(block.size)
+            try:
+                data = self.objects.get(block.key)
+            except Missing:
+                continue
+            if len(data) == block.size and digest([data]) == block.digest:
+                return data
+            what = "holds other bytes than its name says"
+        raise DamagedCheckpoint(f"{block.key} {what}", where=self.url)
+
+    def open(self, entry: Entry) -> Opened:
+        """The manifest and the files of a step; what is returned is what was verified.
+
+        Raises:
+            DamagedCheckpoint: something is missing or different. MirrorUnreachable.
+        """
+        record, manifest = self.record(entry)
+        if (record.name, manifest.step) != (entry.name, entry.step):
+            raise DamagedCheckpoint(f"the record of {entry.name} is that of another step", where=self.url)
+        files = {}
+        for name, file in manifest.files.items():
+            try:
+                files[name] = self.file(record.blocks[name])
+            except DamagedCheckpoint as damage:
+                raise DamagedCheckpoint(f"{entry.name} is damaged: {name}: {damage.what}", where=self.url) from damage
+            if digest([files[name]]) != file.digest:
+                raise DamagedCheckpoint(f"{entry.name} is damaged: {name} has another digest", where=self.url)
+        return Opened(Path(entry.name), manifest, files)
+
+    def file(self, blocks: Iterable[Block]) -> bytes:
+        """The bytes of a file. Raises DamagedCheckpoint, MirrorUnreachable."""
+        return b"".join(map(self.block, blocks))
+
+    def newest(self, head: Head, *, after: int = -1) -> tuple[Opened | None, dict[str, str]]:
+        """The newest step that verifies, and what is wrong with those passed over, by the keys of their records.
+
+        Args:
+            after: only steps newer than this one are looked at.
+        """
+        damage: dict[str, str] = {}
+        for entry in head.line:
+            if entry.step <= after:
+                break
+            try:
+                return self.open(entry), damage
+            except DamagedCheckpoint as error:
+                logger.warning(f"{error.what}; passed over in the mirror")
+                damage[entry.record] = error.what
+        return None, damage
+
+    def damage(self, head: Head) -> dict[str, str]:
+        """Read every byte of the line: what is wrong with it, by the keys of the records. Raises MirrorUnreachable."""
+        found: dict[str, str] = {}
+        for entry in head.line:
+            try:
+                self.open(entry)
+            except DamagedCheckpoint as error:
+                found[entry.record] = error.what
+        return found
+
+    def entry(self, head: Head | None, name: str) -> Entry:
+        """The entry of a step by its name. Raises CheckpointError: there is none."""
+        for entry in head.entries if head else ():
+            if entry.name == name:
+                return entry
+        held = ", ".join(entry.name for entry in head.line) if head else "nothing"
+        raise CheckpointError(f"there is no {name} in this mirror: it holds {held}", where=self.url)

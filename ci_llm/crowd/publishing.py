@@ -1,0 +1,152 @@
+"""The result of a run published on the Hugging Face Hub: its agents, with the card that says how to use them.
+
+What goes there is what `Crowd.from_pretrained("user/name")` reads, the card, and the tokenizers of the agents. The
+moments of the optimizer stay. The hub takes a commit as a whole or not at all, and knows files that it has got; so a
+push that was interrupted is called again, and goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ci_llm.checkpoints.folders import FINAL
+from ci_llm.checkpoints.manifest import read_manifest, verify_folder
+from ci_llm.checkpoints.mirror.pace import backoff_s
+from ci_llm.cluster.hub import OFFLINE, why_unreachable
+from ci_llm.crowd.pretrained import FILES
+from ci_llm.crowd.recognise import require_checkpoint
+from ci_llm.errors import BadInput, CheckpointError
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.merge_methods import Merge
+
+T = TypeVar("T")
+
+PREFIX: Final = "hub:"
+PUBLISHED: Final = (*FILES, "README.md", "agent*/tokenizer*", "agent*/chat_template.jinja")
+MERGED: Final = "merged"
+TRIES: Final = 4
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What was published.
+
+    Attributes:
+        repository: as `user/name`.
+        url: for people.
+        private: whether others cannot see it.
+    """
+
+    repository: str
+    url: str
+    private: bool
+    files: int
+
+
+def publish(
+    run: Path,
+    to: str | None,
+    *,
+    private: bool = True,
+    merge: Merge | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Publication:
+    """Publish the `final_checkpoint` of a run; call it again if it was interrupted.
+
+    Args:
+        to: `user/name`, or `name` for an own repository; None: the name of the run's folder.
+        private: of a repository that is made now; one that exists stays what it is.
+        merge: one adapter made of all agents, published beside them in the folder `merged`.
+        sleep: waits between two tries.
+
+    Raises:
+        BadInput: there is no final checkpoint, no login, or the hub refuses. DamagedCheckpoint.
+        CheckpointError: the hub does not answer.
+    """
+    folder = _final(run)
+    verify_folder(folder)
+    if (why := why_unreachable()) is not None:
+        raise CheckpointError(f"the hub cannot be reached: {why}", where=to or run.name, hint="call it again later")
+    hub = _Hub(sleep)
+    made = hub.repository((to or run.resolve().name).removeprefix(PREFIX), private)
+    files = {path.relative_to(folder).as_posix(): path for pattern in PUBLISHED for path in folder.glob(pattern)}
+    with TemporaryDirectory() as scratch:
+        if merge is not None:
+            merged = _merged(run, merge, Path(scratch, MERGED))
+            files |= {f"{MERGED}/{path.name}": path for path in merged.iterdir()}
+        hub.commit(made, files, f"{run.resolve().name}, step {read_manifest(folder).step}")
+    return Publication(made, hub.url(made), hub.is_private(made), len(files))
+
+
+def _final(run: Path) -> Path:
+    folder = require_checkpoint(run, str(run), final_first=True)
+    if not (folder / "README.md").is_file():
+        what = f"{folder.name} has no model card: a run that is complete leaves one in its {FINAL}"
+        raise BadInput(what, where=str(run), hint="finish the run; ci-llm export writes the agents of any checkpoint")
+    return folder
+
+
+def _merged(run: Path, merge: Merge, target: Path) -> Path:
+    from ci_llm.crowd.exporting import prepare
+
+    prepared = prepare(str(run), agent=None, merge=merge, base_model=None)
+    prepared.write(target, prepared.scores() if prepared.can_be_scored else None)
+    return target
+
+
+class _Hub:
+    """The hub, with the errors that people can do something about, and tries that come later and later."""
+
+    def __init__(self, sleep: Callable[[float], object]) -> None:
+        from huggingface_hub import HfApi
+
+        self._api, self._sleep = HfApi(library_name="ci-llm"), sleep
+
+    def repository(self, name: str, private: bool) -> str:
+        """Make a repository, or find it; returns `user/name`."""
+        return self._asked(name, lambda: self._api.create_repo(name, private=private, exist_ok=True).repo_id)
+
+    def commit(self, to: str, files: Mapping[str, Path], message: str) -> None:
+        """One commit with all files; what the hub has got already is not sent again."""
+        from huggingface_hub import CommitOperationAdd
+
+        added = [CommitOperationAdd(name, path) for name, path in files.items()]
+        self._asked(to, lambda: self._api.create_commit(to, added, commit_message=message))
+
+    def is_private(self, name: str) -> bool:
+        return self._asked(name, lambda: bool(self._api.repo_info(name).private))
+
+    def url(self, name: str) -> str:
+        return f"{self._api.endpoint}/{name}"
+
+    def _asked(self, name: str, ask: Callable[[], T]) -> T:
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+        # The second is what the client of the library raises, httpx or httpx2, where no answer comes.
+        failing: tuple[type[Exception], ...] = (HfHubHTTPError, HfHubHTTPError.__mro__[1], OSError)
+        where, failures = f"{PREFIX}{name}", 0
+        while True:
+            try:
+                return ask()
+            except (HFValidationError, LocalTokenNotFoundError) as error:
+                raise BadInput(str(error).splitlines()[0], where=where, hint=_LOGIN) from error
+            except failing as error:
+                response = getattr(error, "response", None)
+                if response is not None and response.status_code in _REFUSALS:
+                    what = f"the hub refuses ({response.status_code}): {str(error).splitlines()[0]}"
+                    raise BadInput(what, where=where, hint=_LOGIN) from error
+                failures += 1
+                if failures == TRIES:
+                    what = f"the hub does not take it: {str(error).splitlines()[0]}"
+                    raise CheckpointError(what, where=where, hint="call it again later: it goes on") from error
+            self._sleep(backoff_s(failures, hurry=False))
+
+
+_REFUSALS: Final = frozenset({400, 401, 403, 404, 422})
+_LOGIN: Final = f"log in with `hf auth login`, or set HF_TOKEN to a token that may write; {OFFLINE} must not be set"

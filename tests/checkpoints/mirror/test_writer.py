@@ -1,0 +1,161 @@
+"""The writer of a mirror before stores that lie: lost answers, other bytes than were sent, conditions ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.checkpoints.checkpoint import write_checkpoint
+from ci_llm.checkpoints.mirror.head import HEAD, Block, Head, Record
+from ci_llm.checkpoints.mirror.objects import Conflict, open_objects
+from ci_llm.checkpoints.mirror.reader import MirrorReader
+from ci_llm.checkpoints.mirror.story import restore_story, send_story
+from ci_llm.checkpoints.mirror.writer import LostClaim, MirrorWriter
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
+from tests.checkpoints.test_store import flip
+
+
+class Lying:
+    """A store of which single verbs can be replaced."""
+
+    def __init__(self, url: str) -> None:
+        self.store, self.url = open_objects(url), url
+        self.instead: dict[str, Callable[..., Any]] = {}
+
+    def __getattr__(self, verb: str) -> Any:
+        return self.instead.get(verb, getattr(self.store, verb))
+
+
+@pytest.fixture
+def lying(tmp_path: Path) -> Lying:
+    return Lying(f"file://{tmp_path}/mirror")
+
+
+def claimed(lying: Lying, run: str | None = "run") -> MirrorWriter:
+    writer = MirrorWriter(lying)
+    writer.claim(run, 1, -1)
+    return writer
+
+
+def with_story(writer: MirrorWriter, text: bytes) -> Head:
+    return replace(writer.head, story={"log": writer.send_blocks([text])})
+
+
+def test_a_commit_whose_answer_is_lost_counts(lying: Lying) -> None:
+    writer = claimed(lying)
+
+    def swap(key: str, data: bytes, version: Any) -> None:
+        lying.store.swap(key, data, version)
+        raise MirrorUnreachable("the answer is lost")
+
+    lying.instead["swap"] = swap
+    writer.commit(with_story(writer, b"one"))
+    assert MirrorReader(lying.store).head() == writer.head
+    lying.instead["swap"] = lambda *_: (_ for _ in ()).throw(Conflict(HEAD))  # of a repetition by the library
+    with pytest.raises(MirrorUnreachable, match="does not hold the head"):
+        writer.commit(with_story(writer, b"two"))
+    lying.instead.clear()
+    writer.commit(with_story(writer, b"two"))
+    assert MirrorReader(lying.store).head() == writer.head
+
+
+def test_a_store_that_holds_other_bytes_than_were_sent_is_not_believed(lying: Lying) -> None:
+    writer = claimed(lying)
+    lying.instead["put"] = lambda key, data: lying.store.put(key, data[:-1])
+    with pytest.raises(MirrorUnreachable, match="does not hold what was written"):
+        writer.send_blocks([b"some bytes"])
+    lying.instead.clear()
+    [block] = writer.send_blocks([b"some bytes"])
+    assert lying.store.get(block.key) == b"some bytes"
+
+
+def test_a_store_that_ignores_conditions_is_refused(lying: Lying) -> None:
+    lying.instead["swap"] = lambda key, data, version: lying.store.put(key, data)
+    with pytest.raises(CheckpointError, match="ignores the condition"):
+        claimed(lying)
+
+
+def test_claims_that_are_overtaken_again_and_again_give_up(lying: Lying) -> None:
+    def swap(*_: Any) -> None:
+        raise Conflict(HEAD)
+
+    lying.instead["swap"] = swap
+    with pytest.raises(MirrorUnreachable, match="again and again"):
+        claimed(lying)
+
+
+def test_a_head_that_vanishes_is_a_lost_claim(lying: Lying) -> None:
+    writer = claimed(lying)
+    lying.store.delete([HEAD])
+    with pytest.raises(LostClaim):
+        writer.commit(with_story(writer, b"one"))
+
+
+def test_a_head_that_arrives_damaged_is_written_again(lying: Lying) -> None:
+    writer = claimed(lying)
+    lying.instead["swap"] = lambda key, data, version: lying.store.put(key, data[:-9] + b"?" * 9)
+    with pytest.raises(MirrorUnreachable, match="does not hold the head"):
+        writer.commit(with_story(writer, b"one"))
+    lying.instead.clear()
+    writer.commit(with_story(writer, b"one"))
+    assert MirrorReader(lying.store).head() == writer.head
+
+
+def test_leftovers_that_the_store_does_not_remove_go_at_the_next_claim(lying: Lying, tmp_path: Path) -> None:
+    writer = claimed(lying)
+
+    def refuse(*_: Any) -> None:
+        raise MirrorUnreachable("503")
+
+    lying.instead["delete"] = refuse
+    writer.commit(with_story(writer, b"one"))
+    writer.commit(with_story(writer, b"two"))
+    assert len(dict(lying.store.list("blocks/"))) == 2
+    lying.instead.clear()
+    next_one = claimed(lying)
+    assert next_one.sweep() == {}
+    assert len(dict(lying.store.list("blocks/"))) == 1
+
+
+def test_a_damaged_log_is_left_out_and_the_others_come_back(lying: Lying, tmp_path: Path, said: list[str]) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "a.log").write_bytes(b"a" * 300_000)
+    (there / "b.log").write_text("b\n")
+    (there / "c.log").symlink_to(there / "a.log")
+    writer = claimed(lying)
+    writer.commit(replace(writer.head, story=send_story(writer, there, ("*.log",))))
+    assert sorted(writer.head.story) == ["a.log", "b.log"]
+    assert len(writer.head.story["a.log"]) == 2
+    flip(tmp_path / "mirror" / writer.head.story["a.log"][1].key, bit=9)
+    here = tmp_path / "here"
+    restore_story(MirrorReader(lying.store), writer.head, here, ("*.log",))
+    assert [path.name for path in here.iterdir()] == ["b.log"]
+    assert any("a.log does not come back" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "key", ["blocks/g1/../../x-1", "blocks/gx/00-1", "records/g1/a.json", "", "blocks/g1/" + "0" * 32]
+)
+def test_a_name_that_is_no_block_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="names no block"):
+        Block.parse(key)
+
+
+def test_a_record_that_does_not_fit_its_manifest_is_refused(lying: Lying, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_step_3"
+    write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
+    writer = claimed(lying)
+    entry = writer.send_step(folder)
+    record, manifest = Record.parse(lying.store.get(entry.record))
+    assert manifest.step == 3
+    for odd in (Record(1, "elsewhere", record.manifest, record.blocks), Record(1, record.name, record.manifest, {})):
+        with pytest.raises(ValueError, match="does not fit its manifest"):
+            Record.parse(odd.dump()[1])
+    flip(folder / "config.yaml", bit=3)
+    with pytest.raises(DamagedCheckpoint, match="another digest"):
+        writer.send_step(folder)

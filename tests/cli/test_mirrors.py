@@ -1,0 +1,82 @@
+"""`ci-llm checkpoints` with the URL of a mirror: list, verify, diff, pull and push, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from tests.checkpoints.test_store import flip
+from tests.cli.test_checkpoints import make_run, verb
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = make_run(tmp_path / "run", steps=2)
+    (folder / "metrics.jsonl").write_text('{"step": 2}\n')
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    url = f"file://{tmp_path}/mirror"
+    assert verb("push", run, url) == 0
+    assert "step 2 is the newest" in capsys.readouterr().out
+    return url
+
+
+def test_a_pushed_run_is_listed_verified_compared_and_pulled(
+    run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verb("list", url, "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    names = ["checkpoint_step_2", "final_checkpoint", "checkpoint_step_1"]
+    assert [(each["name"], each["damage"], each["line"]) for each in listed] == [(n, None, "current") for n in names]
+    assert verb("list", f"{url}/checkpoint_step_1", "--quick") == 0
+    assert "checkpoint_step_2" not in capsys.readouterr().out
+    assert verb("verify", url) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{name}: verified" for name in names]
+    assert verb("diff", url, run) == 0
+    assert "bit-identical" in capsys.readouterr().out
+    assert verb("diff", f"{url}/checkpoint_step_1", run, "--json") == 1
+    capsys.readouterr()
+    assert verb("pull", url, "--to", tmp_path / "back") == 0
+    assert verb("verify", tmp_path / "back") == 0
+    assert (tmp_path / "back/metrics.jsonl").read_text() == '{"step": 2}\n'
+    assert verb("pull", f"{url}/checkpoint_step_1", "--to", tmp_path / "one") == 0
+    assert verb("verify", tmp_path / "one/checkpoint_step_1") == 0
+    assert verb("pull", f"{url}/checkpoint_step_1", "--to", tmp_path / "one") == 2
+
+
+def test_push_heals_what_is_damaged_there(
+    run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    largest = max((tmp_path / "mirror/blocks").rglob("*-*"), key=lambda path: path.stat().st_size)
+    flip(largest, bit=3)
+    assert verb("verify", url) == 1
+    assert "holds other bytes than its name says" in capsys.readouterr().err
+    assert verb("push", run, url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["healed"]
+    assert verb("verify", url) == 0
+
+
+def test_what_cannot_be_is_refused_with_the_way(
+    run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stranger = make_run(tmp_path / "stranger", steps=1)
+    assert verb("push", stranger, url) == 2
+    assert "another run" in capsys.readouterr().err
+    assert verb("verify", f"{url}/checkpoint_step_9") == 1
+    assert "it holds checkpoint_step_2, final_checkpoint, checkpoint_step_1" in capsys.readouterr().err
+    assert verb("list", f"file://{tmp_path}/nothing") == 1
+    assert "no mirror of a run" in capsys.readouterr().err
+    assert verb("push", tmp_path / "nothing", url) == 2
+    assert main(["train", "mirror=s3://key:very-secret@bucket/run"]) == 2
+    assert "very-secret" not in capsys.readouterr().err

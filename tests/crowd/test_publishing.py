@@ -1,0 +1,114 @@
+"""A run published on the hub: against a double of its interface on this machine; the hub itself is not reached here."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.config import Config
+from ci_llm.crowd import publishing
+from ci_llm.crowd.exporting import prepare
+from ci_llm.crowd.merge_methods import merge_of
+from ci_llm.crowd.model import Crowd
+from ci_llm.errors import BadInput, CheckpointError
+from ci_llm.run.report import push_result
+from tests.crowd.hub_server import TOKEN, HubServer
+from tests.support.crowds import K, disturbed_crowd, save_crowd
+
+STEP = 7
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    from huggingface_hub import constants
+
+    with HubServer() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    saved = save_crowd(disturbed_crowd(), folder / "saved", STEP)
+    prepare(str(saved)).write(folder / "run" / "final_checkpoint", None)
+    return folder / "run"
+
+
+def test_agents_and_card_arrive_private_and_open_from_there(
+    run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(run), "--to", "hub:user/crowd", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["repository"], told["private"]) == ("user/crowd", True)
+    files = hub.files["user/crowd"]
+    assert told["files"] == len(files)
+    card = files["README.md"].decode()
+    assert f"--enable-lora --max-loras {K} --max-lora-rank 8" in card
+    assert not [name for name in files if "optimizer" in name or "rng" in name]
+    for name, data in files.items():
+        path = tmp_path / "fetched" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    assert Crowd.from_pretrained(tmp_path / "fetched").num_agents == K
+
+
+def test_an_interrupted_push_goes_on(run: Path, hub: HubServer) -> None:
+    waited: list[float] = []
+    hub.refuse = [500, 503]
+    done = publishing.publish(run, "hub:user/again", sleep=waited.append)
+    assert len(waited) == 2
+    assert hub.commits == [f"run, step {STEP}"]
+    assert (len(hub.files["user/again"]), done.private) == (done.files, True)
+    hub.refuse = [500] * 20
+    with pytest.raises(CheckpointError, match="does not take it") as failed:
+        publishing.publish(run, "hub:user/again", sleep=waited.append)
+    assert "call it again later" in str(failed.value)
+    assert TOKEN not in str(failed.value)
+    hub.refuse = []
+    publishing.publish(run, "hub:user/again")
+    assert len(hub.commits) == 2
+
+
+def test_a_merge_lies_beside_the_agents(run: Path, hub: HubServer) -> None:
+    publishing.publish(run, "hub:user/merged", merge=merge_of("svd"))
+    assert {"merged/adapter_config.json", "merged/adapter_model.safetensors", "merged/README.md"} <= {
+        *hub.files["user/merged"]
+    }
+
+
+def test_without_a_login_the_way_is_named(run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    with pytest.raises(BadInput, match="the hub refuses \\(401\\)") as refused:
+        publishing.publish(run, "hub:user/name")
+    assert "hf auth login" in str(refused.value)
+    assert "hf_another" not in str(refused.value)
+
+
+def test_a_checkpoint_without_a_card_and_another_place_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BadInput, match="has no model card"):
+        publishing.publish(run.parent / "saved", "hub:user/name")
+    assert main(["push", str(run), "--to", "user/name"]) == 2
+    assert "--to hub:user/name" in capsys.readouterr().err
+
+
+def test_push_to_hub_never_fails_the_run(run: Path, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(output_dir=str(run), push_to_hub=True)
+    with caplog.at_level(logging.INFO, "ci_llm"):
+        push_result(config)
+        hub.refuse = [403]
+        push_result(config.model_copy(update={"hub_model_id": "user/other"}))
+    assert [*hub.files] == ["me/run"]
+    assert "ci-llm push" in caplog.text
+    assert "hub:user/other tries it again" in caplog.text

@@ -1,0 +1,65 @@
+"""A run whose disk is gone: killed anywhere, it goes on from its mirror alone, to the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import campaign
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mirrored run")]
+
+TRIALS = 100 if campaign.in_full else 3
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
+    with ForkServer("tools.testbed.trials") as server:
+        yield Trials(server, tmp_path_factory.mktemp("mirrored"))
+
+
+@pytest.mark.parametrize("seed", range(TRIALS))
+def test_a_wiped_disk_comes_back_from_the_mirror_to_the_same_bits(trials: Trials, seed: int) -> None:
+    draw = random.Random(seed)
+    cell = Cell(dropout=0.1)
+    folder = trials.new_folder()
+    mirror = {"mirror": f"file://{folder}/mirror", "save_steps": 2}
+    # Killed in any step after the first save; the first trial waits until that save is committed, the others do not.
+    fate = Fate("SIGKILL", draw.randrange(3, STEPS), committed=2 if seed == 0 else None)
+    assert trials.train(cell, folder, fate, **mirror) == [-9], (folder / "log").read_text()
+    shutil.rmtree(folder / "run")
+    assert trials.train(cell, folder, **mirror) == [0], (folder / "log").read_text()
+    odd = differences(account(folder), trials.reference(cell))
+    assert odd == [], (odd, (folder / "log").read_text())
+
+
+def test_a_fresh_node_continues_one_story(trials: Trials) -> None:
+    """Interrupted by a signal, which sends the newest step within the grace; then another disk, and a complete run."""
+    cell = Cell()
+    folder = trials.new_folder()
+    mirror = {"mirror": f"file://{folder}/mirror"}
+    assert trials.train(cell, folder, Fate("SIGTERM", 6), **mirror) == [0], (folder / "log").read_text()
+    shutil.rmtree(folder / "run")
+    assert trials.train(cell, folder, **mirror) == [0], (folder / "log").read_text()
+    run = folder / "run"
+    log = (run / "training.log").read_text()
+    assert "step 7 came from file://" in log
+    assert "[1] interrupted (signal:SIGTERM): step 7 is saved" in log
+    assert "exactness: bitwise" in log
+    status = json.loads((run / "status.json").read_text())
+    assert (status["status"], status["attempt"]) == ("completed", 2)
+    assert (status["mirror"]["step"], status["mirror"]["error"]) == (STEPS, None)
+    assert sorted(path.name for path in (run / "attempts").iterdir()) == ["1", "2"]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sorted({line["attempt"] for line in metrics}) == [1, 2]
+    assert differences(account(folder), trials.reference(cell)) == []
+    # A third disk has nothing left to do.
+    shutil.rmtree(run)
+    assert trials.train(cell, folder, **mirror) == [0]
+    assert "This run is complete at step 12" in (folder / "log").read_text()

@@ -1,0 +1,117 @@
+"""A loop that saves and mirrors, as it runs in a process that may be killed at any request; and "sync the folder"."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ci_llm.checkpoints.folders import committed
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import FileRecord
+from ci_llm.checkpoints.mirror import mirror as mirror_module
+from ci_llm.checkpoints.mirror import objects, pace
+from ci_llm.checkpoints.mirror.filling import fill
+from ci_llm.checkpoints.mirror.mirror import Mirror
+from ci_llm.checkpoints.state_files import take_snapshot
+from ci_llm.errors import MirrorUnreachable
+from tools.testbed.object_store import CREDENTIALS
+
+STORY = ("metrics.jsonl",)
+KEEP = 2
+PATIENCE_S = 20.0
+ACKNOWLEDGED = "acknowledged"
+SYNC_TRIES = 3
+
+
+def state(step: int) -> dict[str, Any]:
+    """What changes with every step, what never does, and a file that is larger than a block of a story."""
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "agent0/adapter_model": {"a": torch.rand(40, generator=draw)},
+        "optimizer": {"m": torch.rand(200, generator=draw), "step": step},
+        "config.yaml": b"seed: 42\n",
+        "tokenizer/tokenizer.json": b"{}" * 1000,
+    }
+
+
+def records(step: int) -> dict[str, FileRecord]:
+    """What the manifest of a step must say of its files."""
+    return {name: image.record() for name, image in take_snapshot(state(step)).files.items()}
+
+
+def speak_to(address: str) -> None:
+    """Take the server at this address, and be impatient."""
+    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=address)
+    torch.set_num_threads(1)
+    objects.REQUEST_S = 1  # type: ignore[misc]
+    objects.RETRIES = 1  # type: ignore[misc]
+    pace.FIRST_TRY_S = 0.05  # type: ignore[misc]
+    mirror_module._POLL_S = 0.2  # type: ignore[misc]
+
+
+def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool) -> int:
+    """Go on from the newest step of both places, save `step`, and leave a note once the mirror has it."""
+    run = _begin(folder, address, wiped)
+    with CheckpointManager(run, max_to_keep=KEEP) as manager:
+        mirror = Mirror(url, run, keep=KEEP, story=STORY)
+        for attempt in range(5):  # who starts the run again after an error
+            with contextlib.suppress(MirrorUnreachable):
+                filled = fill(mirror.reader, manager, STORY)
+                break
+            assert attempt < 4
+        newest = manager.latest_step()
+        assert newest is None or dict(manager.metadata(newest).files) == records(newest), "wrong bytes restored"
+        mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), filled.damage, same_run=filled.same_run)
+        manager.after_save = lambda result: mirror.wake()
+        with (run / STORY[0]).open("a") as metrics:
+            metrics.write(f'{{"step": {step}}}\n')
+        assert manager.save(step, state(step))
+        manager.wait_until_finished()
+        if mirror.flush(PATIENCE_S):
+            (Path(folder) / ACKNOWLEDGED).write_text(str(step))
+        mirror.close()
+    return 0
+
+
+def save_and_sync(folder: str, url: str, address: str, step: int, wiped: bool) -> int:
+    """The same loop with the folder copied to the bucket after each save: what is new goes up, what is gone goes."""
+    run = _begin(folder, address, wiped=False)
+    with CheckpointManager(run, max_to_keep=KEEP) as manager:
+        assert manager.save(step, state(step))
+        manager.wait_until_finished()
+    store = objects.open_objects(url)
+    for _ in range(SYNC_TRIES):
+        with contextlib.suppress(MirrorUnreachable):
+            _sync(run, store)
+            (Path(folder) / ACKNOWLEDGED).write_text(str(step))
+            break
+    return 0
+
+
+def _sync(run: Path, store: objects.Objects) -> None:
+    here = {
+        str(path.relative_to(run)): path
+        for _, checkpoint in committed(run)
+        for path in checkpoint.rglob("*")
+        if path.is_file()
+    }
+    there = dict(store.list(""))
+    for name, path in sorted(here.items()):
+        if there.get(name) != path.stat().st_size:
+            store.put(name, path.read_bytes())
+    if gone := sorted(there.keys() - here.keys()):
+        store.delete(gone)
+
+
+def _begin(folder: str, address: str, wiped: bool) -> Path:
+    speak_to(address)
+    run = Path(folder, "run")
+    Path(folder, "pid").write_text(str(os.getpid()))
+    if wiped:
+        shutil.rmtree(run, ignore_errors=True)
+    return run
