@@ -38,7 +38,7 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
     Raises:
         BadInput: a value is out of range.
     """
-    from ci_llm.crowd.generation import Decoding
+    from ci_llm.crowd.decoding import Decoding
 
     sampling = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
     if sampling.get("temperature") == 0:

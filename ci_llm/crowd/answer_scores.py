@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.answers import majority
-from ci_llm.crowd.generation import Decoding, num_positions
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import num_positions
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer

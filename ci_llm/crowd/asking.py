@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from ci_llm.crowd.generation import Decoding, Generated, TokenIds, free_positions
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import Generated, TokenIds, free_positions
 from ci_llm.crowd.prompts import Prompt, Prompter
 from ci_llm.crowd.streaming import Stream, TextSoFar, cut
 from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, of_text

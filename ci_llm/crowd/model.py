@@ -20,7 +20,8 @@ from ci_llm.crowd.adapters import adapter_config, attach
 from ci_llm.crowd.asking import Answer, Choices, answers, decoding_of, prompter_of, stream, texts
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
-from ci_llm.crowd.generation import Decoding, Generated, TokenIds, generate_ids, is_padding_invariant
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import Generated, TokenIds, generate_ids, is_padding_invariant
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings

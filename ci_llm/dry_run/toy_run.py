@@ -17,7 +17,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import Base, load_base
-from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.chat_template import use_chat_template

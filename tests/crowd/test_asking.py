@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
 from ci_llm.crowd.asking import Answer, answers, decoding_of, prompter_of
-from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.decoding import Decoding
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
 from tests.support.crowds import K, disturbed_crowd, save_crowd
