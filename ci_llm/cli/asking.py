@@ -28,16 +28,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
     option("--seed", type=int, metavar="N", help="of drawing: the same seed draws the same answer")
     option("--stop", action="append", default=[], metavar="S", help=r"end an answer before S; \n is a line break")
-    option("--aggregator", default="probability", metavar="A", help="how distributions become one (probability)")
+    option("--aggregator", default="probability", metavar="A", help="how agents become one crowd (probability)")
+    option("--abstain-below", type=float, metavar="P", help="give no answer that is right with a lower probability")
+    option(
+        "--agents-per-prompt", type=float, metavar="N", help="ask one agent, and all where it is unsure: N on average"
+    )
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
 
 
 def choices_of(call: argparse.Namespace) -> dict[str, Any]:
-    """How tokens are chosen, by the names of `Crowd.generate`; tokens are drawn if an option says how.
+    """How prompts are answered, by the names of `Crowd.generate`; tokens are drawn if an option says how.
 
     Raises:
         BadInput: a value is out of range.
     """
+    from ci_llm.crowd.asking import Manner
     from ci_llm.crowd.decoding import Decoding
 
     sampling = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
@@ -45,8 +50,9 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
         sampling = {}
     choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
     choices |= {"do_sample": bool(sampling), **sampling}
-    Decoding(**choices)  # refuses a bad value before the model is loaded
-    return choices
+    policy = {"abstain_below": call.abstain_below, "agents_per_prompt": call.agents_per_prompt}
+    Manner(Decoding(**choices), **policy)  # refuses a bad value before the model is loaded
+    return {**choices, **{name: value for name, value in policy.items() if value is not None}}
 
 
 def stop_strings(call: argparse.Namespace) -> tuple[str, ...]:

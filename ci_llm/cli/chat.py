@@ -196,12 +196,12 @@ class Conversation:
             raise BadInput(error.what, where=f"a conversation of {len(prompt)} messages", hint=hint) from error
 
     def _show_agents(self) -> None:
-        from ci_llm.crowd.asking import answers, decoding_of
+        from ci_llm.crowd.asking import answers, manner_of
 
         if self._asked is None:
             raise ConfigError("nothing was asked yet", hint="ask something first")
         prompt, choices = self._asked
-        [answer] = answers(self._crowd, [prompt], decoding_of(self._prompter, **choices), self._stops)
+        [answer] = answers(self._crowd, [prompt], manner_of(self._crowd, self._stops, **choices))
         print(beside(answer))
         print(how_sure(answer))
 

@@ -20,7 +20,7 @@ from transformers.generation import (
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote
-from ci_llm.crowd.uncertainty import TokenUncertainty, own_uncertainty, token_uncertainty
+from ci_llm.crowd.uncertainty import TokenUncertainty, own_uncertainty, token_uncertainty, tokens_of
 from ci_llm.errors import BadInput, ModelError
 
 
@@ -113,7 +113,7 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
 
     def _together(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The crowd's rows [K, B, V] with its choice, and how sure it is of it, [4, B]."""
-        finite, learned = _without_nan(scores, self._learned)
+        finite, learned = without_nan(scores, self._learned)
         log_probs, how = finite.log_softmax(-1), self._decoding.aggregator
         crowd = aggregate(log_probs, how, learned)  # [B, V]
         chosen = crowd.argmax(-1)
@@ -142,9 +142,7 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         """How sure each of K·F texts of the agents and of B of the crowd was, token by token; [] if not wanted."""
         if not self._uncertainty:
             return []
-        log_probs, *entropies = torch.stack(self._recorded, dim=-1).double().cpu()  # 4 x [K·F + B, T]
-        numbers = torch.stack([log_probs.exp(), *entropies], dim=-1).tolist()  # [K·F + B][T][4]
-        return [[TokenUncertainty(*token) for token in text] for text in numbers]
+        return [tokens_of(text) for text in torch.stack(self._recorded, dim=-1).unbind(1)]
 
     def _generators_of(self, kind: int, prompts: int, times: int = 1) -> list[torch.Generator]:
         """A generator for every text that is drawn: `times` for each prompt, which differ by number."""
@@ -176,7 +174,7 @@ def _forced(log_probs: Tensor, chosen: Tensor) -> Tensor:
     return torch.full_like(log_probs, float("-inf")).scatter_(-1, chosen[..., None], 0.0)
 
 
-def _without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Learned | None]:
+def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Learned | None]:
     """The logits of the agents that have no NaN, [K, B, V] -> [K', B, V]: one agent's NaN would spread to the mean."""
     has_nan = per_agent.isnan().flatten(1).any(1)
     if not has_nan.any():

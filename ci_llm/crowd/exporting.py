@@ -92,7 +92,15 @@ class Export:
         meta = {**saved.meta, "base_model_name_or_path": saved.base.name}
         card = crowd_card(self._facts(scores)).encode()
         tokenizer = tokenizer_files(saved.prompter.tokenizer)
-        write_crowd(target, {**tensors, **configs}, meta, tokenizer, step=saved.step, card=card)
+        write_crowd(
+            target,
+            {**tensors, **configs},
+            meta,
+            tokenizer,
+            step=saved.step,
+            card=card,
+            calibration=saved.calibration,
+        )
 
     def _write_whole(self, draft: Path, adapter: Adapter) -> None:
         model = merge_into_base(self._dense_base(), adapter)

@@ -40,20 +40,20 @@ class Generated:
     """What follows each of the B prompts: token ids without the end.
 
     Attributes:
-        crowd: [B] texts that the crowd chose token by token; empty if it votes.
+        crowd: [B] texts of the crowd; not there yet if it has to vote.
         agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
-        samples: [K·n][B] texts that the agents drew for a vote, n of agent 0 first; empty if it takes none.
         tokens: [B] how sure the crowd was of every token of its text, and of the end if it chose one; empty without
             `uncertainty`.
-        agents_tokens, samples_tokens: the same of `agents` and `samples`, each under its own agent.
+        agents_tokens: [K][B] how sure each agent was of its own text; empty as well.
+        voters: texts that the crowd votes on, their ends included: [K][B], or [K·n][B] of which the first n are drawn
+            by agent 0; empty if it does not vote.
     """
 
     crowd: list[list[int]]
     agents: list[list[list[int]]]
-    samples: list[list[list[int]]] = field(default_factory=list)
     tokens: list[list[TokenUncertainty]] = field(default_factory=list)
     agents_tokens: list[list[list[TokenUncertainty]]] = field(default_factory=list)
-    samples_tokens: list[list[list[TokenUncertainty]]] = field(default_factory=list)
+    voters: list[list[list[int]]] = field(default_factory=list)
 
     @classmethod
     def joined(cls, parts: Sequence[Generated]) -> Generated:
@@ -65,10 +65,9 @@ class Generated:
         return cls(
             crowd=[text for part in parts for text in part.crowd],
             agents=of_each(part.agents for part in parts),
-            samples=of_each(part.samples for part in parts),
             tokens=[tokens for part in parts for tokens in part.tokens],
             agents_tokens=of_each(part.agents_tokens for part in parts),
-            samples_tokens=of_each(part.samples_tokens for part in parts),
+            voters=of_each(part.voters for part in parts),
         )
 
 
@@ -110,12 +109,8 @@ def generate_ids(
         ModelError: every agent's logits hold NaN.
     """
     free = free_positions(model, prompts, first_prompt)
-    vote = find_vote(decoding.aggregator)
-    own = (1 if include_agents or vote else 0) + ((vote.samples or 0) if vote else 0)
-    # Every prompt stands in the batch for each text of an agent alone, the greedy one first, and then for the crowd.
-    rows = list(prompts) * (own + (vote is None))
+    rows, first = _rows(prompts, decoding, include_agents=include_agents)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
-    first = own * len(prompts)
     choice = CrowdChoice(num_agents, first, decoding, first_prompt, uncertainty=uncertainty, learned=learned)
     over = EndWhenOver(num_agents, first, ids.shape[1], decoding.ends, is_over or (lambda text: False))
     with _blank_generation_config(model):
@@ -134,7 +129,19 @@ def generate_ids(
         )
     new = everything[:, ids.shape[1] :].unflatten(0, (num_agents, len(rows))).tolist()
     whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(agent)] for k, agent in enumerate(new)]
-    return _generated(whole, len(prompts), first, decoding.ends, choice)
+    return _generated(whole, len(prompts), first, decoding, choice)
+
+
+def _rows(prompts: Sequence[TokenIds], decoding: Decoding, *, include_agents: bool) -> tuple[list[TokenIds], int]:
+    """The R rows of every agent, of which the first F are its own: R rows and F.
+
+    Every prompt stands there for each text of an agent alone, the greedy one first, and then for the crowd.
+    """
+    vote = find_vote(decoding.aggregator)
+    if vote is None:
+        return list(prompts) * (1 + include_agents), include_agents * len(prompts)
+    rows = list(prompts) * (1 + (vote.samples or 0))
+    return rows, len(rows)
 
 
 def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
@@ -185,31 +192,27 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], first_pr
 
 
 def _generated(
-    whole: Sequence[Sequence[list[int]]], prompts: int, first: int, ends: frozenset[int], choice: CrowdChoice
+    whole: Sequence[Sequence[list[int]]], prompts: int, first: int, decoding: Decoding, choice: CrowdChoice
 ) -> Generated:
-    """Sort the new tokens [K][R], ends included: the first `first` rows are the agent's own, the others the crowd's."""
+    """Sort the new tokens [K][R]: the first `first` rows are the agent's own, the others the crowd's."""
+    ends, vote = decoding.ends, find_vote(decoding.aggregator)
     # The crowd's rows are equal under every agent, so those of the first agent are taken.
-    everything = [tokens for agent in whole for tokens in agent[:first]] + list(whole[0][first:])
-    texts = [_until(ends, tokens) for tokens in everything]
-    sure = [
-        numbers[: min(len(text) + 1, len(tokens))]
-        for numbers, text, tokens in zip(choice.recorded(), texts, everything, strict=False)
-    ]
-    own = len(whole) * first
-    return Generated(
-        texts[own:],
-        *_of_agents(texts[:own], len(whole), prompts),
-        sure[own:],
-        *_of_agents(sure[:own], len(whole), prompts),
-    )
+    rows = [tokens for agent in whole for tokens in agent[:first]] + list(whole[0][first:])
+    rows = [tokens[: len(_until(ends, tokens)) + 1] for tokens in rows]
+    texts = [_until(ends, tokens) for tokens in rows]
+    sure = [numbers[: len(tokens)] for numbers, tokens in zip(choice.recorded(), rows, strict=False)]
+    own, count = len(whole) * first, len(whole)
+    voters = _of_agents(rows[:own], count, prompts)[bool(vote.samples)] if vote else []
+    agents, _ = _of_agents(texts[:own], count, prompts)
+    agents_tokens, _ = _of_agents(sure[:own], count, prompts)
+    return Generated(texts[own:], agents, sure[own:], agents_tokens, voters)
 
 
-def _of_agents(texts: list[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
-    """The K·F texts, agent-major, as the greedy ones [K][B] and the drawn ones [K·n][B]."""
-    lists = [texts[at : at + prompts] for at in range(0, len(texts), prompts)]
+def _of_agents(rows: list[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
+    """What the K·F rows of the agents hold, agent-major: the greedy texts [K][B], and the drawn ones [K·n][B]."""
+    lists = [rows[at : at + prompts] for at in range(0, len(rows), prompts)]
     each = len(lists) // num_agents
-    drawn = [part for number, part in enumerate(lists) if number % each] if each else []
-    return lists[::each] if each else [], drawn
+    return lists[:: each or 1], [part for number, part in enumerate(lists) if number % each]
 
 
 @contextmanager

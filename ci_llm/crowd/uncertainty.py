@@ -105,6 +105,12 @@ def own_uncertainty(log_probs: Tensor, chosen: Tensor) -> Tensor:
     return torch.stack([log_probs.gather(-1, chosen[..., None]).squeeze(-1), own, own, torch.zeros_like(own)])
 
 
+def tokens_of(numbers: Tensor) -> list[TokenUncertainty]:
+    """One for each column of [4, T], as `token_uncertainty` gives them."""
+    log_probs, *entropies = numbers.double().cpu()
+    return [TokenUncertainty(*token) for token in torch.stack([log_probs.exp(), *entropies], dim=-1).tolist()]
+
+
 def of_text(tokens: Sequence[TokenUncertainty]) -> Uncertainty:
     """The whole text; a text of no token is certain, as nothing was chosen."""
     count = max(1, len(tokens))

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
@@ -229,7 +229,8 @@ def generation(context: CheckContext) -> str:
     assert run.crowd.prompter is not None
     examples = [run.rows[number] for number in range(min(2, len(run.rows)))]
     prompts = [example.input_ids[: last_answer(example).start].tolist() for example in examples]
-    decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
+    how = run.config.aggregator
+    decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator="probability" if find_vote(how) else how)
     with run.processes.autocast():
         start = time.monotonic()
         texts = run.crowd.generate_ids(prompts, decoding).crowd

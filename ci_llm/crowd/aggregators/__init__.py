@@ -13,8 +13,8 @@ A module may decide between whole answers instead. It then defines beside it
     def vote(answers: Sequence[str], confidences: Sequence[float]) -> int      the number of the answer that wins
 
 Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the module has
-these names. "" is no answer, and a confidence is the probability of a whole text under its own agent. A vote has no
-likelihood; `aggregate` stands for it where one is asked for.
+these names. "" is no answer. A confidence is the probability of a whole text under `aggregate`, which also stands for
+the crowd wherever a likelihood is asked for: a vote has none.
 
 Legend: K agents, V vocabulary; any shape in between.
 """

@@ -1,4 +1,4 @@
-"""A vote in which an agent counts by its confidence, the probability that it gives to its own text."""
+"""A vote in which a text counts by its confidence, the probability that the crowd gives to it."""
 
 from __future__ import annotations
 
