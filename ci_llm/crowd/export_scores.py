@@ -60,11 +60,11 @@ def _line(name: str, exact_match: float, nll: float) -> str:
     return f"{name:<16}{exact_match:>12.3f}{nll:>10.4f}"
 
 
-def compare(saved: Pretrained, name: str, merge: Adapter | None) -> Comparison:
-    """Score agents and crowd, and a merge if there is one; the base is without agents before and after.
+def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
+    """Score agents, crowd and merges; the base is without agents before and after.
 
     Args:
-        name: of the merge.
+        merges: by name.
 
     Raises:
         DataError: the rows are not found any more.
@@ -76,7 +76,7 @@ def compare(saved: Pretrained, name: str, merge: Adapter | None) -> Comparison:
     found = _score(crowd, saved.agents, rows, config)
     names = [*(f"agent{k}" for k in range(crowd.num_agents)), "crowd"]
     exact, nll = (dict(zip(names, values, strict=True)) for values in (found.exact_match, found.mean_nll))
-    if merge is not None:
+    for name, merge in merges.items():
         alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, crowd.pad_id)
         one = _score(alone, [merge.tensors], rows, config)
         exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]

@@ -61,7 +61,7 @@ def read_texts(
 ) -> list[list[TokenUncertainty]]:
     """How sure the crowd is of every token of given texts after one prompt, by one pass over all of them."""
     distinct = list(dict.fromkeys(map(tuple, texts)))  # agents often write the same
-    batch = pack([_Text.after(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
+    batch = pack([Continuation.after(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
     route, training = crowd.route, crowd.training
     crowd.route = "padded"  # as in generation
     crowd.eval()
@@ -82,13 +82,13 @@ def read_texts(
 
 
 @dataclass(frozen=True)
-class _Text:
-    """A prompt and what follows it, which are the targets."""
+class Continuation:
+    """A prompt and what follows it, which are the targets, as a tokenised row."""
 
     input_ids: NDArray[np.int64]
     supervised: NDArray[np.bool_]
 
     @classmethod
-    def after(cls, prompt: TokenIds, text: TokenIds) -> _Text:
+    def after(cls, prompt: TokenIds, text: TokenIds) -> Continuation:
         ids = np.asarray([*prompt, *text])
         return cls(ids, np.arange(len(ids)) >= len(prompt))
