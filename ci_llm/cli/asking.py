@@ -20,7 +20,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "seed")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The run, and how tokens are chosen."""
-    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, or a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
     option = parser.add_argument
     option("--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens per answer (256)")
     option("--temperature", type=float, metavar="T", help="draw tokens; below 1 sharper, 0 takes the most probable")
@@ -69,16 +69,18 @@ def require_run(path: str, base_model: str | None) -> None:
         BadInput: there is no such folder, or its run has no checkpoint yet.
     """
     from ci_llm.checkpoints.folders import committed
-    from ci_llm.cluster.hub import may_be_on_hub
+    from ci_llm.cluster.hub import go_offline_if_unreachable, may_be_repository
     from ci_llm.core.run_status import last_status, read_status
 
     if "://" in path:
         hint = "copy the checkpoint to this machine, and give its folder"
         raise BadInput("a crowd is opened from a folder on a disk", where=path, hint=hint)
+    if may_be_repository(path):
+        if reason := go_offline_if_unreachable(path):
+            note(f"the hub is unreachable, only its local cache is used ({reason})")
+        return
     if not Path(path).is_dir():
-        hint = "give the output_dir of a run, or a checkpoint such as RUN/final_checkpoint"
-        if may_be_on_hub(path):
-            hint += f"; one on the hub is fetched by: hf download {path} --local-dir FOLDER"
+        hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
         what = "this is no folder" if Path(path).exists() else "there is no such folder"
         raise BadInput(what, where=path, hint=hint)
     if committed(Path(path)) or last_status(path) is None:
@@ -98,11 +100,14 @@ def open_run(path: str, base_model: str | None) -> Crowd:
     Raises:
         BadInput: there is none, it is damaged, or its base is not found.
     """
+    from ci_llm.cluster.hub import may_be_repository
     from ci_llm.crowd.recognise import require_checkpoint
 
-    folder = require_checkpoint(Path(path), path, final_first=True)
+    folder: Path | str = path
+    if not may_be_repository(path):
+        folder = require_checkpoint(Path(path), path, final_first=True)
+        _note_if_unfinished(folder)
     note(f"{folder}: loading..." if sys.stderr.isatty() else None)
-    _note_if_unfinished(folder)
     from ci_llm.crowd.model import Crowd
 
     try:

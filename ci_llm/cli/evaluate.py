@@ -70,7 +70,7 @@ def evaluate_run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, or a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="a key of the configuration, see below")
     parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     parser.add_argument("--split", metavar="S", help="the split of the data set")
@@ -128,7 +128,7 @@ def _request(call: argparse.Namespace) -> Request:
     from ci_llm.evaluation.rows import Choice, read_keys
 
     return Request(
-        run=Path(call.run),
+        run=call.run,
         choice=Choice(call.data, call.split, call.max_samples, read_keys(call.keys)),
         metric=call.metric,
         batch_size=call.batch_size,

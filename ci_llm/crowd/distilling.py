@@ -26,7 +26,7 @@ from transformers import get_scheduler
 from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
-from ci_llm.crowd.aggregators import aggregate, find_vote
+from ci_llm.crowd.aggregators import Learned, aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import TokenIds, num_positions
 from ci_llm.crowd.lora import OWN, LoraSettings
@@ -84,7 +84,7 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
         for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
             crowd.agents.load_agent(k, tensors, f"agent{k}")
         crowd.choose_route()
-        crowd.calibration = saved.calibration
+        crowd.learned = _learned(saved)
         _train(crowd, teachers, lesson, config, how)
         files = crowd.adapter_files()
     finally:
@@ -92,6 +92,10 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     found = [{name: each.clone() for name, each in files[f"agent{teachers + n}/adapter_model"].items()} for n in (0, 1)]
     student, control = (Adapter(saved.configs[start], tensors) for tensors in found)
     return student, control
+
+
+def _learned(saved: Pretrained) -> Learned | None:
+    return None if saved.calibration is None else saved.calibration.learned
 
 
 def _pad(saved: Pretrained) -> int:
@@ -112,7 +116,7 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
     examples = [given[number] for number in range(len(given))]
     [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}
     crowd = Crowd(saved.base.model, saved.settings, saved.base.name, _pad(saved))
-    crowd.prompter, crowd.calibration = prompter, saved.calibration
+    crowd.prompter, crowd.learned = prompter, _learned(saved)
     try:
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, f"agent{k}")

@@ -74,6 +74,7 @@ class Crowd(nn.Module):
     Attributes:
         prompter: words prompts for `generate`; None until somebody sets it.
         calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
+        learned: what aggregators with learned weights take; from the calibration.
         common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
 
     Raises:
@@ -87,6 +88,7 @@ class Crowd(nn.Module):
         self.pad_id = pad_id
         self.prompter: Prompter | None = None
         self.calibration: Calibration | None = None
+        self.learned: Learned | None = None
         self.common_start = not settings.initialize_adapters_rand
         self.agents = attach(model, settings)
         self.model = model
@@ -105,7 +107,8 @@ class Crowd(nn.Module):
         saved = open_pretrained(folder, device, base_model)
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
         crowd.prompter, crowd.common_start = saved.prompter, saved.common_start
-        crowd.calibration = saved.calibration
+        if saved.calibration is not None:
+            crowd.calibration, crowd.learned = saved.calibration, saved.calibration.learned
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, str(folder))
         return crowd.eval()
@@ -148,11 +151,6 @@ class Crowd(nn.Module):
     @property
     def head(self) -> Head:
         return Head.of(self.model)
-
-    @property
-    def learned(self) -> Learned | None:
-        """What aggregators with learned weights take."""
-        return None if self.calibration is None else self.calibration.learned
 
     @property
     def device(self) -> torch.device:

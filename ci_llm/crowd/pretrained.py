@@ -22,7 +22,7 @@ from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.folders import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
 from ci_llm.checkpoints.state_files import read_snapshot
-from ci_llm.cluster.hub import fetch, may_be_on_hub
+from ci_llm.cluster.hub import fetch, may_be_repository
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.base import Base, fingerprint_of, load_base, short_name
 from ci_llm.crowd.calibration import Calibration
@@ -87,7 +87,7 @@ def open_pretrained(
         ForeignCheckpoint: it holds no crowd, or the base has other weights than the one that was trained on.
         ModelError: the base is not found.
     """
-    with _located(source) as place:
+    with located(source) as place:
         folder = require_checkpoint(place, str(source), final_first=True)
         step, state = _verified(folder)
         calibration = read_calibration(folder, state.get(CALIBRATION))
@@ -116,21 +116,17 @@ def open_pretrained(
 
 
 @contextmanager
-def _located(source: Path | str) -> Iterator[Path]:
+def located(source: Path | str) -> Iterator[Path]:
     """The folder that a source means.
 
     The hub's cache is a folder of links. A checkpoint holds none, so a crowd from there is read as a copy.
     """
-    if not (isinstance(source, str) and _may_be_repository(source)):
+    if not (isinstance(source, str) and may_be_repository(source)):
         yield Path(source)
         return
     cached = fetch(source, FILES)
     with TemporaryDirectory() as scratch:
         yield Path(shutil.copytree(cached, Path(scratch, cached.name)))
-
-
-def _may_be_repository(name: str) -> bool:
-    return name.count("/") == 1 and may_be_on_hub(name) and not is_named_checkpoint(Path(name))
 
 
 def _verified(folder: Path) -> tuple[int, dict[str, Any]]:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, 
 from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.calibration import Calibration, fit, learn
 from ci_llm.crowd.metrics import Reader
-from ci_llm.crowd.pretrained import weights_fingerprint
+from ci_llm.crowd.pretrained import located, weights_fingerprint
 from ci_llm.crowd.recognise import require_checkpoint
 from ci_llm.crowd.scoring import Scores, evaluation_record, score
 from ci_llm.data.batches import Batch, pack
@@ -61,7 +61,7 @@ class Evaluation:
     predictions: Path | None
     resumed: int
     read: Reader
-    seconds: float
+    seconds: float = 0.0
     calibrated: Path | None = None
 
 
@@ -77,7 +77,13 @@ def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluati
         OutOfMemory: a batch does not fit.
     """
     began = time.monotonic()
-    checkpoint = require_checkpoint(request.run, str(request.run), final_first=True)
+    with located(request.run) as place:
+        checkpoint = require_checkpoint(place, str(request.run), final_first=True)
+        found = _evaluate(request, checkpoint, progress)
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluation:
     output = request.output or default_output(checkpoint)
     require_own(output, overwrite=request.overwrite)
     calibrated = require_place(checkpoint) if request.calibrate else None
@@ -85,6 +91,9 @@ def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluati
     job = load(request, checkpoint)
     manifest = read_manifest(checkpoint)
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
+        if calibrated is not None:  # before the answers, which may depend on what is learned
+            concentration = job.config.dirichlet_alpha_aggregator
+            job.crowd.learned = learn(job.crowd, lambda: _batches(job, lambda *_: None), concentration)
         if len(job.questions):
             source = _source(job, checkpoint, manifest)
             with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:
@@ -105,7 +114,6 @@ def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluati
         predictions=output if rows else None,
         resumed=resumed,
         read=job.questions.read,
-        seconds=time.monotonic() - began,
         calibrated=calibrated,
     )
 
@@ -221,12 +229,13 @@ def _prompt(job: Job, number: int) -> str:
 
 def _calibration(job: Job, rows: Sequence[Row], weights: str) -> Calibration:
     """From the lines of the predictions file, and the targets of the same rows."""
-    config, right = job.config, _right(rows).tolist()
+    learned, right = job.crowd.learned, _right(rows).tolist()
+    assert learned is not None, "it was learned before the answers"
     return fit(
-        learn(job.crowd, lambda: _batches(job, lambda *_: None), config.dirichlet_alpha_aggregator),
+        learned,
         ([row["signals"] for row in rows], right[job.crowd.num_agents]),
         [([row["agents_signals"][k] for row in rows], right[k]) for k in range(job.crowd.num_agents)],
-        aggregator=config.aggregator,
+        aggregator=job.config.aggregator,
         rows=len(rows),
         data=job.tokenized.rows.where,
         weights=weights,
@@ -297,9 +306,15 @@ def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
         data=job.tokenized.rows.where,
         rows=len(job.questions),
         metric=job.request.metric,
-        aggregator=job.config.aggregator,
+        aggregator=_aggregator_name(job),
         max_new_tokens=job.config.max_new_tokens_eval,
     )
+
+
+def _aggregator_name(job: Job) -> str:
+    """With what was learned, if the answers depend on it."""
+    name, learned = job.config.aggregator, job.crowd.learned
+    return f"{name} {_fingerprint(asdict(learned))[:8]}" if learned is not None and name == "dirichlet" else name
 
 
 def _fingerprint(value: Any) -> str:

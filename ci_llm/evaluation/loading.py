@@ -31,7 +31,7 @@ class Request:
     """What is to be evaluated, and how.
 
     Attributes:
-        run: the folder of a run, or a checkpoint.
+        run: the folder of a run, a checkpoint, a saved crowd, or a hub id.
         metric: a module of `ci_llm.crowd.metrics`.
         batch_size: questions answered at a time, and a quarter of the rows scored at a time; None: as in training.
         output: the predictions file; None: `predictions.jsonl` in the folder of the run.
@@ -42,7 +42,7 @@ class Request:
         agents_per_prompt: say what asking one agent first keeps at this price.
     """
 
-    run: Path
+    run: str
     choice: Choice
     metric: str = "exact_match"
     batch_size: int | None = None

@@ -130,14 +130,11 @@ def test_what_is_learned_of_targets_lowers_their_nats(crowd: Crowd) -> None:
     def nats(learned: Learned | None) -> float:
         from ci_llm.crowd.scoring import score
 
-        crowd.calibration = None if learned is None else calibration(learned)
+        crowd.learned = learned
         scores = score(crowd, batches(), "dirichlet")
-        crowd.calibration = None
+        crowd.learned = None
         assert scores is not None
         return scores.mean_nll[-1]
-
-    def calibration(learned: Learned) -> Calibration:
-        return Calibration(learned, Logistic((0.0,) * 5, 0.0), 0, Logistic((0.0,) * 5, 0.0), (0.0, 1.0), "x", 1, "")
 
     assert nats(found) < nats(Learned(found.weights)) or found.temperature == pytest.approx(1, abs=0.03)
     assert nats(found) < nats(None)
@@ -241,6 +238,7 @@ def test_it_is_opened_with_the_agents_that_it_is_of_and_goes_where_they_go(
     write_json(tmp_path / "run" / "calibration.json", made.record())
     opened = Crowd.from_pretrained(tmp_path / "run")
     assert opened.calibration == made
+    assert opened.learned == made.learned
     opened.save_pretrained(tmp_path / "copy")
     assert Crowd.from_pretrained(tmp_path / "copy").calibration == made
     prepare(tmp_path / "run").write(tmp_path / "export", None)
