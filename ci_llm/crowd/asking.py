@@ -163,10 +163,7 @@ def answers(
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
     for batch in _batches(crowd, prompts, batch_size):
-        if manner.agents_per_prompt is None:
-            yield from _together(crowd, batch, manner, include_agents=include_agents)
-        else:
-            yield from _escalating(crowd, batch, manner)
+        yield from _of_batch(crowd, batch, manner, include_agents=include_agents)
 
 
 def stream(crowd: Crowd, prompt: Prompt, manner: Manner) -> Stream[Answer]:
@@ -176,8 +173,9 @@ def stream(crowd: Crowd, prompt: Prompt, manner: Manner) -> Stream[Answer]:
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
         decoding = manner.decoding
         if manner.abstain_below is not None or manner.agents_per_prompt is not None or find_vote(decoding.aggregator):
-            [answer] = answers(crowd, [prompt], manner, include_agents=False)
-            emit("" if answer.abstained else answer.answer)
+            [answer] = _of_batch(crowd, replace(batch, stop=stop), manner, include_agents=False)
+            if answer.answer and not answer.abstained:
+                emit(answer.answer)
             return answer
         text = TextSoFar(batch.prompter.tokenizer, manner.stop_strings, emit)
         generated = crowd.generate_ids(batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update)
@@ -193,21 +191,24 @@ class _Batch:
 
     Attributes:
         first: the number of the first one among all.
+        stop: called before every token; True ends all texts at that point.
     """
 
     prompter: Prompter
     prompts: Sequence[Prompt]
     ids: Sequence[TokenIds]
     first: int = 0
+    stop: Callable[[], bool] = lambda: False
 
     def only(self, numbers: Sequence[int]) -> _Batch:
         """Some of them."""
-        return _Batch(self.prompter, [self.prompts[n] for n in numbers], [self.ids[n] for n in numbers], self.first)
+        return replace(self, prompts=[self.prompts[n] for n in numbers], ids=[self.ids[n] for n in numbers])
 
     def how(self, manner: Manner) -> dict[str, Any]:
         """What `Crowd.generate_ids` is told of them."""
         return {
             "first_prompt": self.first,
+            "stop": self.stop,
             "is_over": _is_over(self.prompter, manner.stop_strings),
             "answers_of": lambda texts: final_answers(_texts(self, texts, manner)),
         }
@@ -224,6 +225,12 @@ def _batches(crowd: Crowd, prompts: Sequence[Prompt], batch_size: int) -> Iterat
     for at in range(0, len(rows), batch_size):
         part = slice(at, at + batch_size)
         yield _Batch(prompter, prompts[part], rows[part], at)
+
+
+def _of_batch(crowd: Crowd, batch: _Batch, manner: Manner, *, include_agents: bool) -> Iterator[Answer]:
+    if manner.agents_per_prompt is not None:
+        return _escalating(crowd, batch, manner)
+    return _together(crowd, batch, manner, include_agents=include_agents)
 
 
 def _together(crowd: Crowd, batch: _Batch, manner: Manner, *, include_agents: bool) -> Iterator[Answer]:

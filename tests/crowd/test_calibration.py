@@ -165,7 +165,9 @@ def test_answers_carry_the_probability_that_they_are_right(crowd: Crowd, plain: 
         some = crowd.generate(QUESTIONS, abstain_below=limit, **SHORT)
         assert [text == "" for text in some] == [(answer.probability_right or 0) < limit for answer in found]
         assert sum(text == "" for text in some) == 3
-        assert "".join(crowd.stream(QUESTIONS[0], abstain_below=1.0, **SHORT)) == ""
+        with crowd.stream(QUESTIONS[0], abstain_below=1.0, **SHORT) as stream:
+            assert list(stream) == []
+            assert stream.result.abstained
     finally:
         crowd.calibration = None
 
