@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=42, metavar="S", help="of the values that dare drops; default 42")
     distil = parser.add_argument_group("for --merge distilled")
     distil.add_argument("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
-    distil.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default 200")
+    distil.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default 120")
     distil.add_argument("--distill-rate", type=float, metavar="R", help="learning rate; default a quarter of the run's")
     distil.add_argument("--distill-temperature", type=float, metavar="T", help="of the distributions; default 1")
     distil.add_argument(

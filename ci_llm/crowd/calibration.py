@@ -124,6 +124,8 @@ class Calibration:
         Each of these prompts takes the K agents of the crowd after the one that was asked first.
         """
         share = (agents_per_prompt - 1) / len(self.learned.weights)
+        if share >= 1:
+            return 1.0  # all prompts, also that of the highest probability
         return float(np.interp(share, np.linspace(0, 1, len(self.quantiles)), self.quantiles))
 
     def record(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         self._num_agents, self._first, self._decoding, self._first_prompt = num_agents, first, decoding, first_prompt
         self._uncertainty, self._learned, self._vote = uncertainty, learned, find_vote(decoding.aggregator)
         self._recorded: list[Tensor] = []  # [4, K·F + B] for every token
-        self._generators: dict[int, list[torch.Generator]] = {}
+        self._generators: dict[str, list[torch.Generator]] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """[K·R, V] logits -> [K·R, V], with 0 at the chosen token and -inf elsewhere in the rows that were chosen."""
@@ -119,7 +119,7 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         chosen = crowd.argmax(-1)
         if self._decoding.do_sample:
             narrowed = self._decoding.warpers()(input_ids[: len(crowd)], crowd)
-            chosen = _draw(narrowed, self._generators_of(0, len(crowd)))
+            chosen = _draw(narrowed, self._generators_of("generate", len(crowd)))
         forced = _forced(crowd, chosen).expand(self._num_agents, -1, -1)
         if not self._uncertainty:
             return forced, chosen
@@ -127,15 +127,15 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
 
     def _alone(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The agents' own rows [K, F, V] with their choices, and how sure each is of its own, [4, K·F]."""
-        log_probs = scores.nan_to_num(nan=0.0).log_softmax(-1)  # an agent with NaN writes anything, and is not sure
-        chosen = log_probs.argmax(-1)
+        finite = scores.nan_to_num(nan=0.0)  # an agent with NaN writes anything, and is not sure of it
+        log_probs = finite.log_softmax(-1)
+        chosen = finite.argmax(-1)  # of the logits, as without these numbers: rounding may make two of them alike
         if self._vote and self._vote.samples:
             prompts = self._first // (1 + self._vote.samples)
-            drawn = log_probs[:, prompts:].flatten(0, 1)
-            narrowed = self._decoding.warpers(self._vote.temperature)(input_ids[: len(drawn)], drawn)
-            chosen[:, prompts:] = _draw(narrowed, self._generators_of(1, prompts, len(drawn) // prompts)).view(
-                self._num_agents, -1
-            )
+            rows = log_probs[:, prompts:].flatten(0, 1)
+            narrowed = self._decoding.warpers(self._vote.temperature)(input_ids[: len(rows)], rows)
+            drawn = _draw(narrowed, self._generators_of("vote", prompts, times=len(rows) // prompts))
+            chosen[:, prompts:] = drawn.view(self._num_agents, -1)
         return _forced(log_probs, chosen), own_uncertainty(log_probs, chosen).flatten(1)
 
     def recorded(self) -> list[list[TokenUncertainty]]:
@@ -144,17 +144,13 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
             return []
         return [tokens_of(text) for text in torch.stack(self._recorded, dim=-1).unbind(1)]
 
-    def _generators_of(self, kind: int, prompts: int, times: int = 1) -> list[torch.Generator]:
-        """A generator for every text that is drawn: `times` for each prompt, which differ by number."""
-        if kind not in self._generators:
+    def _generators_of(self, what: str, prompts: int, times: int | None = None) -> list[torch.Generator]:
+        """A generator for every text that is drawn: one for each prompt, or `times` of them."""
+        if what not in self._generators:
             numbers = range(self._first_prompt, self._first_prompt + prompts)
-            seed = self._decoding.seed
-            self._generators[kind] = [
-                generator_for(seed, "vote", number, time) if kind else generator_for(seed, "generate", number)
-                for time in range(times)
-                for number in numbers
-            ]
-        return self._generators[kind]
+            keys = [(n,) for n in numbers] if times is None else [(n, time) for time in range(times) for n in numbers]
+            self._generators[what] = [generator_for(self._decoding.seed, what, *key) for key in keys]
+        return self._generators[what]
 
 
 def _draw(log_probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

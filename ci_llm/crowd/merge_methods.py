@@ -126,7 +126,7 @@ class Distillation:
 
     prompts: Path | None = None
     generated: int = 800
-    steps: int = 200
+    steps: int = 120
     temperature: float = 1.0
     soft: float = 1.0
     learning_rate: float | None = None
