@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ci_llm.config import parse_config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.crowd.base import load_architecture, load_base
+from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, public_name
 from ci_llm.crowd.distilling import CONTROL, distilled
 from ci_llm.crowd.export_scores import Comparison, compare
@@ -140,7 +141,15 @@ class Export:
             use_rslora=any(config.get("use_rslora") for config in configs),
             trained=trained,
             scores=scores.table() if scores else "",
+            notes=[_note(saved.calibration)] if saved.calibration and self.adapter is None else [],
         )
+
+
+def _note(calibration: Calibration) -> str:
+    return (
+        f"`calibration.json` says how probably an answer is right, after {calibration.rows} rows of {calibration.data}:"
+        " `generate(..., details=True)` has it as `probability_right`, and `abstain_below=0.5` gives no other answer."
+    )
 
 
 def prepare(

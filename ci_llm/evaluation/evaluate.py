@@ -22,6 +22,7 @@ from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, merge_records
 from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.calibration import Calibration, fit, learn
+from ci_llm.crowd.card import public_name
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.pretrained import located, weights_fingerprint
 from ci_llm.crowd.recognise import require_checkpoint
@@ -237,7 +238,7 @@ def _calibration(job: Job, rows: Sequence[Row], weights: str) -> Calibration:
         [([row["agents_signals"][k] for row in rows], right[k]) for k in range(job.crowd.num_agents)],
         aggregator=job.config.aggregator,
         rows=len(rows),
-        data=job.tokenized.rows.where,
+        data=public_name(job.tokenized.rows.where),  # it leaves this machine with the agents
         weights=weights,
     )
 

@@ -245,6 +245,7 @@ def test_it_is_opened_with_the_agents_that_it_is_of_and_goes_where_they_go(
     assert Crowd.from_pretrained(tmp_path / "copy").calibration == made
     prepare(tmp_path / "run").write(tmp_path / "export", None)
     assert Crowd.from_pretrained(tmp_path / "export").calibration == made
+    assert "after 6 rows of here" in (tmp_path / "export" / "README.md").read_text()
     write_json(tmp_path / "run" / "calibration.json", replace(made, weights="others").record())
     assert Crowd.from_pretrained(tmp_path / "run").calibration is None
     assert "it is of other agents" in caplog.text
