@@ -41,7 +41,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch, pack

@@ -6,7 +6,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,12 +16,15 @@ from benchmarks import (
     checkpoint_stall,
     checkpoint_writers,
     crowd,
+    generation,
     gsm8k,
     sharded,
     step,
     uncertainty,
 )
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
+from ci_llm.crowd.aggregators import Learned
+from ci_llm.crowd.calibration import fit
 from ci_llm.crowd.scoring import Scores
 from tools.testbed.forkserver import ForkServer
 
@@ -157,13 +159,42 @@ def test_what_a_fault_costs_is_read_off_the_ledger() -> None:
     }
 
 
-def test_doubts_are_judged_by_the_wrong_answers_that_they_find() -> None:
-    wrong = np.array([1.0, 1.0, 0.0, 0.0])
-    assert uncertainty.auroc(np.array([0.9, 0.8, 0.2, 0.1]), wrong) == 1
-    assert uncertainty.auroc(np.array([0.9, 0.2, 0.2, 0.1]), wrong) == 0.875
-    assert uncertainty.auroc(np.zeros(4), wrong) == 0.5
-    low, high = uncertainty.interval(np.array([0.9, 0.2, 0.3, 0.1] * 25), np.tile(wrong, 25))
-    assert low < 0.75 < high
-    assert uncertainty.calibration_error(np.array([0.75] * 4), np.array([1.0, 1, 1, 0])) == 0
-    assert uncertainty.calibration_error(np.array([0.15, 0.95]), np.array([1.0, 1.0])) == pytest.approx(0.45)
-    assert uncertainty.at_coverage(np.array([0.1, 0.2, 0.3, 0.4, 0.5]), np.array([1.0, 1, 1, 1, 0])) == 1
+def test_numbers_are_judged_by_the_wrong_answers_that_they_find() -> None:
+    signals = [[-1.0, -0.1, -0.5, 0.1, 0.05], [-9.0, -0.9, -4.0, 0.8, 0.5]] * 20
+    rows = [
+        {
+            "answer": "#### 3",
+            "agents": ["#### 3", f"#### {number % 2}"],
+            "correct": number % 2 == 0,
+            "agents_correct": [number % 2 == 0, False],
+            "confidence": 0.9 - 0.8 * (number % 2),
+            "signals": each,
+            "agents_signals": [each, each],
+        }
+        for number, each in enumerate(signals)
+    ]
+    right = [row["correct"] for row in rows]
+    agents = [(signals, right), (signals, [False] * 40)]
+    made = fit(Learned((0.5, 0.5)), (signals, right), agents, aggregator="probability", rows=40, data="here")
+    lines = uncertainty.table(rows, made).splitlines()
+    assert lines[0] == "40 rows, exact match 0.500"
+    found = {line.split(" | ")[0].removeprefix("| "): line for line in lines[3:]}
+    assert list(found) == list(uncertainty.sureness(made))
+    for name in ("probability_right", "confidence", "entropy", "disagreement", "least probable token"):
+        assert "| 1.000 (1.000 to 1.000) | 0.625 |" in found[name]
+    assert "| 0.500 (0.500 to 0.500)" in found["agreement"]
+    assert "| 0.100 |" in found["confidence"]
+    priced = uncertainty.escalation(rows, made).splitlines()[2:]
+    assert priced[0] == "| 1 | 1.00 | 0.500 | 100.0% |"
+    assert priced[-1].startswith("| 3 | 3.00 |")
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_generation_benchmark_choose_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`measure` compares them."""
+    monkeypatch.setattr(step, "VOCABULARY", 500)
+    costs = generation.measure("tiny", [[5, 6, 7], [8, 9, 10, 11]], tokens=4)
+    told = generation.table(costs, tokens=4)
+    assert [len(listed) for listed in costs.values()] == [1, 1, 1]
+    assert "| ours |" in told
+    assert "1.00 x" in told

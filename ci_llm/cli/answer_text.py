@@ -14,15 +14,21 @@ _GAP = 3
 
 
 def how_sure(answer: Answer) -> str:
-    """One line: how probable the answer is, how many agents give it, how much they disagree."""
-    parts = [f"confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token)"]
+    """One line: how probably the answer is right, its probability, how many agents give it, how much they disagree."""
+    parts = [] if answer.probability_right is None else [f"right with probability {answer.probability_right:.2f}"]
+    parts.append(f"confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token)")
     if answer.agreement is not None:
         count = len(answer.agents)
         parts.append(f"{round(answer.agreement * count)} of {count} agents agree")
-    parts.append(f"disagreement {answer.disagreement:.3f}")
+    parts.append("one agent asked" if answer.agents_asked == 1 else f"disagreement {answer.disagreement:.3f}")
     if not answer.complete:
         parts.append(f"cut after {len(answer.tokens)} tokens")
     return f"[{', '.join(parts)}]"
+
+
+def given(answer: Answer) -> str:
+    """The crowd's answer; a word in its place if the crowd abstains."""
+    return "[no answer: it is too unsure]" if answer.abstained else answer.answer
 
 
 def beside(answer: Answer) -> str:

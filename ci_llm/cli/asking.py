@@ -20,7 +20,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "seed")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The run, and how tokens are chosen."""
-    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, or a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
     option = parser.add_argument
     option("--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens per answer (256)")
     option("--temperature", type=float, metavar="T", help="draw tokens; below 1 sharper, 0 takes the most probable")
@@ -28,25 +28,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
     option("--seed", type=int, metavar="N", help="of drawing: the same seed draws the same answer")
     option("--stop", action="append", default=[], metavar="S", help=r"end an answer before S; \n is a line break")
-    option("--aggregator", default="probability", metavar="A", help="how distributions become one (probability)")
+    option("--aggregator", default="probability", metavar="A", help="how agents become one crowd (probability)")
+    option("--abstain-below", type=float, metavar="P", help="give no answer that is right with a lower probability")
+    option(
+        "--agents-per-prompt", type=float, metavar="N", help="ask one agent, and all where it is unsure: N on average"
+    )
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
 
 
 def choices_of(call: argparse.Namespace) -> dict[str, Any]:
-    """How tokens are chosen, by the names of `Crowd.generate`; tokens are drawn if an option says how.
+    """How prompts are answered, by the names of `Crowd.generate`; tokens are drawn if an option says how.
 
     Raises:
         BadInput: a value is out of range.
     """
-    from ci_llm.crowd.generation import Decoding
+    from ci_llm.crowd.asking import Manner
+    from ci_llm.crowd.decoding import Decoding
 
     sampling = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
     if sampling.get("temperature") == 0:
         sampling = {}
     choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
     choices |= {"do_sample": bool(sampling), **sampling}
-    Decoding(**choices)  # refuses a bad value before the model is loaded
-    return choices
+    policy = {"abstain_below": call.abstain_below, "agents_per_prompt": call.agents_per_prompt}
+    Manner(Decoding(**choices), **policy)  # refuses a bad value before the model is loaded
+    return {**choices, **{name: value for name, value in policy.items() if value is not None}}
 
 
 def stop_strings(call: argparse.Namespace) -> tuple[str, ...]:
@@ -63,13 +69,15 @@ def require_run(path: str, base_model: str | None) -> None:
         BadInput: there is no such folder, or its run has no checkpoint yet.
     """
     from ci_llm.checkpoints.folders import committed
-    from ci_llm.cluster.hub import may_be_on_hub
+    from ci_llm.cluster.hub import go_offline_if_unreachable, may_be_repository
     from ci_llm.core.run_status import last_status, read_status
 
+    if may_be_repository(path):
+        if reason := go_offline_if_unreachable(path):
+            note(f"the hub is unreachable, only its local cache is used ({reason})")
+        return
     if not Path(path).is_dir():
-        hint = "give the output_dir of a run, or a checkpoint such as RUN/final_checkpoint"
-        if may_be_on_hub(path):
-            hint += f"; one on the hub is fetched by: hf download {path} --local-dir FOLDER"
+        hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
         what = "this is no folder" if Path(path).exists() else "there is no such folder"
         raise BadInput(what, where=path, hint=hint)
     if committed(Path(path)) or last_status(path) is None:
@@ -89,11 +97,14 @@ def open_run(path: str, base_model: str | None) -> Crowd:
     Raises:
         BadInput: there is none, it is damaged, or its base is not found.
     """
+    from ci_llm.cluster.hub import may_be_repository
     from ci_llm.crowd.recognise import require_checkpoint
 
-    folder = require_checkpoint(Path(path), path, final_first=True)
+    folder: Path | str = path
+    if not may_be_repository(path):
+        folder = require_checkpoint(Path(path), path, final_first=True)
+        _note_if_unfinished(folder)
     note(f"{folder}: loading..." if sys.stderr.isatty() else None)
-    _note_if_unfinished(folder)
     from ci_llm.crowd.model import Crowd
 
     try:

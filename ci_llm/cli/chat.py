@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ci_llm.cli.answer_text import beside, how_sure
+from ci_llm.cli.answer_text import beside, given, how_sure
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.asking import add_options, choices_of, lines_of, note, open_run, require_run, stop_strings
 from ci_llm.cli.guard import print_error
@@ -157,6 +157,8 @@ class Conversation:
         self._remember(message, "".join(pieces))
         print(flush=True)
         if self._shows_sureness:
+            if stream.result.abstained:
+                print(given(stream.result))
             print(how_sure(stream.result))
 
     def command(self, line: str) -> None:
@@ -198,12 +200,13 @@ class Conversation:
             raise BadInput(error.what, where=f"a conversation of {len(prompt)} messages", hint=hint) from error
 
     def _show_agents(self) -> None:
-        from ci_llm.crowd.asking import answers, decoding_of
+        from ci_llm.crowd.asking import answers, manner_of
 
         if self._asked is None:
             raise ConfigError("nothing was asked yet", hint="ask something first")
         prompt, choices = self._asked
-        [answer] = answers(self._crowd, [prompt], decoding_of(self._prompter, **choices), self._stops)
+        choices = {name: value for name, value in choices.items() if name != "agents_per_prompt"}
+        [answer] = answers(self._crowd, [prompt], manner_of(self._crowd, self._stops, **choices))
         print(beside(answer))
         print(how_sure(answer))
 

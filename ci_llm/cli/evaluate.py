@@ -17,7 +17,8 @@ from ci_llm.core.urls import is_url
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
 if TYPE_CHECKING:
-    from ci_llm.evaluation.evaluate import Evaluation, Progress, Request
+    from ci_llm.evaluation.evaluate import Evaluation, Progress
+    from ci_llm.evaluation.loading import Request
 
 _DOES = """Ask agents and crowd the rows of a data set, score their answers, and keep every answer in a file.
 Without --data these are the rows of the run's own evaluation, and the figures those of its evaluation.json."""
@@ -73,7 +74,7 @@ def evaluate_run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, or a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="a key of the configuration, see below")
     parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     parser.add_argument("--split", metavar="S", help="the split of the data set")
@@ -92,6 +93,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"list rows that were answered wrong, at most N (default {_LISTED_FAILURES}), the surest first",
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="fit on these rows how probably an answer is right",
+    )
+    parser.add_argument("--abstain-below", type=float, metavar="P", help="score the answers of at least probability P")
+    parser.add_argument(
+        "--agents-per-prompt", type=float, default=1.6, metavar="N", help="score asking one agent first, at this price"
+    )
     parser.add_argument("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     return parser
@@ -108,23 +118,30 @@ def _check(call: argparse.Namespace) -> None:
     ]
     if call.metric not in METRICS:
         problems.append(f"there is no metric {call.metric!r}: take {' or '.join(METRICS)}")
+    if call.abstain_below is not None and not 0 <= call.abstain_below <= 1:
+        problems.append("--abstain-below is a probability, from 0 to 1")
+    if not call.agents_per_prompt >= 1:
+        problems.append("--agents-per-prompt must be at least 1: one agent always answers")
     problems += [f"{word!r} is neither an option nor key=value" for word in call.keys if "=" not in word]
     if problems:
         raise ConfigError("; ".join(problems), where="command line", hint="ci-llm evaluate --help")
 
 
 def _request(call: argparse.Namespace) -> Request:
-    from ci_llm.evaluation.evaluate import Request
+    from ci_llm.evaluation.loading import Request
     from ci_llm.evaluation.rows import Choice, read_keys
 
     return Request(
-        run=Path(call.run),
+        run=call.run,
         choice=Choice(call.data, call.split, call.max_samples, read_keys(call.keys)),
         metric=call.metric,
         batch_size=call.batch_size,
         output=call.output,
         overwrite=call.overwrite,
         base_model=call.base_model,
+        calibrate=call.calibrate,
+        abstain_below=call.abstain_below,
+        agents_per_prompt=call.agents_per_prompt,
     )
 
 
@@ -153,11 +170,12 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
 
 
 def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
-    from ci_llm.evaluation.table import failed_lines, failed_rows, table
+    from ci_llm.evaluation.table import failed_lines, failed_rows, sureness_lines, table
 
     yield from (f"data  {line}" for line in found.lines)
     yield ""
     yield from table(found)
+    yield from sureness_lines(found)
     yield ""
     if found.resumed:
         yield f"resumed: {found.resumed} of {len(found.rows)} rows were answered by an earlier call"
@@ -183,6 +201,7 @@ def _as_json(call: argparse.Namespace, found: Evaluation) -> dict[str, Any]:
         **found.record,
         "failed": len(failed),
         **({"failed_rows": failed[: call.failed]} if call.failed else {}),
+        "calibration": str(found.calibrated) if found.calibrated else None,
         "predictions": str(found.predictions) if found.predictions else None,
         "resumed": found.resumed,
         "seconds": round(found.seconds, 3),

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.asking import go_offline_if_base_unreachable
 from ci_llm.cli.mirrors import located
-from ci_llm.crowd.merge_methods import DENSITY, METHODS, Merge, merge_of
+from ci_llm.crowd.merge_methods import (
+    DENSITY,
+    DISTILLED,
+    DISTILLED_DOES,
+    METHODS,
+    Distillation,
+    Merge,
+    merge_of,
+)
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
@@ -63,7 +71,8 @@ def export(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    merges = "\n".join(f"  {name:<16} {method.does}" for name, method in METHODS.items())
+    does = {name: method.does for name, method in METHODS.items()} | {DISTILLED: DISTILLED_DOES}
+    merges = "\n".join(f"  {name:<16} {what}" for name, what in does.items())
     parser = make_parser("ci-llm export", _DESCRIPTION, _EXAMPLES + merges + _CODES)
     parser.add_argument("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
@@ -78,6 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rank", type=int, metavar="R", help="of the merge; default that of the agents")
     parser.add_argument("--seed", type=int, default=42, metavar="S", help="of the values that dare drops; default 42")
+    distil = parser.add_argument_group("for --merge distilled")
+    distil.add_argument("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
+    distil.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default 120")
+    distil.add_argument("--distill-rate", type=float, metavar="R", help="learning rate; default a quarter of the run's")
+    distil.add_argument("--distill-temperature", type=float, metavar="T", help="of the distributions; default 1")
+    distil.add_argument(
+        "--soft", type=float, metavar="W", help="weight of the distributions; default 1, texts alone: 0"
+    )
+    distil.add_argument("--start", type=int, metavar="K", help="the agent that it begins as; default the best known")
     parser.add_argument("--into-base", action="store_true", help="merge the adapter into the weights of the base")
     parser.add_argument("--base-model", metavar="NAME", help="hub id or folder of the base, if it is elsewhere now")
     parser.add_argument("--no-score", action="store_true", help="do not measure on the run's evaluation rows before")
@@ -89,10 +107,31 @@ def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _checked(call: argparse.Namespace) -> Merge | None:
+#: The options of a distillation, and the names of their values.
+_DISTILLING = {
+    "prompts": "prompts",
+    "steps": "steps",
+    "distill_rate": "learning_rate",
+    "distill_temperature": "temperature",
+    "soft": "soft",
+    "start": "start",
+}
+
+
+def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
     """The merge that is asked for; what a call alone says to be wrong is refused before anything is loaded."""
     if call.to.exists() or call.to.is_symlink():
         raise ModelError("this path exists already", where=f"--to {call.to}", hint="give a path that does not exist")
+    told = {value: given for name, value in _DISTILLING.items() if (given := getattr(call, name)) is not None}
+    if told and call.merge != DISTILLED:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name, value in _DISTILLING.items() if value in told)
+        raise BadInput("only a distillation takes this", where=options, hint=f"--merge {DISTILLED}")
+    if call.merge == DISTILLED and call.agent is None:
+        if odd := [f"--{name}" for name in ("weights", "density", "rank") if getattr(call, name) is not None]:
+            raise BadInput("a distillation does not take this", where=", ".join(odd), hint="ci-llm export --help")
+        if call.prompts is not None and not call.prompts.is_file():
+            raise BadInput("there is no such file", where=f"--prompts {call.prompts}", hint="one prompt per line")
+        return Distillation(**told)
     if call.merge is None:
         if odd := [f"--{name}" for name in ("weights", "density", "rank") if getattr(call, name) is not None]:
             raise BadInput("only a merge takes this", where=", ".join(odd), hint="--merge svd, or one of --help")

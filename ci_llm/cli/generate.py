@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.answer_text import beside, how_sure, width
+from ci_llm.cli.answer_text import beside, given, how_sure, width
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.asking import add_options, choices_of, lines_of, open_run, require_run, stop_strings
 from ci_llm.cli.mirrors import located
@@ -30,7 +30,7 @@ _EXAMPLES = """examples:
 exit codes: 0 answered; 2 bad call; 130 Ctrl-C"""
 
 #: These come first in a JSON object, in this order.
-_FIRST = ("prompt", "answer", "agents", "confidence", "disagreement", "agreement")
+_FIRST = ("prompt", "answer", "agents", "confidence", "disagreement", "agreement", "probability_right")
 
 
 def generate(words: Sequence[str]) -> int:
@@ -58,11 +58,11 @@ def generate(words: Sequence[str]) -> int:
         if call.json:
             print(_as_json(answer, tokens=call.tokens), flush=True)
         elif not whole:
-            print(answer.answer, flush=True)
+            print("" if answer.abstained else answer.answer, flush=True)
         else:
             if len(prompts) > 1:
                 print("\n" * (number > 0) + textwrap.shorten(f"> {_words(answer.prompt)}", width()))
-            print(beside(answer) if call.agents else answer.answer)
+            print(beside(answer) if answer.agents and call.agents else given(answer))
             print(how_sure(answer), flush=True)
     return 0
 
@@ -91,15 +91,14 @@ def _prompts(call: argparse.Namespace) -> Iterator[Any]:
 def _answers(
     call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any], *, include_agents: bool
 ) -> Iterator[Answer]:
-    from ci_llm.crowd.asking import answers, decoding_of, prompter_of
+    from ci_llm.crowd.asking import answers, manner_of
     from ci_llm.crowd.streaming import stop_strings_of
 
     stops = stop_strings_of(stop_strings(call))
     if call.batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="--batch-size", hint="leave it out for 16")
     crowd = open_run(call.run, call.base_model)
-    decoding = decoding_of(prompter_of(crowd), **choices)
-    return answers(crowd, prompts, decoding, stops, call.batch_size, include_agents=include_agents)
+    return answers(crowd, prompts, manner_of(crowd, stops, **choices), call.batch_size, include_agents=include_agents)
 
 
 def _as_json(answer: Answer, *, tokens: bool) -> str:

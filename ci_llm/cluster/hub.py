@@ -21,6 +21,7 @@ from ci_llm.errors import BadInput
 OFFLINE: Final = "HF_HUB_OFFLINE"
 TIMEOUT_S: Final = 5.0
 _ID: Final = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_CHECKPOINT: Final = re.compile(r"/(checkpoint_step_\d+|final_checkpoint)$")
 _FILE: Final = re.compile(r".*\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|ya?ml)(\.(gz|bz2|xz|zst))?")
 
 
@@ -29,6 +30,11 @@ def may_be_on_hub(name: str) -> bool:
     if name == "embedded" or _FILE.fullmatch(name):
         return False
     return _ID.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
+
+
+def may_be_repository(name: str) -> bool:
+    """Whether `name` has the form of a model on the hub, `user/name`, and no local file or folder has this name."""
+    return name.count("/") == 1 and not _CHECKPOINT.search(name) and may_be_on_hub(name)
 
 
 def why_unreachable(timeout_s: float = TIMEOUT_S) -> str | None:

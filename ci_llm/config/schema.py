@@ -166,10 +166,12 @@ class ObjectiveKeys(Keys):
         "last_token", "hidden state of a row that swd compares"
     )
     aggregator: Aggregator = free(
-        "probability", "how the crowd combines its agents: mean of their probabilities, or of their logits"
+        "probability",
+        "how agents become one crowd: token by token (probability, logit, confidence, dirichlet), or by a vote over"
+        " whole answers (majority, weighted_vote, rerank, self_consistency)",
     )
     dirichlet_alpha_aggregator: Positive = free(
-        1.0, "no effect; concentration of the symmetric Dirichlet of the first CI-LLM"
+        1.0, "concentration, per agent, of the Dirichlet from which a calibration learns the weights of dirichlet"
     )
     parallel_mode: bool = free(False, "no effect; switch of the first CI-LLM for parallel agents")
 
@@ -415,7 +417,6 @@ DUMPED_IF_SET = (
 #: Keys without effect, and why. The reason is logged once if the value is not the default.
 NO_EFFECT: dict[str, str] = {
     "parallel_mode": "all agents always train in one fused pass",
-    "dirichlet_alpha_aggregator": "the mean of a symmetric Dirichlet is uniform, whatever its alpha",
     "greater_is_better": "metric_for_best_model implies it",
     "use_deepspeed": "DeepSpeed owns backward, step and checkpoint",
     "deepspeed_config_file": "it goes with use_deepspeed",

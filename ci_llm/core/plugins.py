@@ -28,12 +28,12 @@ def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
 
 
 @cache
-def load_plugin(package: str, name: str, attribute: str) -> Any:
-    """The `attribute` of the module `name` of a package.
+def load_plugin(package: str, name: str, attribute: str, *default: Any) -> Any:
+    """The `attribute` of the module `name` of a package; a `default` is for modules without it, as for `getattr`.
 
     Raises:
         BadInput: the package has no such module.
     """
     if name not in (names := plugin_names(package)):
         raise BadInput(f"there is no {name!r}", where=package, hint=f"use one of {', '.join(names)}")
-    return getattr(import_module(f"{package}.{name}"), attribute)
+    return getattr(import_module(f"{package}.{name}"), attribute, *default)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.answers import majority
-from ci_llm.crowd.generation import Decoding, num_positions
+from ci_llm.crowd.calibration import signals
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import num_positions
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
@@ -167,6 +169,8 @@ class Answers:
         crowd: [B] texts.
         right: [K+2, B] bool: K agents, the crowd, the vote.
         uncertainty: [B] how sure the crowd was; empty if it was not asked for.
+        signals: [K+1][B] the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.calibration`; as
+            well.
     """
 
     numbers: Sequence[int]
@@ -174,6 +178,7 @@ class Answers:
     crowd: list[str]
     right: Tensor
     uncertainty: list[Uncertainty]
+    signals: list[list[list[float]]]
 
 
 def answer_questions(
@@ -200,13 +205,22 @@ def answer_questions(
     decoding = Decoding(max_new_tokens, questions.ends, aggregator)
     for batch in batches:
         prompts = [questions.prompts[i] for i in batch]
-        generated = crowd.generate_ids(prompts, decoding, include_agents=True, uncertainty=uncertainty, stop=stop)
+        generated = crowd.generate_ids(
+            prompts,
+            decoding,
+            include_agents=True,
+            uncertainty=uncertainty,
+            stop=stop,
+            answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
+        )
         *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
         answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
         answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
         wanted = [questions.answers[i] for i in batch]
         right = torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers])
-        yield Answers(batch, agents, together, right, [of_text(tokens) for tokens in generated.tokens])
+        sure = [of_text(tokens) for tokens in generated.tokens]
+        found = [[signals(tokens) for tokens in texts] for texts in (*generated.agents_tokens, generated.tokens)]
+        yield Answers(batch, agents, together, right, sure if uncertainty else [], found if uncertainty else [])
 
 
 def score_answers(

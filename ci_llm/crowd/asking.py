@@ -6,15 +6,19 @@ Legend: K agents.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from ci_llm.crowd.generation import Decoding, Generated, TokenIds, free_positions
+from ci_llm.crowd.aggregators import find_vote
+from ci_llm.crowd.calibration import Calibration, Logistic, signals
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import TokenIds, free_positions
 from ci_llm.crowd.prompts import Prompt, Prompter
 from ci_llm.crowd.streaming import Stream, TextSoFar, cut
 from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, of_text
+from ci_llm.crowd.voting import final_answers
 from ci_llm.errors import BadInput, ModelError
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Choices(TypedDict, total=False):
-    """How tokens are chosen, by the names that `Crowd.generate` describes."""
+    """How tokens are chosen and which answers are given, by the names that `Crowd.generate` describes."""
 
     max_new_tokens: int
     aggregator: str
@@ -31,6 +35,37 @@ class Choices(TypedDict, total=False):
     top_p: float
     top_k: int | None
     seed: int | None
+    abstain_below: float | None
+    agents_per_prompt: float | None
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How prompts are answered.
+
+    Attributes:
+        decoding: how tokens are chosen.
+        stop_strings: an answer ends before the first of them.
+        abstain_below: an answer that is less probably right is not given; None: every answer is.
+        agents_per_prompt: one agent is asked first, and all of them where it is unsure, so that a prompt takes so many
+            agents on average; None: all are asked.
+    """
+
+    decoding: Decoding
+    stop_strings: tuple[str, ...] = ()
+    abstain_below: float | None = None
+    agents_per_prompt: float | None = None
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.abstain_below is not None and not 0 <= self.abstain_below <= 1:
+            wrong.append("abstain_below must be a probability, from 0 to 1")
+        if self.agents_per_prompt is not None and self.agents_per_prompt < 1:
+            wrong.append("agents_per_prompt must be at least 1: one agent always answers")
+        if self.agents_per_prompt is not None and self.decoding.do_sample:
+            wrong.append("agents_per_prompt takes the most probable tokens: leave sampling out")
+        if wrong:
+            raise BadInput("; ".join(wrong), where="generation settings", hint="change the values named")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +79,10 @@ class Answer(Uncertainty):
         answer: the crowd's.
         agents: each agent's own answer to the same prompt, generated greedily; empty if they were not asked for.
         agreement: the share of agents whose own answer is the crowd's, see `uncertainty.agreement`; None without them.
+        probability_right: that the answer is right, as validation rows had it; None before a calibration, and for
+            another aggregator than that of the calibration.
+        abstained: whether `probability_right` is below `abstain_below`, so that the answer should not be given.
+        agents_asked: how many agents wrote it: K, or with `agents_per_prompt` 1 or 1 + K.
         complete: whether the crowd ended the answer, or a stop string did; False if `max_new_tokens` or the base's
             positions cut it.
         tokens: how sure the crowd was of each token.
@@ -53,6 +92,9 @@ class Answer(Uncertainty):
     answer: str
     agents: tuple[str, ...]
     agreement: float | None
+    probability_right: float | None
+    abstained: bool
+    agents_asked: int
     complete: bool
     tokens: tuple[TokenUncertainty, ...]
 
@@ -77,23 +119,42 @@ def decoding_of(prompter: Prompter, *, seed: int | None = None, **choices: Any) 
     return Decoding(ends=prompter.ends, seed=torch.Generator().seed() if seed is None else seed, **choices)
 
 
-def texts(
-    crowd: Crowd, prompts: Sequence[Prompt], decoding: Decoding, stop_strings: Sequence[str] = (), batch_size: int = 16
-) -> list[str]:
-    """The crowd's answer to each prompt, and nothing else; see `answers`."""
-    prompter = prompter_of(crowd)
-    batches = _generate(crowd, prompts, decoding, stop_strings, batch_size)
-    return [cut(prompter.text(ids), stop_strings) for _, generated in batches for ids in generated.crowd]
+def manner_of(
+    crowd: Crowd,
+    stop_strings: Sequence[str] = (),
+    *,
+    abstain_below: float | None = None,
+    agents_per_prompt: float | None = None,
+    **choices: Any,
+) -> Manner:
+    """How a crowd answers, from the arguments of `Crowd.generate`.
+
+    Raises:
+        ModelError: the crowd has no prompter.
+        BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
+    """
+    decoding = decoding_of(prompter_of(crowd), **choices)
+    manner = Manner(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)
+    if abstain_below is not None or agents_per_prompt is not None:
+        _require_calibration(crowd, decoding.aggregator, abstains=abstain_below is not None)
+    return manner
+
+
+def texts(crowd: Crowd, prompts: Sequence[Prompt], manner: Manner, batch_size: int = 16) -> list[str]:
+    """The crowd's answer to each prompt, and nothing else, "" where it abstains; see `answers`."""
+    if manner.abstain_below is not None or manner.agents_per_prompt is not None:
+        found = answers(crowd, prompts, manner, batch_size, include_agents=False)
+        return ["" if answer.abstained else answer.answer for answer in found]
+    batches = _batches(crowd, prompts, batch_size)
+    return [
+        text
+        for batch in batches
+        for text in _texts(batch, crowd.generate_ids(batch.ids, manner.decoding, **batch.how(manner)).crowd, manner)
+    ]
 
 
 def answers(
-    crowd: Crowd,
-    prompts: Sequence[Prompt],
-    decoding: Decoding,
-    stop_strings: Sequence[str] = (),
-    batch_size: int = 16,
-    *,
-    include_agents: bool = True,
+    crowd: Crowd, prompts: Sequence[Prompt], manner: Manner, batch_size: int = 16, *, include_agents: bool = True
 ) -> Iterator[Answer]:
     """Answer the prompts in order, `batch_size` at a time; an answer comes as soon as its batch is ready.
 
@@ -101,48 +162,104 @@ def answers(
         ModelError: the crowd has no prompter.
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
-    prompter = prompter_of(crowd)
-    for batch, generated in _generate(
-        crowd, prompts, decoding, stop_strings, batch_size, include_agents=include_agents, uncertainty=True
-    ):
-        for number, prompt in enumerate(batch):
-            yield _answer(prompter, prompt, generated, number, stop_strings)
+    for batch in _batches(crowd, prompts, batch_size):
+        yield from _of_batch(crowd, batch, manner, include_agents=include_agents)
 
 
-def stream(crowd: Crowd, prompt: Prompt, decoding: Decoding, stop_strings: Sequence[str] = ()) -> Stream[Answer]:
-    """Answer one prompt piece by piece; see `Crowd.stream`."""
-    prompter = prompter_of(crowd)
-    ids = prompter.ids(prompt)
-    free_positions(crowd.model, [ids])
+def stream(crowd: Crowd, prompt: Prompt, manner: Manner) -> Stream[Answer]:
+    """Answer one prompt piece by piece; see `Crowd.stream`. What is decided about a whole answer comes in one piece."""
+    [batch] = _batches(crowd, [prompt], 1)
 
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
-        text = TextSoFar(prompter.tokenizer, stop_strings, emit)
-        generated = crowd.generate_ids([ids], decoding, uncertainty=True, stop=stop, is_over=text.update)
+        decoding = manner.decoding
+        if manner.abstain_below is not None or manner.agents_per_prompt is not None or find_vote(decoding.aggregator):
+            [answer] = _of_batch(crowd, replace(batch, stop=stop), manner, include_agents=False)
+            if answer.answer and not answer.abstained:
+                emit(answer.answer)
+            return answer
+        text = TextSoFar(batch.prompter.tokenizer, manner.stop_strings, emit)
+        generated = crowd.generate_ids(batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update)
         text.finish(generated.crowd[0])
-        return _answer(prompter, prompt, generated, 0, stop_strings)
+        return _Wording(crowd, batch, manner).answer(0, generated.crowd[0], generated.tokens[0])
 
     return Stream(produce)
 
 
-def _generate(
-    crowd: Crowd,
-    prompts: Sequence[Prompt],
-    decoding: Decoding,
-    stop_strings: Sequence[str],
-    batch_size: int,
-    **what: Any,
-) -> Iterator[tuple[Sequence[Prompt], Generated]]:
-    """Batches of prompts with what follows them; all prompts are checked before the first is answered."""
+@dataclass(frozen=True)
+class _Batch:
+    """Prompts that are answered together.
+
+    Attributes:
+        first: the number of the first one among all.
+        stop: called before every token; True ends all texts at that point.
+    """
+
+    prompter: Prompter
+    prompts: Sequence[Prompt]
+    ids: Sequence[TokenIds]
+    first: int = 0
+    stop: Callable[[], bool] = lambda: False
+
+    def only(self, numbers: Sequence[int]) -> _Batch:
+        """Some of them."""
+        return replace(self, prompts=[self.prompts[n] for n in numbers], ids=[self.ids[n] for n in numbers])
+
+    def how(self, manner: Manner) -> dict[str, Any]:
+        """What `Crowd.generate_ids` is told of them."""
+        return {
+            "first_prompt": self.first,
+            "stop": self.stop,
+            "is_over": _is_over(self.prompter, manner.stop_strings),
+            "answers_of": lambda texts: final_answers(_texts(self, texts, manner)),
+        }
+
+
+def _batches(crowd: Crowd, prompts: Sequence[Prompt], batch_size: int) -> Iterator[_Batch]:
+    """All prompts are checked before the first batch is given."""
     if batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
     prompter = prompter_of(crowd)
     rows = [prompter.ids(prompt) for prompt in prompts]
     if rows:
         free_positions(crowd.model, rows)
-    is_over = _is_over(prompter, stop_strings)
     for at in range(0, len(rows), batch_size):
         part = slice(at, at + batch_size)
-        yield prompts[part], crowd.generate_ids(rows[part], decoding, first_prompt=at, is_over=is_over, **what)
+        yield _Batch(prompter, prompts[part], rows[part], at)
+
+
+def _of_batch(crowd: Crowd, batch: _Batch, manner: Manner, *, include_agents: bool) -> Iterator[Answer]:
+    if manner.agents_per_prompt is not None:
+        return _escalating(crowd, batch, manner)
+    return _together(crowd, batch, manner, include_agents=include_agents)
+
+
+def _together(crowd: Crowd, batch: _Batch, manner: Manner, *, include_agents: bool) -> Iterator[Answer]:
+    """All agents answer, token by token or by a vote."""
+    generated = crowd.generate_ids(
+        batch.ids, manner.decoding, include_agents=include_agents, uncertainty=True, **batch.how(manner)
+    )
+    wording, agents = _Wording(crowd, batch, manner), generated.agents if include_agents else []
+    for number, ids in enumerate(generated.crowd):
+        yield wording.answer(number, ids, generated.tokens[number], [agent[number] for agent in agents])
+
+
+def _escalating(crowd: Crowd, batch: _Batch, manner: Manner) -> Iterator[Answer]:
+    """One agent answers, and all of them where it is unsure."""
+    calibration = _require_calibration(crowd, manner.decoding.aggregator, abstains=False)
+    limit = calibration.escalates_below(manner.agents_per_prompt or 1)
+    decoding = replace(manner.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
+    alone = crowd.generate_ids(batch.ids, decoding, agent=calibration.agent, uncertainty=True, **batch.how(manner))
+    wording = _Wording(crowd, batch, manner, calibration.agent_right)
+    found = [
+        replace(wording.answer(number, ids, alone.tokens[number]), agents_asked=1)
+        for number, ids in enumerate(alone.crowd)
+    ]
+    unsure = [number for number, answer in enumerate(found) if (answer.probability_right or 0) < limit]
+    if unsure:
+        second = _together(crowd, batch.only(unsure), manner, include_agents=False)
+        for number, answer in zip(unsure, second, strict=True):
+            found[number] = replace(answer, agents_asked=1 + crowd.num_agents)
+    yield from found
 
 
 def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[TokenIds], bool] | None:
@@ -151,19 +268,58 @@ def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[Token
     return lambda ids: TextSoFar(prompter.tokenizer, stop_strings).update(ids)
 
 
-def _answer(
-    prompter: Prompter, prompt: Prompt, generated: Generated, number: int, stop_strings: Sequence[str]
-) -> Answer:
-    ids, tokens = generated.crowd[number], generated.tokens[number]
-    whole = prompter.text(ids)
-    text = cut(whole, stop_strings)
-    agents = tuple(cut(prompter.text(agent[number]), stop_strings) for agent in generated.agents)
-    return Answer(
-        prompt=prompt,
-        answer=text,
-        agents=agents,
-        agreement=agreement(text, agents) if agents else None,
-        complete=len(tokens) > len(ids) or len(text) < len(whole),
-        tokens=tuple(tokens),
-        **vars(of_text(tokens)),
-    )
+def _texts(batch: _Batch, all_ids: Sequence[TokenIds], manner: Manner) -> list[str]:
+    return [cut(batch.prompter.text(ids), manner.stop_strings) for ids in all_ids]
+
+
+class _Wording:
+    """Makes answers of token ids.
+
+    Args:
+        right: how probably an answer is right; None: as the calibration has it of the crowd, if it fits.
+    """
+
+    def __init__(self, crowd: Crowd, batch: _Batch, manner: Manner, right: Logistic | None = None) -> None:
+        self._crowd, self._batch, self._manner = crowd, batch, manner
+        calibration = crowd.calibration
+        if right is None and calibration and calibration.aggregator == manner.decoding.aggregator:
+            right = calibration.right
+        self._right = right
+
+    def answer(
+        self, number: int, ids: TokenIds, tokens: Sequence[TokenUncertainty], own: Sequence[TokenIds] = ()
+    ) -> Answer:
+        """The answer to prompt `number` of the batch."""
+        batch, manner = self._batch, self._manner
+        [text], agents = _texts(batch, [ids], manner), tuple(_texts(batch, own, manner))
+        right = None if self._right is None else self._right(signals(tokens))
+        return Answer(
+            prompt=batch.prompts[number],
+            answer=text,
+            agents=agents,
+            agreement=agreement(text, agents) if agents else None,
+            probability_right=right,
+            abstained=right is not None and manner.abstain_below is not None and right < manner.abstain_below,
+            agents_asked=self._crowd.num_agents,
+            complete=len(tokens) > len(ids) or len(text) < len(batch.prompter.text(ids)),
+            tokens=tuple(tokens),
+            **vars(of_text(tokens)),
+        )
+
+
+def _require_calibration(crowd: Crowd, aggregator: str, *, abstains: bool) -> Calibration:
+    """The crowd's calibration. Raises BadInput: it has none, or one of another aggregator."""
+    found = crowd.calibration
+    if found is None:
+        raise BadInput(
+            "this crowd has no calibration: nothing says how probably an answer is right",
+            where="abstain_below, agents_per_prompt",
+            hint="ci-llm evaluate RUN --calibrate, on validation rows",
+        )
+    if abstains and found.aggregator != aggregator:
+        raise BadInput(
+            f"the calibration is of aggregator {found.aggregator} and not {aggregator}",
+            where="abstain_below",
+            hint=f"take {found.aggregator}, or: ci-llm evaluate RUN --calibrate aggregator={aggregator}",
+        )
+    return found

@@ -60,11 +60,11 @@ def _line(name: str, exact_match: float, nll: float) -> str:
     return f"{name:<16}{exact_match:>12.3f}{nll:>10.4f}"
 
 
-def compare(saved: Pretrained, name: str, merge: Adapter | None) -> Comparison:
-    """Score agents and crowd, and a merge if there is one; the base is without agents before and after.
+def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
+    """Score agents, crowd and merges; the base is without agents before and after.
 
     Args:
-        name: of the merge.
+        merges: by name.
 
     Raises:
         DataError: the rows are not found any more.
@@ -73,10 +73,11 @@ def compare(saved: Pretrained, name: str, merge: Adapter | None) -> Comparison:
     config = parse_config(saved.run_config, "config.yaml")
     rows = _rows(config, saved)
     crowd = Crowd(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
+    crowd.learned = None if saved.calibration is None else saved.calibration.learned
     found = _score(crowd, saved.agents, rows, config)
     names = [*(f"agent{k}" for k in range(crowd.num_agents)), "crowd"]
     exact, nll = (dict(zip(names, values, strict=True)) for values in (found.exact_match, found.mean_nll))
-    if merge is not None:
+    for name, merge in merges.items():
         alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, crowd.pad_id)
         one = _score(alone, [merge.tensors], rows, config)
         exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]

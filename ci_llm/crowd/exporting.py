@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import safetensors.torch
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 from ci_llm.config import parse_config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.crowd.base import load_architecture, load_base
+from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, public_name
+from ci_llm.crowd.distilling import CONTROL, distilled
 from ci_llm.crowd.export_scores import Comparison, compare
-from ci_llm.crowd.merge_methods import Merge
+from ci_llm.crowd.merge_methods import DISTILLED, Distillation, Merge
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged
 from ci_llm.crowd.pretrained import Pretrained, default_names, open_pretrained, require_free, write_crowd
 from ci_llm.crowd.prompts import tokenizer_files
@@ -31,6 +34,7 @@ class Export:
         name: "crowd", "agent2", or the name of a merge.
         adapter: the one adapter; None: all agents.
         title, what: of the card.
+        beside: adapters that are scored beside it, by name, and not written.
     """
 
     saved: Pretrained
@@ -38,6 +42,7 @@ class Export:
     adapter: Adapter | None
     title: str
     what: str
+    beside: Mapping[str, Adapter] = field(default_factory=dict)
 
     @property
     def ranks(self) -> list[int]:
@@ -52,7 +57,8 @@ class Export:
     def scores(self) -> Comparison:
         """Scores of agents, crowd and merge. Raises DataError: the rows are not found any more."""
         is_merge = self.adapter is not None and not self.name.startswith("agent")
-        return compare(self.saved, self.name, self.adapter if is_merge else None)
+        merges = {self.name: self.adapter, **self.beside} if self.adapter is not None and is_merge else {}
+        return compare(self.saved, merges)
 
     def write(self, target: Path, scores: Comparison | None, *, into_base: bool = False) -> None:
         """Write it as `target`, whole or not at all.
@@ -92,7 +98,15 @@ class Export:
         meta = {**saved.meta, "base_model_name_or_path": saved.base.name}
         card = crowd_card(self._facts(scores)).encode()
         tokenizer = tokenizer_files(saved.prompter.tokenizer)
-        write_crowd(target, {**tensors, **configs}, meta, tokenizer, step=saved.step, card=card)
+        write_crowd(
+            target,
+            {**tensors, **configs},
+            meta,
+            tokenizer,
+            step=saved.step,
+            card=card,
+            calibration=saved.calibration,
+        )
 
     def _write_whole(self, draft: Path, adapter: Adapter) -> None:
         model = merge_into_base(self._dense_base(), adapter)
@@ -127,14 +141,22 @@ class Export:
             use_rslora=any(config.get("use_rslora") for config in configs),
             trained=trained,
             scores=scores.table() if scores else "",
+            notes=[_note(saved.calibration)] if saved.calibration and self.adapter is None else [],
         )
+
+
+def _note(calibration: Calibration) -> str:
+    return (
+        f"`calibration.json` says how probably an answer is right, after {calibration.rows} rows of {calibration.data}:"
+        " `generate(..., details=True)` has it as `probability_right`, and `abstain_below=0.5` gives no other answer."
+    )
 
 
 def prepare(
     source: str | Path,
     *,
     agent: int | None = None,
-    merge: Merge | None = None,
+    merge: Merge | Distillation | None = None,
     base_model: str | None = None,
     device: torch.device | str | None = None,
 ) -> Export:
@@ -151,6 +173,8 @@ def prepare(
     saved = open_pretrained(source, device, base_model)
     agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
     count = len(agents)
+    if isinstance(merge, Distillation):
+        return _distilled(saved, merge)
     if merge is not None:
         if merge.method.of_factors and not saved.common_start and count > 1:
             raise _no_common_start(merge)
@@ -166,6 +190,19 @@ def prepare(
     title = f"Agent {agent} of {count}"
     what = f"This LoRA adapter is agent {agent} of {count} that were trained together."
     return Export(saved, name, agents[saved.names.index(name)], title, what)
+
+
+def _distilled(saved: Pretrained, how: Distillation) -> Export:
+    if saved.run_config is None:
+        raise BadInput(
+            "no run trained these agents, so there are no rows to distil on",
+            where=f"--merge {DISTILLED}",
+            hint="take the run or one of its checkpoints; or --merge svd, which needs no rows",
+        )
+    student, control = distilled(saved, parse_config(saved.run_config, "config.yaml"), how)
+    title = f"{saved.settings.num_agents} LoRA agents distilled into one"
+    what = f"This LoRA adapter of rank {student.rank} learned the distributions of {saved.settings.num_agents} agents."
+    return Export(saved, DISTILLED, student, title, what, {CONTROL: control})
 
 
 def _no_common_start(merge: Merge) -> ModelError:

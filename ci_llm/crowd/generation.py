@@ -1,87 +1,38 @@
 """Generation by the crowd: all agents read the same text, and each next token is chosen once for all of them.
 
-Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it. Transformers' own
-`generate` manages cache, positions and padding for every family. One logits processor replaces the K distributions of a
-row by the token that the crowd chose, so that all K copies of the row go on with the same text.
+Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it; where agents also
+answer alone, or vote, once more for each of these texts. Transformers' own `generate` manages cache, positions and
+padding for every family. One logits processor (`ci_llm.crowd.decoding`) replaces the K distributions of a row by the
+token that the crowd chose, so that all K copies of the row go on with the same text.
 
-Legend: K agents, B prompts, R rows per agent (B, or 2·B with the agents' own texts), T tokens, V vocabulary.
+Legend: K agents, B prompts, n texts that each agent draws for a vote, R rows per agent, of which the first F are the
+agent's own, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
-from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregators import AGGREGATORS, aggregate
+from ci_llm.crowd.aggregators import Learned, find_vote
 from ci_llm.crowd.base import positions_of
+from ci_llm.crowd.decoding import CrowdChoice, Decoding
 from ci_llm.crowd.endings import EndWhenOver, StopOnRequest
 from ci_llm.crowd.numerics import distance, tolerance
-from ci_llm.crowd.uncertainty import TokenUncertainty, token_uncertainty
-from ci_llm.errors import BadInput, DataError, ModelError
+from ci_llm.crowd.uncertainty import TokenUncertainty
+from ci_llm.errors import DataError
+
+T = TypeVar("T")
 
 TokenIds = Sequence[int]
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How the crowd chooses a token, and when it stops.
-
-    Args:
-        max_new_tokens: at most so many tokens per text.
-        ends: token ids that end a text; they are not part of it.
-        aggregator: a module of `ci_llm.crowd.aggregators`.
-        do_sample: draw tokens; otherwise take the most probable one.
-        temperature, top_k, top_p: applied to the crowd's distribution, in this order, if `do_sample`.
-        seed: of sampling. Every prompt draws from a generator of its own, so that a sample does not depend on the
-            prompts beside it.
-
-    Raises:
-        BadInput: a value out of range.
-    """
-
-    max_new_tokens: int = 256
-    ends: frozenset[int] = frozenset()
-    aggregator: str = "probability"
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        requirements = {
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            f"aggregator must be {' or '.join(AGGREGATORS)}": self.aggregator in AGGREGATORS,
-            "temperature must be above 0 (do_sample=False takes the most probable token)": self.temperature > 0,
-            "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
-            "top_k must be at least 1, or None": self.top_k is None or self.top_k >= 1,
-        }
-        if broken := [text for text, holds in requirements.items() if not holds]:
-            raise BadInput("; ".join(broken), where="generation settings", hint="change the values named")
-
-    def warpers(self) -> LogitsProcessorList:
-        """What changes the crowd's distribution before a token is drawn from it, in the order of application."""
-        wanted = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
-        if self.top_k is not None:
-            wanted.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            wanted.append(TopPLogitsWarper(self.top_p))
-        return wanted
 
 
 @dataclass(frozen=True)
@@ -89,23 +40,34 @@ class Generated:
     """What follows each of the B prompts: token ids without the end.
 
     Attributes:
-        crowd: [B] texts of the crowd.
+        crowd: [B] texts of the crowd; not there yet if it has to vote.
         agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
         tokens: [B] how sure the crowd was of every token of its text, and of the end if it chose one; empty without
             `uncertainty`.
+        agents_tokens: [K][B] how sure each agent was of its own text; empty as well.
+        voters: texts that the crowd votes on, their ends included: [K][B], or [K·n][B] of which the first n are drawn
+            by agent 0; empty if it does not vote.
     """
 
     crowd: list[list[int]]
     agents: list[list[list[int]]]
     tokens: list[list[TokenUncertainty]] = field(default_factory=list)
+    agents_tokens: list[list[list[TokenUncertainty]]] = field(default_factory=list)
+    voters: list[list[list[int]]] = field(default_factory=list)
 
     @classmethod
     def joined(cls, parts: Sequence[Generated]) -> Generated:
         """The texts of all parts, in order; every part has the same agents."""
+
+        def of_each(lists: Iterable[list[list[T]]]) -> list[list[T]]:
+            return [[text for part in each for text in part] for each in zip(*lists, strict=True)]
+
         return cls(
             crowd=[text for part in parts for text in part.crowd],
-            agents=[[text for part in parts for text in part.agents[k]] for k in range(len(parts[0].agents))],
+            agents=of_each(part.agents for part in parts),
             tokens=[tokens for part in parts for tokens in part.tokens],
+            agents_tokens=of_each(part.agents_tokens for part in parts),
+            voters=of_each(part.voters for part in parts),
         )
 
 
@@ -118,11 +80,14 @@ def generate_ids(
     pad_id: int,
     include_agents: bool = False,
     uncertainty: bool = False,
+    learned: Learned | None = None,
     first_prompt: int = 0,
     stop: Callable[[], bool] = lambda: False,
     is_over: Callable[[TokenIds], bool] | None = None,
 ) -> Generated:
     """Continue every prompt by the crowd, and on request also by each agent alone, all in one batch.
+
+    A crowd that votes chooses no tokens: then only the texts that it votes on are generated, and those of the agents.
 
     All texts end when the longest prompt has used up the base's positions.
 
@@ -132,7 +97,9 @@ def generate_ids(
         prompts: B lists of token ids.
         pad_id: token id that fills the left side of shorter prompts.
         include_agents: also continue every prompt by each agent alone, greedily.
-        uncertainty: also return how sure the crowd was of each token, from the distributions of this same pass.
+        uncertainty: also return how sure the crowd and the agents were of each token, from the distributions of this
+            same pass.
+        learned: what aggregators with learned weights take.
         first_prompt: number of the first prompt in a longer list that is generated in parts; it keys the generators.
         stop: called before every token; True ends all texts at that point.
         is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
@@ -142,11 +109,9 @@ def generate_ids(
         ModelError: every agent's logits hold NaN.
     """
     free = free_positions(model, prompts, first_prompt)
-    # With the agents' own texts every prompt stands twice: first for each agent alone, then for the crowd.
-    rows = [*prompts, *prompts] if include_agents else list(prompts)
+    rows, first = _rows(prompts, decoding, include_agents=include_agents)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
-    first = len(rows) - len(prompts)
-    choice = _CrowdChoice(num_agents, first, decoding, first_prompt, uncertainty=uncertainty)
+    choice = CrowdChoice(num_agents, first, decoding, first_prompt, uncertainty=uncertainty, learned=learned)
     over = EndWhenOver(num_agents, first, ids.shape[1], decoding.ends, is_over or (lambda text: False))
     with _blank_generation_config(model):
         everything = model.generate(
@@ -165,7 +130,19 @@ def generate_ids(
         )
     new = everything[:, ids.shape[1] :].unflatten(0, (num_agents, len(rows))).tolist()
     whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(agent)] for k, agent in enumerate(new)]
-    return _generated(whole, first, decoding.ends, choice)
+    return _generated(whole, len(prompts), first, decoding, choice)
+
+
+def _rows(prompts: Sequence[TokenIds], decoding: Decoding, *, include_agents: bool) -> tuple[list[TokenIds], int]:
+    """The R rows of every agent, of which the first F are its own: R rows and F.
+
+    Every prompt stands there for each text of an agent alone, the greedy one first, and then for the crowd.
+    """
+    vote = find_vote(decoding.aggregator)
+    if vote is None:
+        return list(prompts) * (1 + include_agents), include_agents * len(prompts)
+    rows = list(prompts) * (1 + (vote.samples or 0))
+    return rows, len(rows)
 
 
 def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
@@ -216,78 +193,28 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], first_pr
     return limit - longest
 
 
-class _CrowdChoice(LogitsProcessor):  # type: ignore[misc]
-    """Replaces the K distributions of a row by the crowd's choice, except in the first `first` rows of every agent."""
-
-    def __init__(
-        self, num_agents: int, first: int, decoding: Decoding, first_prompt: int, *, uncertainty: bool = False
-    ) -> None:
-        self._num_agents, self._first, self._decoding, self._first_prompt = num_agents, first, decoding, first_prompt
-        self._uncertainty = uncertainty
-        self._recorded: list[Tensor] = []  # [4, B] for every token
-        self._warpers = decoding.warpers()
-        self._generators: list[torch.Generator] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[K·R, V] logits -> [K·R, V], with 0 at the chosen token and -inf elsewhere in the crowd's rows."""
-        per_agent = scores.view(self._num_agents, -1, scores.shape[-1])  # [K, R, V]
-        own, shared = per_agent[:, : self._first], per_agent[:, self._first :]
-        log_probs = _without_nan(shared).log_softmax(-1)
-        crowd = aggregate(log_probs, self._decoding.aggregator)  # [B, V]
-        chosen = self._draw(input_ids, crowd) if self._decoding.do_sample else crowd.argmax(-1)
-        if self._uncertainty:
-            self._recorded.append(token_uncertainty(log_probs, crowd, chosen))
-        forced = torch.full_like(crowd, float("-inf")).scatter_(-1, chosen[:, None], 0.0)
-        return torch.cat([own, forced.expand(self._num_agents, -1, -1)], dim=1).view_as(scores)
-
-    def recorded(self, counts: Sequence[int]) -> list[list[TokenUncertainty]]:
-        """How sure the crowd was of the first `counts[b]` tokens of each of the B texts; [] if that was not wanted."""
-        if not self._uncertainty:
-            return []
-        log_probs, *entropies = torch.stack(self._recorded, dim=-1).double().cpu()  # 4 x [B, T]
-        numbers = torch.stack([log_probs.exp(), *entropies], dim=-1).tolist()  # [B][T][4]
-        return [[TokenUncertainty(*token) for token in text[:n]] for text, n in zip(numbers, counts, strict=True)]
-
-    def _draw(self, input_ids: Tensor, crowd: Tensor) -> Tensor:
-        """One token per row, [B, V] -> [B], by inverse transform sampling.
-
-        `torch.multinomial` would draw for the whole batch from one generator, and a sample would depend on its batch.
-        """
-        # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
-        cumulative = self._warpers(input_ids[: len(crowd)], crowd).double().softmax(-1).cumsum(-1)
-        heights = torch.stack([torch.rand(1, generator=g) for g in self._own_generators(len(crowd))])
-        # The last sum differs from 1 by rounding, so the numbers are scaled to it.
-        return torch.searchsorted(cumulative, heights.to(cumulative) * cumulative[:, -1:], right=True).squeeze(-1)
-
-    def _own_generators(self, prompts: int) -> list[torch.Generator]:
-        if not self._generators:
-            numbers = range(self._first_prompt, self._first_prompt + prompts)
-            self._generators = [generator_for(self._decoding.seed, "generate", n) for n in numbers]
-        return self._generators
-
-
-def _without_nan(per_agent: Tensor) -> Tensor:
-    """The logits of the agents that have no NaN, [K, B, V] -> [K', B, V]: one agent's NaN would spread to the mean."""
-    has_nan = per_agent.isnan().flatten(1).any(1)
-    if has_nan.all():
-        raise ModelError(
-            "the logits of every agent hold NaN",
-            where="generation",
-            hint="the base may make NaN of padded rows in its precision: give one prompt at a time, or another"
-            " model_dtype",
-        )
-    return per_agent[~has_nan]
-
-
 def _generated(
-    whole: Sequence[Sequence[list[int]]], first: int, ends: frozenset[int], choice: _CrowdChoice
+    whole: Sequence[Sequence[list[int]]], prompts: int, first: int, decoding: Decoding, choice: CrowdChoice
 ) -> Generated:
-    """Sort the new tokens [K][R], ends included: the first `first` rows are the agent's own, the others the crowd's."""
-    texts = [[_until(ends, tokens) for tokens in agent] for agent in whole]
+    """Sort the new tokens [K][R]: the first `first` rows are the agent's own, the others the crowd's."""
+    ends, vote = decoding.ends, find_vote(decoding.aggregator)
     # The crowd's rows are equal under every agent, so those of the first agent are taken.
-    crowd = texts[0][first:]
-    counts = [min(len(text) + 1, len(tokens)) for text, tokens in zip(crowd, whole[0][first:], strict=True)]
-    return Generated(crowd, [agent[:first] for agent in texts] if first else [], choice.recorded(counts))
+    rows = [tokens for agent in whole for tokens in agent[:first]] + list(whole[0][first:])
+    rows = [tokens[: len(_until(ends, tokens)) + 1] for tokens in rows]
+    texts = [_until(ends, tokens) for tokens in rows]
+    sure = [numbers[: len(tokens)] for numbers, tokens in zip(choice.recorded(), rows, strict=False)]
+    own, count = len(whole) * first, len(whole)
+    voters = _of_agents(rows[:own], count, prompts)[bool(vote.samples)] if vote else []
+    agents, _ = _of_agents(texts[:own], count, prompts)
+    agents_tokens, _ = _of_agents(sure[:own], count, prompts)
+    return Generated(texts[own:], agents, sure[own:], agents_tokens, voters)
+
+
+def _of_agents(rows: list[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
+    """What the K·F rows of the agents hold, agent-major: the greedy texts [K][B], and the drawn ones [K·n][B]."""
+    lists = [rows[at : at + prompts] for at in range(0, len(rows), prompts)]
+    each = len(lists) // num_agents
+    return lists[:: each or 1], [part for number, part in enumerate(lists) if number % each]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ci_llm.errors import BadInput
@@ -104,6 +105,44 @@ class Merge:
         return [share * num_agents for share in shares] if self.method.averages else shares
 
 
+#: The merge that trains: see `ci_llm.crowd.distilling`.
+DISTILLED: Final = "distilled"
+DISTILLED_DOES: Final = "one agent trained on the crowd's distributions; beside it a control trained on its own labels"
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How one agent learns from the crowd.
+
+    Attributes:
+        prompts: a file of prompts without answers; None: of the embedded generator for a run on its stories, else none.
+        generated: so many of the embedded generator.
+        steps: optimizer steps, each on the run's `batch_size` rows.
+        temperature: of the distributions of the crowd and of the agent, while they are compared.
+        soft: weight of the crowd's distributions; the rest is that of the texts.
+        learning_rate: at its peak; None: a quarter of the run's.
+        start: the agent that it begins as; None: the one that a calibration found best, or the first.
+    """
+
+    prompts: Path | None = None
+    generated: int = 800
+    steps: int = 120
+    temperature: float = 1.0
+    soft: float = 1.0
+    learning_rate: float | None = None
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "--steps must be at least 1": self.steps < 1,
+            "--distill-temperature must be above 0": not self.temperature > 0,
+            "--soft is a share, from 0 to 1": not 0 <= self.soft <= 1,
+            "--distill-rate must be above 0": self.learning_rate is not None and not self.learning_rate > 0,
+        }
+        if problems := [text for text, holds in wrong.items() if holds]:
+            raise BadInput("; ".join(problems), where=f"--merge {DISTILLED}", hint="ci-llm export --help")
+
+
 def merge_of(
     name: str,
     weights: Sequence[float] | None = None,
@@ -120,9 +159,11 @@ def merge_of(
 
     known = ALIASES.get(name, name)
     if known not in METHODS:
-        close = nearest(name, [*METHODS, *ALIASES])
+        close = nearest(name, [*METHODS, *ALIASES, DISTILLED])
         mean = f"did you mean {close}? " if close else ""
-        raise BadInput(f"there is no merge {name!r}", where="--merge", hint=f"{mean}one of: {', '.join(METHODS)}")
+        raise BadInput(
+            f"there is no merge {name!r}", where="--merge", hint=f"{mean}one of: {', '.join([*METHODS, DISTILLED])}"
+        )
     method, wrong = METHODS[known], []
     if weights is not None and not (all(0 <= w < math.inf for w in weights) and 0 < sum(weights) < math.inf):
         wrong.append("--weights: each must be a number of at least 0, and one above 0")

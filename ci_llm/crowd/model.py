@@ -6,7 +6,7 @@ Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import adapter_config, attach
-from ci_llm.crowd.asking import Answer, Choices, answers, decoding_of, prompter_of, stream, texts
+from ci_llm.crowd.aggregators import Learned
+from ci_llm.crowd.asking import Answer, Choices, answers, manner_of, stream, texts
 from ci_llm.crowd.attention import PACKED
 from ci_llm.crowd.base import DTYPES
-from ci_llm.crowd.generation import Decoding, Generated, TokenIds, generate_ids, is_padding_invariant
+from ci_llm.crowd.calibration import Calibration
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import Generated, TokenIds, generate_ids, is_padding_invariant
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
@@ -30,6 +33,7 @@ from ci_llm.crowd.pretrained import default_names, open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
+from ci_llm.crowd.voting import Reading, elect, final_answers
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import ModelError
 
@@ -86,6 +90,8 @@ class Crowd(nn.Module):
 
     Attributes:
         prompter: words prompts for `generate`; None until somebody sets it.
+        calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
+        learned: what aggregators with learned weights take; from the calibration.
         common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
         names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps.
 
@@ -99,6 +105,8 @@ class Crowd(nn.Module):
         self.base_name = base_name
         self.pad_id = pad_id
         self.prompter: Prompter | None = None
+        self.calibration: Calibration | None = None
+        self.learned: Learned | None = None
         self.common_start = not settings.initialize_adapters_rand
         self.names = default_names(settings.num_agents)
         self.agents = attach(model, settings)
@@ -118,6 +126,8 @@ class Crowd(nn.Module):
         saved = open_pretrained(folder, device, base_model)
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
         crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
+        if saved.calibration is not None:
+            crowd.calibration, crowd.learned = saved.calibration, saved.calibration.learned
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, str(folder))
         return crowd.eval()
@@ -244,6 +254,8 @@ class Crowd(nn.Module):
         seed: int | None = None,
         stop_strings: str | Sequence[str] = (),
         batch_size: int = 16,
+        abstain_below: float | None = None,
+        agents_per_prompt: float | None = None,
         details: bool = False,
     ) -> list[str] | list[Answer]:
         """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
@@ -251,11 +263,14 @@ class Crowd(nn.Module):
         Args:
             prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training.
             max_new_tokens: at most so many tokens per answer.
-            aggregator: a module of `ci_llm.crowd.aggregators`: probability or logit.
+            aggregator: a module of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
             do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise take the most probable one.
             seed: of sampling; None takes another one in each call.
             stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
+            abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
+            agents_per_prompt: ask one agent, and all of them where it is unsure, so that a prompt takes so many agents
+                on average; needs a calibration.
             details: also let each agent answer alone, and say how sure the crowd is.
 
         Returns:
@@ -265,8 +280,11 @@ class Crowd(nn.Module):
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
             BadInput: a value is out of range, or a prompt cannot be used.
         """
-        decoding = decoding_of(
-            prompter_of(self),
+        manner = manner_of(
+            self,
+            stop_strings_of(stop_strings),
+            abstain_below=abstain_below,
+            agents_per_prompt=agents_per_prompt,
             max_new_tokens=max_new_tokens,
             aggregator=aggregator,
             do_sample=do_sample,
@@ -275,8 +293,8 @@ class Crowd(nn.Module):
             top_k=top_k,
             seed=seed,
         )
-        how = (prompts_of(prompts), decoding, stop_strings_of(stop_strings), batch_size)
-        return list(answers(self, *how)) if details else texts(self, *how)
+        how = (self, prompts_of(prompts), manner, batch_size)
+        return list(answers(*how)) if details else texts(*how)
 
     def stream(
         self, prompt: Prompt, *, stop_strings: str | Sequence[str] = (), **choices: Unpack[Choices]
@@ -295,8 +313,7 @@ class Crowd(nn.Module):
         Raises:
             ModelError, BadInput: as `generate`.
         """
-        decoding = decoding_of(prompter_of(self), **choices)
-        return stream(self, prompt, decoding, stop_strings_of(stop_strings))
+        return stream(self, prompt, manner_of(self, stop_strings_of(stop_strings), **choices))
 
     def generate_ids(
         self,
@@ -305,11 +322,17 @@ class Crowd(nn.Module):
         *,
         include_agents: bool = False,
         uncertainty: bool = False,
+        agent: int | None = None,
         first_prompt: int = 0,
         stop: Callable[[], bool] = lambda: False,
         is_over: Callable[[TokenIds], bool] | None = None,
+        answers_of: Reading | None = None,
     ) -> Generated:
         """`generate` for one batch of token ids; see `ci_llm.crowd.generation.generate_ids`.
+
+        Args:
+            agent: ask this one alone, as a crowd of one.
+            answers_of: the final answers in texts, for a crowd that votes.
 
         Raises:
             ModelError: the base cannot generate.
@@ -318,30 +341,41 @@ class Crowd(nn.Module):
         route, training = self.route, self.training
         self.route = "padded"  # packed attention has no cache of keys and values; the model's own attention has
         self.eval()
-        how: dict[str, Any] = {"pad_id": self.pad_id, "include_agents": include_agents, "uncertainty": uncertainty}
+        how: dict[str, Any] = {
+            "pad_id": self.pad_id,
+            "include_agents": include_agents,
+            "uncertainty": uncertainty,
+            "learned": self.learned if agent is None else None,
+        }
         try:
             if self._padding_invariant is None and len({*map(len, prompts)}) > 1:
                 self._padding_invariant = is_padding_invariant(self.model, self.num_agents, self.pad_id)
             size = 1 if self._padding_invariant is False else len(prompts)
-            parts = [
-                generate_ids(
-                    self.model,
-                    self.num_agents,
-                    prompts[at : at + size],
-                    decoding,
-                    first_prompt=first_prompt + at,
-                    stop=stop,
-                    is_over=is_over,
-                    **how,
-                )
-                for at in range(0, len(prompts), size)
-            ]
+            with nullcontext() if agent is None else self.active_agent(agent):
+                parts = [
+                    generate_ids(
+                        self.model,
+                        self.num_agents if agent is None else 1,
+                        prompts[at : at + size],
+                        decoding,
+                        first_prompt=first_prompt + at,
+                        stop=stop,
+                        is_over=is_over,
+                        **how,
+                    )
+                    for at in range(0, len(prompts), size)
+                ]
         except Exception as error:  # families raise errors of every kind for what they do not support
             raise unusable_base(self.model, self.base_name, f"cannot generate ({describe_error(error)})") from error
         finally:
             self.route = route
             self.train(training)
-        return Generated.joined(parts)
+        found = Generated.joined(parts)
+        return elect(self, prompts, found, decoding, answers_of or self._answers_of) if found.voters else found
+
+    def _answers_of(self, texts: Sequence[TokenIds]) -> list[str]:
+        prompter = self.prompter
+        return final_answers([prompter.text(ids) if prompter else str(list(ids)) for ids in texts])
 
     @contextmanager
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:

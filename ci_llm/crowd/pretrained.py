@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,17 +14,20 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import xxhash
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.folders import is_named_checkpoint
-from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
 from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.state_files import read_snapshot
-from ci_llm.cluster.hub import fetch, may_be_on_hub
+from ci_llm.cluster.hub import fetch, may_be_repository
+from ci_llm.core.durable import read_json
 from ci_llm.core.urls import is_url
 from ci_llm.crowd.base import Base, fingerprint_of, load_base, short_name
+from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, tokenizer_files
 from ci_llm.crowd.recognise import META, SAVED, require_checkpoint
@@ -31,8 +36,12 @@ from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint, ModelError
 if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd
 
+logger = logging.getLogger(__name__)
+
+#: The key of a calibration in a saved crowd, and the name of its file.
+CALIBRATION: Final = "calibration"
 #: The files of a saved crowd, for the hub.
-FILES: Final = (MANIFEST, f"{META}.json", "config.yaml", "agent*/adapter_*", "tokenizer/*")
+FILES: Final = (MANIFEST, f"{META}.json", "config.yaml", "agent*/adapter_*", "tokenizer/*", f"{CALIBRATION}.json")
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Pretrained:
         common_start: whether all agents began with the same weights, as far as it is on record.
         step: the optimizer steps taken; 0 for agents that no run has trained.
         run_config: `config.yaml` of the run that trained them; None if no run did.
+        calibration: of exactly these agents; None if there is none.
     """
 
     base: Base
@@ -61,6 +71,7 @@ class Pretrained:
     common_start: bool
     step: int
     run_config: str | None
+    calibration: Calibration | None
 
 
 def open_pretrained(
@@ -80,9 +91,10 @@ def open_pretrained(
         ForeignCheckpoint: it holds no crowd, or the base has other weights than the one that was trained on.
         ModelError: the base is not found.
     """
-    with _located(source) as place:
+    with located(source) as place:
         folder = require_checkpoint(place, str(source), final_first=True)
         step, state = _verified(folder)
+        calibration = read_calibration(folder, state.get(CALIBRATION))
         if META not in state:
             raise ForeignCheckpoint(
                 "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"
@@ -104,6 +116,7 @@ def open_pretrained(
         common_start=meta.get("common_start", not lora["initialize_adapters_rand"]),
         step=step,
         run_config=state["config.yaml"].decode() if "config.yaml" in state else None,
+        calibration=calibration,
     )
 
 
@@ -122,7 +135,7 @@ def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _located(source: Path | str) -> Iterator[Path]:
+def located(source: Path | str) -> Iterator[Path]:
     """The folder that a source means.
 
     The hub's cache is a folder of links. A checkpoint holds none, so a crowd from there is read as a copy.
@@ -130,16 +143,12 @@ def _located(source: Path | str) -> Iterator[Path]:
     if isinstance(source, str) and is_url(source):
         yield local_copy(source, source, final_first=True)
         return
-    if not (isinstance(source, str) and _may_be_repository(source)):
+    if not (isinstance(source, str) and may_be_repository(source)):
         yield Path(source)
         return
     cached = fetch(source, FILES)
     with TemporaryDirectory() as scratch:
         yield Path(shutil.copytree(cached, Path(scratch, cached.name)))
-
-
-def _may_be_repository(name: str) -> bool:
-    return name.count("/") == 1 and may_be_on_hub(name) and not is_named_checkpoint(Path(name))
 
 
 def _verified(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -157,7 +166,7 @@ def _verified(folder: Path) -> tuple[int, dict[str, Any]]:
 
 def _is_of_crowd(key: str) -> bool:
     endings = ("/adapter_model", "/adapter_config")
-    return key in (META, "config.yaml") or key.startswith("tokenizer/") or key.endswith(endings)
+    return key in (META, CALIBRATION, "config.yaml") or key.startswith("tokenizer/") or key.endswith(endings)
 
 
 def _read(path: Path) -> bytes:
@@ -190,10 +199,46 @@ def _tokenizer(folder: Path, base: Base) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def weights_fingerprint(manifest: Manifest) -> str:
+    """A fingerprint of agents and base: the same for a final checkpoint and the step that it was made of."""
+    names = sorted(n for n in manifest.files if n.endswith("/adapter_model.safetensors") or n.startswith(META))
+    found = [[name, manifest.files[name].digest] for name in names]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(found).encode()))
+
+
+def calibration_path(folder: Path) -> Path | None:
+    """Where the calibration of a checkpoint is kept: in the folder of the run; None for a folder of another program.
+
+    The files of a checkpoint are fixed; those of a crowd that was saved or exported hold its calibration themselves.
+    """
+    return folder.absolute().parent / f"{CALIBRATION}.json" if is_named_checkpoint(folder) else None
+
+
+def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Calibration | None:
+    """The calibration of the agents in a checkpoint; None if there is none, or one of other agents.
+
+    Args:
+        own: what the checkpoint itself holds.
+    """
+    path = calibration_path(folder)
+    if own is not None or path is None or not path.is_file():
+        return None if own is None else Calibration.of(own)
+    try:
+        found = Calibration.of(read_json(path))  # type: ignore[arg-type]  # else a TypeError, which is caught
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning(f"{path} is left out: it is no calibration ({error})")
+        return None
+    if found.weights != weights_fingerprint(read_manifest(folder)):
+        logger.warning(f"{path} is left out: it is of other agents; ci-llm evaluate --calibrate makes it anew")
+        return None
+    return found
+
+
 def save_crowd(crowd: Crowd, folder: Path) -> None:
     """`Crowd.save_pretrained`."""
     tokenizer = tokenizer_files(crowd.prompter.tokenizer) if crowd.prompter else {}
-    write_crowd(folder, crowd.adapter_files(), crowd.meta(fingerprint_of(crowd.model)), tokenizer)
+    meta = crowd.meta(fingerprint_of(crowd.model))
+    write_crowd(folder, crowd.adapter_files(), meta, tokenizer, calibration=crowd.calibration)
 
 
 def write_crowd(
@@ -204,6 +249,7 @@ def write_crowd(
     *,
     step: int = 0,
     card: bytes | None = None,
+    calibration: Calibration | None = None,
 ) -> None:
     """Commit a folder that `open_pretrained` opens, and plain PEFT its agents.
 
@@ -221,7 +267,8 @@ def write_crowd(
     files = {f"{place}/{name}": data for place in places for name, data in tokenizer.items()}
     if card is not None:
         files["README.md"] = card
-    write_checkpoint(folder, {**agents, META: meta, **files}, step=step, info={SAVED: "crowd"})
+    kept = {} if calibration is None else {CALIBRATION: calibration.record()}
+    write_checkpoint(folder, {**agents, META: meta, **kept, **files}, step=step, info={SAVED: "crowd"})
 
 
 def require_free(folder: Path) -> None:

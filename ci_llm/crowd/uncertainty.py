@@ -66,28 +66,49 @@ def entropy(log_probs: Tensor) -> Tensor:
     return terms.sum(-1)
 
 
-def decompose(log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def decompose(log_probs: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The entropy of the agents' mean, the mean of their entropies, and the mutual information.
 
     Args:
         log_probs: [K, ..., V], normalised.
+        mean: [..., V], the logarithm of their mean probabilities, if the caller has it.
 
     Returns:
         three tensors [...] in nats; the third is the first minus the second, and never below 0.
     """
-    total, expected = entropy(probability.aggregate(log_probs)), entropy(log_probs).mean(0)
+    total = entropy(probability.aggregate(log_probs) if mean is None else mean)
+    expected = entropy(log_probs).mean(0)
     return total, expected, (total - expected).clamp_min(0)  # below 0 by rounding only: entropy is concave
 
 
-def token_uncertainty(log_probs: Tensor, crowd: Tensor, chosen: Tensor) -> Tensor:
+def token_uncertainty(log_probs: Tensor, crowd: Tensor, chosen: Tensor, *, is_mean: bool = False) -> Tensor:
     """The four numbers of `TokenUncertainty` for one token of each text, the first as its logarithm: [4, B].
 
     Args:
         log_probs: [K, B, V] of the agents.
         crowd: [B, V], the aggregated log-probabilities that the token was chosen from.
         chosen: [B] token ids.
+        is_mean: whether `crowd` is the mean of the agents' probabilities, which then need not be computed again.
     """
-    return torch.stack([crowd.gather(-1, chosen[:, None]).squeeze(-1), *decompose(log_probs)])
+    picked = crowd.gather(-1, chosen[:, None]).squeeze(-1)
+    return torch.stack([picked, *decompose(log_probs, crowd if is_mean else None)])
+
+
+def own_uncertainty(log_probs: Tensor, chosen: Tensor) -> Tensor:
+    """`token_uncertainty` of agents that answer alone, and so disagree with nobody: [4, ...].
+
+    Args:
+        log_probs: [..., V] of each agent.
+        chosen: [...] token ids.
+    """
+    own = entropy(log_probs)
+    return torch.stack([log_probs.gather(-1, chosen[..., None]).squeeze(-1), own, own, torch.zeros_like(own)])
+
+
+def tokens_of(numbers: Tensor) -> list[TokenUncertainty]:
+    """One for each column of [4, T], as `token_uncertainty` gives them."""
+    log_probs, *entropies = numbers.double().cpu()
+    return [TokenUncertainty(*token) for token in torch.stack([log_probs.exp(), *entropies], dim=-1).tolist()]
 
 
 def of_text(tokens: Sequence[TokenUncertainty]) -> Uncertainty:

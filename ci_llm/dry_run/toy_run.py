@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.base import Base
-from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import Batch, pack
@@ -234,7 +234,8 @@ def generation(context: CheckContext) -> str:
     examples = first_rows(run.rows)
     asked = [examples[number] for number in range(min(2, len(examples)))]
     prompts = [example.input_ids[: last_answer(example).start].tolist() for example in asked]
-    decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
+    how = run.config.aggregator
+    decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator="probability" if find_vote(how) else how)
     with run.processes.autocast():
         start = time.monotonic()
         texts = run.crowd.generate_ids(prompts, decoding).crowd

@@ -6,63 +6,39 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-import datasets
 import torch
 import xxhash
 
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.config import Config
+from ci_llm.core.durable import write_json
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.crowd.answer_scores import Answers, AnswerScores, Questions, answer_questions, merge_records
+from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, merge_records
 from ci_llm.crowd.base import DTYPES
-from ci_llm.crowd.generation import num_positions
+from ci_llm.crowd.calibration import Calibration, fit, learn
+from ci_llm.crowd.card import public_name
 from ci_llm.crowd.metrics import Reader
-from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.recognise import META, require_checkpoint
+from ci_llm.crowd.pretrained import located, weights_fingerprint
+from ci_llm.crowd.recognise import require_checkpoint
 from ci_llm.crowd.scoring import Scores, evaluation_record, score
-from ci_llm.data.batches import pack
+from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
-from ci_llm.data.rows import Chat, Rows
-from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.errors import BadInput, DataError, OutOfMemory
+from ci_llm.data.rows import Chat
+from ci_llm.errors import OutOfMemory
+from ci_llm.evaluation.loading import Job, Request, default_output, load, refuse_unanswerable, require_place
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
-from ci_llm.evaluation.rows import Choice, open_rows, read_run_config
+from ci_llm.evaluation.sureness import sureness_record
 
 logger = logging.getLogger(__name__)
 
-PREDICTIONS: Final = "predictions.jsonl"
-
 Phase = Literal["loading", "scoring", "answering"]
 Progress = Callable[[Phase, int, int], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be evaluated, and how.
-
-    Attributes:
-        run: the folder of a run, or a checkpoint.
-        metric: a module of `ci_llm.crowd.metrics`.
-        batch_size: questions answered at a time, and a quarter of the rows scored at a time; None: as in training.
-        output: the predictions file; None: `predictions.jsonl` in the folder of the run.
-        overwrite: begin the predictions file anew, whatever it holds.
-        base_model: hub id or folder of the base, if it is no longer found under its recorded name.
-    """
-
-    run: Path
-    choice: Choice
-    metric: str = "exact_match"
-    batch_size: int | None = None
-    output: Path | None = None
-    overwrite: bool = False
-    base_model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +53,7 @@ class Evaluation:
         resumed: how many of the rows an earlier call had answered.
         read: finds the answer in a text, normalised.
         seconds: since the beginning of this call.
+        calibrated: the file of the calibration that this call has made; None for none.
     """
 
     record: dict[str, Any]
@@ -85,20 +62,8 @@ class Evaluation:
     predictions: Path | None
     resumed: int
     read: Reader
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The parts of an evaluation, loaded."""
-
-    request: Request
-    config: Config
-    crowd: Crowd
-    prompter: Prompter
-    tokenized: TokenizedRows
-    questions: Questions
-    batch_size: int
+    seconds: float = 0.0
+    calibrated: Path | None = None
 
 
 def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluation:
@@ -113,13 +78,23 @@ def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluati
         OutOfMemory: a batch does not fit.
     """
     began = time.monotonic()
-    checkpoint = require_checkpoint(request.run, str(request.run), final_first=True)
-    output = request.output or _default_output(checkpoint)
+    with located(request.run) as place:
+        checkpoint = require_checkpoint(place, str(request.run), final_first=True)
+        found = _evaluate(request, checkpoint, progress)
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluation:
+    output = request.output or default_output(checkpoint)
     require_own(output, overwrite=request.overwrite)
+    calibrated = require_place(checkpoint) if request.calibrate else None
     progress("loading", 0, 0)
-    job = _load(request, checkpoint)
+    job = load(request, checkpoint)
     manifest = read_manifest(checkpoint)
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
+        if calibrated is not None:  # before the answers, which may depend on what is learned
+            concentration = job.config.dirichlet_alpha_aggregator
+            job.crowd.learned = learn(job.crowd, lambda: _batches(job, lambda *_: None), concentration)
         if len(job.questions):
             source = _source(job, checkpoint, manifest)
             with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:
@@ -127,80 +102,24 @@ def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluati
                 scores = _score(job, progress)
                 _answer(job, predictions, progress)
             rows, right = predictions.rows, AnswerScores(_right(predictions.rows))
+            if calibrated is not None:
+                job.crowd.calibration = _calibration(job, rows, weights_fingerprint(manifest))
+                write_json(calibrated, job.crowd.calibration.record())
         else:
-            _refuse_unanswerable(job)
+            refuse_unanswerable(job)
             resumed, rows, right, scores = 0, [], None, _score(job, progress)
     return Evaluation(
-        record=_record(job, manifest.step, scores, right),
+        record=_record(job, manifest.step, scores, right, rows),
         lines=_lines(job),
         rows=rows,
         predictions=output if rows else None,
         resumed=resumed,
         read=job.questions.read,
-        seconds=time.monotonic() - began,
+        calibrated=calibrated,
     )
 
 
-# What is loaded
-
-
-def _default_output(checkpoint: Path) -> Path:
-    """In the folder of the run, where reports look for it; never in a checkpoint, whose files are fixed."""
-    run = checkpoint.absolute().parent
-    return (checkpoint.parent if (run / "status.json").is_file() else Path()) / PREDICTIONS
-
-
-def _load(request: Request, checkpoint: Path) -> _Job:
-    choice = request.choice
-    config, rows = open_rows(read_run_config(checkpoint), choice, str(request.run))
-    crowd = Crowd.from_pretrained(checkpoint, base_model=request.base_model)
-    if reason := crowd.choose_route():
-        logger.debug("rows are padded, not packed: %s", reason)
-    prompter = crowd.prompter
-    assert prompter is not None, "a crowd that was opened has one"
-    if choice.data is not None and "max_seq_length" not in choice.keys:
-        # What the run had place for in training says nothing about other rows: the base's positions do.
-        config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
-    tokenized = _tokenized(rows, prompter, config)
-    count = config.generation_eval_samples if choice.is_own else 0
-    questions = Questions.of(
-        tokenized, prompter, crowd, count or len(tokenized), config.max_seq_length, metric=request.metric
-    )
-    batch_size = request.batch_size or config.batch_size
-    return _Job(request, config, crowd, prompter, tokenized, questions, batch_size)
-
-
-def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
-    try:
-        return tokenize(
-            rows,
-            prompter.tokenizer,
-            max_seq_length=config.max_seq_length,
-            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
-        )
-    except DataError as error:
-        if any(row is not None for row in rows):
-            what = error.what.replace("to learn from", "to evaluate")
-            raise DataError(what, where=error.where, hint=error.hint) from error
-        columns = ", ".join(rows.form.columns.values())
-        answers = rows.form.columns.get("answer") or rows.form.columns.get("completion")
-        raise DataError(
-            f"no row has an answer to compare with: column {answers!r} is empty" if answers else "no row has an answer",
-            where=rows.where,
-            hint=f"give rows with reference answers, or name their column by answer_column=; read are: {columns}",
-        ) from error
-
-
-def _refuse_unanswerable(job: _Job) -> None:
-    """Rows that ask something, of which none fits: their teacher-forced figures alone would be misread."""
-    if job.tokenized.questions is not None:
-        raise DataError(
-            f"none of {len(job.tokenized)} rows has place for its answer within {job.config.max_seq_length} tokens",
-            where=job.tokenized.rows.where,
-            hint="shorten the rows, or raise max_seq_length= up to the positions of the base",
-        )
-    if job.request.output is not None:
-        raise BadInput("plain text has no answers, and so no predictions", where="--output", hint="leave --output out")
+# How it is computed
 
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
@@ -229,22 +148,21 @@ def _fits(batch_size: int) -> Iterator[None]:
 # What is asked
 
 
-def _score(job: _Job, progress: Progress) -> Scores:
+def _score(job: Job, progress: Progress) -> Scores:
     """Every row, teacher-forced; in the batches of the training's own evaluation, which has no gradients either."""
-    total = len(job.tokenized)
-    parts = share(range(total), 0, 1, 4 * job.batch_size)
-
-    def batches() -> Iterator[Any]:
-        for part in parts:
-            progress("scoring", part[0], total)
-            yield pack([job.tokenized[number] for number in part], part)
-
-    scores = score(job.crowd, batches(), job.config.aggregator)
+    scores = score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
     return scores
 
 
-def _answer(job: _Job, predictions: Predictions, progress: Progress) -> None:
+def _batches(job: Job, progress: Progress) -> Iterator[Batch]:
+    total = len(job.tokenized)
+    for part in share(range(total), 0, 1, 4 * job.batch_size):
+        progress("scoring", part[0], total)
+        yield pack([job.tokenized[number] for number in part], part)
+
+
+def _answer(job: Job, predictions: Predictions, progress: Progress) -> None:
     """Answer the questions that have no line yet.
 
     A batch that was begun is answered as a whole again: beside other prompts, its numbers differ in their last bits.
@@ -267,9 +185,10 @@ def _answer(job: _Job, predictions: Predictions, progress: Progress) -> None:
         progress("answering", answers.numbers[-1] + 1, total)
 
 
-def _rows(job: _Job, answers: Answers) -> Iterator[Row]:
+def _rows(job: Job, answers: Answers) -> Iterator[Row]:
     """The lines of the predictions file for a batch."""
     numbers, source = job.tokenized.row_numbers, job.tokenized.rows.numbers
+    *own_signals, crowd_signals = answers.signals
     for at, number in enumerate(answers.numbers):
         *agents, crowd, vote = answers.right[:, at].tolist()
         canonical = numbers[job.questions.rows[number]]
@@ -284,20 +203,44 @@ def _rows(job: _Job, answers: Answers) -> Iterator[Row]:
             "row": source[canonical] if source else canonical,
             "agents_correct": agents,
             "vote_correct": vote,
+            "signals": _rounded(crowd_signals[at]),
+            "agents_signals": [_rounded(own[at]) for own in own_signals],
         }
 
 
-def _prompts(job: _Job) -> list[str]:
+def _rounded(numbers: Sequence[float]) -> list[float]:
+    return [round(number, 6) for number in numbers]
+
+
+def _prompts(job: Job) -> list[str]:
     return [_prompt(job, number) for number in range(len(job.questions))]
 
 
-def _prompt(job: _Job, number: int) -> str:
+def _prompt(job: Job, number: int) -> str:
     """The question as the user wrote it; a conversation of several turns, or of tokens, as the model reads it."""
     row = job.tokenized.rows[job.tokenized.row_numbers[job.questions.rows[number]]]
     several = isinstance(row, Chat) and sum(message.role == "user" for message in row.messages) > 1
     if row is None or row.question is None or several:
         return job.prompter.text(job.questions.prompts[number])
     return row.question
+
+
+# What is learned
+
+
+def _calibration(job: Job, rows: Sequence[Row], weights: str) -> Calibration:
+    """From the lines of the predictions file, and the targets of the same rows."""
+    learned, right = job.crowd.learned, _right(rows).tolist()
+    assert learned is not None, "it was learned before the answers"
+    return fit(
+        learned,
+        ([row["signals"] for row in rows], right[job.crowd.num_agents]),
+        [([row["agents_signals"][k] for row in rows], right[k]) for k in range(job.crowd.num_agents)],
+        aggregator=job.config.aggregator,
+        rows=len(rows),
+        data=public_name(job.tokenized.rows.where),  # it leaves this machine with the agents
+        weights=weights,
+    )
 
 
 # What is found
@@ -308,17 +251,25 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
     return torch.tensor([[*row["agents_correct"], row["correct"], row["vote_correct"]] for row in rows]).T
 
 
-def _record(job: _Job, step: int, scores: Scores, right: AnswerScores | None) -> dict[str, Any]:
+def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, rows: Sequence[Row]) -> dict[str, Any]:
     config = job.config
     task = job.request.choice.data or config.task
     forced = evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
     record = {**merge_records(forced, right), "step": step}
     if right is not None:
-        return {**record, "metric": job.request.metric, "left_out": job.questions.left_out}
+        request, calibration = job.request, job.crowd.calibration
+        sure = sureness_record(
+            rows,
+            calibration,
+            config.aggregator,
+            abstain_below=request.abstain_below,
+            agents_per_prompt=request.agents_per_prompt,
+        )
+        return {**record, "metric": request.metric, "left_out": job.questions.left_out, "sureness": sure}
     return {**record, **_text_figures(job, scores)}
 
 
-def _text_figures(job: _Job, scores: Scores) -> dict[str, Any]:
+def _text_figures(job: Job, scores: Scores) -> dict[str, Any]:
     """Perplexity per token, and bits per byte, which do not depend on the tokenizer."""
     tokens, nats = int(scores.tokens.sum()), scores.nll.double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
@@ -333,7 +284,7 @@ def _text_figures(job: _Job, scores: Scores) -> dict[str, Any]:
     }
 
 
-def _lines(job: _Job) -> list[str]:
+def _lines(job: Job) -> list[str]:
     found = job.tokenized.rows.description
     # After it come the template, the tokens, what was cut or left out, and finally an example row.
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
@@ -348,24 +299,23 @@ def _lines(job: _Job) -> list[str]:
 # What identifies it
 
 
-def _source(job: _Job, checkpoint: Path, manifest: Manifest) -> Source:
+def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
     return Source(
-        weights=_weights(manifest),
+        weights=weights_fingerprint(manifest),
         questions=_fingerprint([job.questions.prompts, job.questions.references]),
         checkpoint=f"step {manifest.step} of {checkpoint.absolute().parent}",
         data=job.tokenized.rows.where,
         rows=len(job.questions),
         metric=job.request.metric,
-        aggregator=job.config.aggregator,
+        aggregator=_aggregator_name(job),
         max_new_tokens=job.config.max_new_tokens_eval,
     )
 
 
-def _weights(manifest: Manifest) -> str:
-    """A fingerprint of agents and base: the same for a final checkpoint and the step that it was made of."""
-    files: Mapping[str, Any] = manifest.files
-    parts = [name for name in files if name.endswith("/adapter_model.safetensors") or name.startswith(META)]
-    return _fingerprint([[name, files[name].digest] for name in sorted(parts)])
+def _aggregator_name(job: Job) -> str:
+    """With what was learned, if the answers depend on it."""
+    name, learned = job.config.aggregator, job.crowd.learned
+    return f"{name} {_fingerprint(asdict(learned))[:8]}" if learned is not None and name == "dirichlet" else name
 
 
 def _fingerprint(value: Any) -> str:

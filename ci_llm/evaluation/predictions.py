@@ -46,7 +46,7 @@ class Source:
     metric: str
     aggregator: str
     max_new_tokens: int
-    format: int = 1
+    format: int = 2
 
     def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
         """What another source has that is not the same, in words."""

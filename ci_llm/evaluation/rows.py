@@ -16,6 +16,7 @@ from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint, DataError
 #: Keys of the configuration that may be changed for an evaluation.
 KEYS: Final = (
     "aggregator",
+    "dirichlet_alpha_aggregator",
     "max_new_tokens_eval",
     "max_seq_length",
     "prompt_column",

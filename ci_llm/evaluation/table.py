@@ -32,6 +32,29 @@ def table(evaluation: Evaluation) -> Iterator[str]:
     yield what_evaluated(record) + ("" if metric == "exact_match" else f"; right is what {metric} finds equal")
 
 
+def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
+    """How far the numbers that say how sure the crowd is can be trusted, line by line."""
+    if (sure := evaluation.record.get("sureness")) is None:
+        return
+    area = "" if sure["auroc"] is None else f"{sure['auroc']:.3f} AUROC of wrong answers, "
+    yield (
+        f"{sure['by']}: {area}{sure['calibration_error']:.3f} calibration error"
+        f" ({sure['calibration_error_by_chance']:.3f} by chance alone),"
+        f" {sure['exact_match_at_coverage']:.3f} right of the surest {sure['coverage']:.0%}"
+    )
+    if cut := sure.get("abstention"):
+        right = "none" if cut["exact_match"] is None else f"{cut['exact_match']:.3f} of them right"
+        yield f"answers of at least {cut['below']:g}: {cut['answered']:.0%} of the rows, {right}"
+    if few := sure.get("escalation"):
+        kept = few["exact_match"] / max(evaluation.record["exact_match"]["crowd"], 1e-9)
+        yield (
+            f"agent{few['agent']} first, all where it is unsure: {few['agents_per_prompt']:.2f} agents per prompt,"
+            f" exact match {few['exact_match']:.3f}, {kept:.0%} of the crowd's"
+        )
+    if evaluation.calibrated:
+        yield f"calibrated on these rows, in {evaluation.calibrated}: judge it on others"
+
+
 def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
     """The rows that the crowd answered wrong, those first of which it was most sure; a line each.
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ci_llm.crowd.generation import Decoding, num_positions
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import num_positions
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.crowd.streaming import TextSoFar, cut, stop_strings_of

@@ -19,6 +19,8 @@ import pytest
 from ci_llm import Crowd, Prompter
 from ci_llm.cli import main
 from ci_llm.cli.chat import Conversation
+from ci_llm.crowd.aggregators import Learned
+from ci_llm.crowd.calibration import Calibration, Logistic
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError
@@ -277,3 +279,21 @@ def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*\w|\r", "", talk.output).split("\n")
     typed = [question[:20] for question in QUESTIONS]
     assert not [line for line in shown if len(line) > 80 and not any(text in line for text in (*typed, str(run)))]
+
+
+def test_a_crowd_that_is_too_unsure_says_so_and_agents_are_asked_all_the_same(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never = Logistic((0.0,) * 5, -9.0)
+    made = Calibration(Learned((1 / K,) * K), never, 0, never, (0.0, 1.0), "probability", 9, "here")
+    monkeypatch.setattr(crowd, "calibration", made)
+    choices = {"max_new_tokens": 12, "abstain_below": 0.5, "agents_per_prompt": 1.0}
+    conversation = Conversation(crowd, choices, ())
+    conversation.say("Ann has 3 pens.")
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] == ["", "[no answer: it is too unsure]"]
+    assert told[2].startswith("[right with probability 0.00, ")
+    assert told[2].endswith("one agent asked]") or "one agent asked, cut" in told[2]
+    conversation.command("/agents")
+    shown = capsys.readouterr().out
+    assert all(f"agent{k}" in shown for k in range(K))

@@ -152,11 +152,13 @@ def test_a_file_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFi
     assert told.startswith("error: the file cannot be read: Input/output error\n  where: /proc/self/mem\n")
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "there is no such folder" in refused(capsys, tmp_path / "nowhere", "hello")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     told = refused(capsys, "somebody/crowd", "hello")
-    assert "there is no such folder" in told
-    assert "hf download somebody/crowd --local-dir" in told
+    assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in told
     assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
     (tmp_path / "file").write_text("")
     assert "this is no folder" in refused(capsys, tmp_path / "file", "hello")

@@ -574,9 +574,8 @@ def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> No
 
 def test_notices() -> None:
     assert Config().notices() == []
-    said = load_config(None, ["parallel_mode=true", "use_deepspeed=true", "dirichlet_alpha_aggregator=2"]).notices()
+    said = load_config(None, ["parallel_mode=true", "use_deepspeed=true"]).notices()
     assert [line.split(" has no effect: ")[0] for line in said] == [
-        "dirichlet_alpha_aggregator",
         "parallel_mode",
         "use_deepspeed",
     ]

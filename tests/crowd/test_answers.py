@@ -12,7 +12,7 @@ import torch
 
 from ci_llm.crowd.answer_scores import AnswerScores, Questions, merge_records, score_answers
 from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
-from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.crowd.scoring import paired_gain

@@ -365,7 +365,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path) -> None:
+def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the hub's client lays it out: a snapshot of links to blobs."""
     repository, commit = hub / "models--someone--stories", "0" * 40
     snapshot = repository / "snapshots" / commit
@@ -379,6 +379,8 @@ def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path) -> None:
     (repository / "refs" / "main").write_text(commit)
     opened = Crowd.from_pretrained("someone/stories", device="cpu")
     assert torch.equal(opened.agents.weights, crowd.agents.weights)
+    assert main(["generate", "someone/stories", "Ann has 3 pens.", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out == crowd.generate("Ann has 3 pens.", max_new_tokens=3)[0] + "\n"
 
 
 def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up(hub: Path) -> None:

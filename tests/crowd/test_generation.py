@@ -18,7 +18,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import load_base
-from ci_llm.crowd.generation import Decoding, _CrowdChoice
+from ci_llm.crowd.decoding import CrowdChoice, Decoding
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer, prompts_of
 from ci_llm.data.columns import find_form
@@ -210,7 +210,7 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(choices: dict[str, An
     wanted[wanted.argsort(descending=True)[kept:]] = 0
     wanted /= wanted.sum()
     scores = per_agent.repeat_interleave(draws, dim=0)
-    chosen = _CrowdChoice(2, 0, decoding, 0)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
+    chosen = CrowdChoice(2, 0, decoding, 0)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
     assert torch.equal(chosen[:draws], chosen[draws:])
     assert ((chosen == 0).sum(-1) == 1).all()
     found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws

@@ -13,11 +13,13 @@ from ci_llm.errors import BadInput, ConfigError
 
 def test_the_modules_are_the_values_of_the_keys() -> None:
     assert plugin_names("ci_llm.crowd.diversity", first="none") == ("none", "joint", "swd", "swd_raw")
-    assert AGGREGATORS == ("probability", "logit")
+    voting = ("majority", "rerank", "self_consistency", "weighted_vote")
+    assert sorted(AGGREGATORS) == sorted(("probability", "confidence", "dirichlet", "logit", *voting))
+    assert AGGREGATORS[0] == "probability"
     for name in plugin_names("ci_llm.crowd.diversity"):
         assert isinstance(find_form(name), DiversityForm)
     for key in ("diversity", "aggregator"):
         with pytest.raises(ConfigError, match=f"{key}.*median"):
             load_config(None, [f"{key}=median"])
-    with pytest.raises(BadInput, match=r"(?s)there is no .median.*logit, probability"):
+    with pytest.raises(BadInput, match=r"(?s)there is no .median.*logit, .*probability"):
         load_plugin("ci_llm.crowd.aggregators", "median", "aggregate")

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from ci_llm.crowd import lora
 from ci_llm.crowd.base import Base, fingerprint_of, load_base
-from ci_llm.crowd.generation import Decoding
+from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.quantized import QuantizedLinear

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.core.durable import read_json
+from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.metrics import METRICS, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
@@ -329,3 +331,66 @@ def test_a_file_of_something_else_is_refused_before_anything_is_loaded(
 def test_plain_text_has_no_predictions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "plain.jsonl", {"text": "Ann has 5 pens."})
     assert "plain text has no answers" in refusal(capsys, saved, "--data", data, "--output", tmp_path / "p.jsonl")
+
+
+# How sure it is
+
+
+@pytest.mark.slow
+def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = asked(capsys, run)["sureness"]
+    assert (before["by"], "escalation" in before) == ("confidence", False)
+    found = asked(capsys, run, "--calibrate", "--abstain-below", "0")
+    assert found["resumed"] == 7, "the answers that are there are used"
+    assert found["calibration"] == str(run / "calibration.json")
+    made = Calibration.of(read_json(run / "calibration.json"))  # type: ignore[arg-type]
+    assert (made.rows, made.aggregator, len(made.learned.weights)) == (7, "probability", 2)
+    assert made.weights == json.loads((run / "predictions.source.json").read_text())["weights"]
+    sure = found["sureness"]
+    assert sure["by"] == "probability_right"
+    assert sure["abstention"] == {"below": 0, "answered": 1, "exact_match": found["exact_match"]["crowd"]}
+    assert 1 <= sure["escalation"]["agents_per_prompt"] <= 3
+    again = asked(capsys, run)["sureness"]
+    assert {key: again[key] for key in ("by", "auroc", "escalation")} == {
+        key: sure[key] for key in ("by", "auroc", "escalation")
+    }
+    assert main(["evaluate", str(run)]) == 0
+    assert "\nprobability_right: " in capsys.readouterr().out
+    [row] = lines(run / "predictions.jsonl")[:1]
+    words = ["generate", str(run), row["prompt"], "--max-new-tokens", "12"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["probability_right"] == pytest.approx(made.right(row["signals"]), abs=1e-3)
+    assert (answer["agents_asked"], answer["abstained"]) == (2, False)
+    assert main([*words, "--abstain-below", "1"]) == 0
+    assert capsys.readouterr().out == "\n", "a pipe gets a line per prompt"
+    assert main([*words, "--json", "--agents-per-prompt", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["agents_asked"] == 1
+
+
+def test_a_calibration_has_its_place_in_a_run_only(
+    saved: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, saved, "--data", questions, "--calibrate")
+    assert "a calibration is kept in the folder of a run" in said
+    assert "--abstain-below is a probability" in refusal(capsys, saved, "--abstain-below", "2")
+    assert "--agents-per-prompt must be at least 1" in refusal(capsys, saved, "--agents-per-prompt", "0.5")
+
+
+@pytest.mark.slow
+def test_a_distilled_agent_is_scored_beside_its_control(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{row['question']}\n" for row in embedded_rows("validation")[:3]))
+    words = ["--merge", "distilled", "--steps", "2", "--prompts", str(prompts), "--to", str(tmp_path / "one")]
+    assert main(["export", str(run), *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"agent0", "agent1", "crowd", "distilled", "own labels"} <= told["scores"].keys()
+    assert (told["exported"], told["ranks"]) == ("distilled", [2])
+    assert (tmp_path / "one" / "adapter_model.safetensors").is_file()
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert "learned the distributions of 2 agents" in card
+    assert "own labels" in card

@@ -1,18 +1,30 @@
-"""Aggregators: how the agents' distributions become the crowd's. Each module of this package is one.
+"""Aggregators: how K agents become one crowd. Each module of this package is one.
 
-To add one, add a file `aggregators/<name>.py` that defines
+To add one, add a file `aggregators/<name>.py`, and `aggregator: <name>` selects it, in a configuration and in
+`Crowd.generate`. It defines how the agents' distributions of the next token become one:
 
     def aggregate(log_probs: Tensor) -> Tensor      [K, ..., V] of K agents -> [..., V] of the crowd
 
-and `aggregator: <name>` selects it, in a configuration and in `Crowd.generate`. Input and output are normalised
-log-probabilities; the function is pure and must not wait for the device.
+Input and output are normalised log-probabilities; the function is pure and must not wait for the device. With a second
+parameter, `learned`, it also gets what a calibration has learned of the agents, or None before there is one.
+
+A module may decide between whole answers instead. It then defines beside it
+
+    def vote(answers: Sequence[str], confidences: Sequence[float]) -> int      the number of the answer that wins
+
+Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the module has
+these names. "" is no answer. A confidence is the probability of a whole text under `aggregate`, which also stands for
+the crowd wherever a likelihood is asked for: a vote has none.
 
 Legend: K agents, V vocabulary; any shape in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor
 
@@ -21,11 +33,64 @@ from ci_llm.core.plugins import load_plugin, plugin_names
 AGGREGATORS = plugin_names(__name__, first="probability")
 
 
-def aggregate(log_probs: Tensor, aggregator: str) -> Tensor:
+@dataclass(frozen=True)
+class Learned:
+    """What a calibration has learned of the agents on validation rows.
+
+    Attributes:
+        weights: [K], at least 0, with the sum 1.
+        temperature: of the weighted mean of the agents' distributions; below 1 it is made sharper.
+    """
+
+    weights: tuple[float, ...]
+    temperature: float = 1.0
+
+    def only(self, agents: Sequence[bool]) -> Learned:
+        """The same of some of the agents."""
+        kept = [weight for weight, is_kept in zip(self.weights, agents, strict=True) if is_kept]
+        total = sum(kept)
+        return replace(self, weights=tuple(w / total if total else 1 / len(kept) for w in kept))
+
+
+@dataclass(frozen=True)
+class Vote:
+    """How an aggregator decides between whole answers.
+
+    Attributes:
+        winner: the module's `vote`.
+        samples: answers that each agent draws; None: the one that it decodes greedily.
+        temperature: at which they are drawn.
+    """
+
+    winner: Callable[[Sequence[str], Sequence[float]], int]
+    samples: int | None = None
+    temperature: float = 1.0
+
+
+def aggregate(log_probs: Tensor, aggregator: str, learned: Learned | None = None) -> Tensor:
     """The crowd's log-probabilities [..., V] from the agents' [K, ..., V].
 
     Raises:
         BadInput: no module of this package has that name.
     """
-    function: Callable[[Tensor], Tensor] = load_plugin(__name__, aggregator, "aggregate")
-    return function(log_probs)
+    function: Callable[..., Tensor] = load_plugin(__name__, aggregator, "aggregate")
+    return function(log_probs, learned) if _learns(aggregator) else function(log_probs)
+
+
+@cache
+def find_vote(aggregator: str) -> Vote | None:
+    """How this aggregator decides between answers; None if it decides token by token.
+
+    Raises:
+        BadInput: no module of this package has that name.
+    """
+    winner = load_plugin(__name__, aggregator, "vote", None)
+    if winner is None:
+        return None
+    samples, temperature = (load_plugin(__name__, aggregator, name, None) for name in ("SAMPLES", "TEMPERATURE"))
+    return Vote(winner, samples, temperature or 1.0)
+
+
+@cache
+def _learns(aggregator: str) -> bool:
+    return "learned" in inspect.signature(load_plugin(__name__, aggregator, "aggregate")).parameters

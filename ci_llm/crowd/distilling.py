@@ -1,0 +1,230 @@
+"""One agent that learns the crowd's distributions, on training rows and on prompts that only the crowd answers.
+
+The student and a control start as the same agent. Both see the same training rows and the same prompts, with answers by
+the crowd for the student and by the start itself for the control. At every token of them the student learns the crowd's
+distribution; the control learns its own texts. What the student gains over the control it owes to the crowd.
+
+A step is one pass of the teachers without gradients and one with gradients for each of the two, on one base.
+
+Source: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015.
+
+Legend: K teachers, S targets, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import datasets
+import torch
+from torch import Tensor
+from transformers import get_scheduler
+
+from ci_llm.config import Config
+from ci_llm.core.determinism import generator_for
+from ci_llm.core.work import working
+from ci_llm.crowd.aggregators import Learned, aggregate, find_vote
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import TokenIds, num_positions
+from ci_llm.crowd.lora import OWN, LoraSettings
+from ci_llm.crowd.merge_methods import Distillation
+from ci_llm.crowd.merging import Adapter
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.pretrained import Pretrained
+from ci_llm.crowd.prompts import Prompter, last_answer
+from ci_llm.crowd.voting import Continuation
+from ci_llm.data.batches import Batch, Packable, pack, padded
+from ci_llm.data.prompt_files import prompts_of_file
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import tokenize
+from ci_llm.embedded.stories import SPLITS, rows, task_rows
+from ci_llm.errors import BadInput
+
+CONTROL: Final = "own labels"
+_EMBEDDED_SEED: Final = 13
+_AT_A_TIME: Final = 16
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The rows that student and control learn from; the prompts of both are the same.
+
+    Attributes:
+        student: training rows, and answers of the crowd.
+        control: training rows, and the start's own answers.
+    """
+
+    student: Sequence[Packable]
+    control: Sequence[Packable]
+
+
+def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapter, Adapter]:
+    """The student and the control, each of the shape of the agent that they start as.
+
+    Args:
+        saved: the crowd; its base is without agents before and after.
+        config: of the run that trained it.
+
+    Raises:
+        BadInput: there is no such agent to start as, or no prompt can be used.
+    """
+    start = how.start if how.start is not None else (saved.calibration.agent if saved.calibration else 0)
+    if not 0 <= start < saved.settings.num_agents:
+        raise BadInput(f"there is no agent {start}", where="--start", hint=f"0 to {saved.settings.num_agents - 1}")
+    lesson = _lesson(saved, config, how, start)
+    teachers, shape = saved.settings.num_agents, asdict(saved.settings.of(start))
+    own = [{key: asdict(saved.settings.of(k))[key] for key in OWN} for k in range(teachers)]
+    own += [{key: shape[key] for key in OWN}] * 2
+    still = [{**each, "dropout": 0.0, "dropconnect": 0.0} for each in own]
+    crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, _pad(saved))
+    try:
+        for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
+            crowd.agents.load_agent(k, tensors, f"agent{k}")
+        crowd.choose_route()
+        crowd.learned = _learned(saved)
+        _train(crowd, teachers, lesson, config, how)
+        files = crowd.adapter_files()
+    finally:
+        crowd.detach()
+    found = [{name: each.clone() for name, each in files[f"agent{teachers + n}/adapter_model"].items()} for n in (0, 1)]
+    student, control = (Adapter(saved.configs[start], tensors) for tensors in found)
+    return student, control
+
+
+def _learned(saved: Pretrained) -> Learned | None:
+    return None if saved.calibration is None else saved.calibration.learned
+
+
+def _pad(saved: Pretrained) -> int:
+    return saved.base.tokenizer.pad_token_id or 0
+
+
+# What is learned from
+
+
+def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
+    prompter = saved.prompter
+    given = tokenize(
+        load_rows(config, "train"),
+        prompter.tokenizer,
+        max_seq_length=config.max_seq_length,
+        cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+    )
+    examples = [given[number] for number in range(len(given))]
+    [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}
+    crowd = Crowd(saved.base.model, saved.settings, saved.base.name, _pad(saved))
+    crowd.prompter, crowd.learned = prompter, _learned(saved)
+    try:
+        for k, tensors in enumerate(saved.agents):
+            crowd.agents.load_agent(k, tensors, f"agent{k}")
+        prompts = _prompts(prompter, config, how, num_positions(crowd.model))
+        pairs = list(_answered(crowd.eval(), prompts, config, start, end))
+    finally:
+        crowd.detach()
+    return Lesson([*examples, *(one for one, _ in pairs)], [*examples, *(other for _, other in pairs)])
+
+
+def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: int) -> list[TokenIds]:
+    """Token ids of the prompts without answers: of a file, or of the embedded generator for a run on its stories."""
+    if how.prompts is not None:
+        asked: Sequence[Any] = prompts_of_file(how.prompts)
+    elif config.dataset_names == ("embedded",):
+        taken = {row["question"] for split in SPLITS for row in rows(split)}
+        asked = [row["question"] for row in task_rows(_EMBEDDED_SEED, how.generated, exclude=taken)]
+    else:
+        asked = []
+    return [ids for ids in map(prompter.ids, asked) if len(ids) < positions]
+
+
+def _answered(
+    crowd: Crowd, prompts: Sequence[TokenIds], config: Config, start: int, end: int
+) -> Iterator[tuple[Continuation, Continuation]]:
+    """Each prompt with the crowd's answer and with the start's own; left out where one of them has no end."""
+    assert crowd.prompter is not None
+    decoding = Decoding(config.max_new_tokens_eval, crowd.prompter.ends, config.aggregator)
+    with working("answer", len(prompts), "prompts") as shown:
+        for at in range(0, len(prompts), _AT_A_TIME):
+            part = prompts[at : at + _AT_A_TIME]
+            found = crowd.generate_ids(part, decoding, include_agents=True, uncertainty=True)
+            own, own_tokens = found.agents[start], found.agents_tokens[start]
+            both = zip(part, found.crowd, found.tokens, own, own_tokens, strict=True)
+            for prompt, text, tokens, own_text, numbers in both:
+                if len(tokens) > len(text) and len(numbers) > len(own_text):
+                    yield Continuation.after(prompt, [*text, end]), Continuation.after(prompt, [*own_text, end])
+            shown.advance_to(at + len(part))
+
+
+# How it is learned
+
+
+def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Distillation) -> None:
+    """Train the agents behind the teachers, in place."""
+    student, control = teachers, teachers + 1
+    agents, rate = crowd.agents, how.learning_rate or config.learning_rate / 4
+    optimizer = torch.optim.AdamW(
+        [agents.rows[student], agents.rows[control]],
+        lr=rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+    )
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=how.steps // 20, num_training_steps=how.steps)
+    crowd.eval()
+    aggregator = "probability" if find_vote(config.aggregator) else config.aggregator
+    order = _order(len(lesson.student), config.batch_size, config.seed)
+    with working("distil", how.steps, "steps") as shown:
+        for step in range(how.steps):
+            numbers = next(order)
+            agents.begin_step(step)
+            batch = pack([lesson.student[n] for n in numbers], numbers).to(crowd.device)
+            with torch.no_grad():
+                told = crowd.states(batch)[:teachers, batch.predict_from]
+            _learn(crowd, student, batch, how, (told, aggregator))
+            batch = pack([lesson.control[n] for n in numbers], numbers).to(crowd.device)
+            _learn(crowd, control, batch, how, None)
+            agents.clip([config.max_grad_norm] * crowd.num_agents)
+            optimizer.step()
+            schedule.step()
+            shown.advance_to(step + 1)
+
+
+def _learn(crowd: Crowd, agent: int, batch: Batch, how: Distillation, teachers: tuple[Tensor, str] | None) -> None:
+    """Add the gradient of one agent on a batch: towards the teachers' states [K, S, D], without them to the texts."""
+    states = _states(crowd, agent, batch)
+    leaf = states.detach().requires_grad_()
+    for chunk in crowd.head.chunks(batch.num_targets):  # the logits of all targets need not fit into memory
+        own = crowd.head.logits(leaf[chunk])
+        loss = torch.nn.functional.cross_entropy(own, batch.targets[chunk], reduction="sum")
+        if teachers is not None:
+            told, aggregator = teachers
+            with torch.no_grad():
+                wanted = aggregate(crowd.head.logits(told[:, chunk]).log_softmax(-1), aggregator, crowd.learned)
+                wanted = (wanted / how.temperature).softmax(-1)
+            soft = -(wanted * (own / how.temperature).log_softmax(-1)).sum()
+            loss = how.soft * how.temperature**2 * soft + (1 - how.soft) * loss
+        (loss / batch.num_targets).backward()
+    states.backward(leaf.grad)
+
+
+def _states(crowd: Crowd, agent: int, batch: Batch) -> Tensor:
+    """Final hidden states [S, D] of one agent at the positions that predict the targets."""
+    inputs, (at_rows, at_columns) = padded(batch, crowd.pad_id)
+    given = {name: inputs[name] for name in ("input_ids", "position_ids")}
+    with crowd.active_agent(agent) as model:
+        states: Tensor = model.base_model(**given, use_cache=False).last_hidden_state
+    return states[at_rows, at_columns][batch.predict_from]
+
+
+def _order(count: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Endless batches of row numbers; every row once per epoch, in another order each time."""
+    waiting: list[int] = []
+    epoch = 0
+    while True:
+        while len(waiting) < size:
+            waiting += torch.randperm(count, generator=generator_for(seed, "distil", epoch)).tolist()
+            epoch += 1
+        yield waiting[:size]
+        waiting = waiting[size:]

@@ -1,0 +1,139 @@
+"""What is evaluated, opened: a saved crowd, its rows, and the questions in them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import datasets
+
+from ci_llm.config import Config
+from ci_llm.crowd.answer_scores import Questions
+from ci_llm.crowd.generation import num_positions
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.pretrained import calibration_path
+from ci_llm.crowd.prompts import Prompter
+from ci_llm.data.rows import Rows
+from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.errors import BadInput, DataError
+from ci_llm.evaluation.rows import Choice, open_rows, read_run_config
+from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT
+
+logger = logging.getLogger(__name__)
+
+PREDICTIONS: Final = "predictions.jsonl"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be evaluated, and how.
+
+    Attributes:
+        run: the folder of a run, a checkpoint, a saved crowd, or a hub id.
+        metric: a module of `ci_llm.crowd.metrics`.
+        batch_size: questions answered at a time, and a quarter of the rows scored at a time; None: as in training.
+        output: the predictions file; None: `predictions.jsonl` in the folder of the run.
+        overwrite: begin the predictions file anew, whatever it holds.
+        base_model: hub id or folder of the base, if it is no longer found under its recorded name.
+        calibrate: fit a calibration on the answers, and keep it beside the checkpoint.
+        abstain_below: say what answers remain if those that are less probably right are not given.
+        agents_per_prompt: say what asking one agent first keeps at this price.
+    """
+
+    run: str
+    choice: Choice
+    metric: str = "exact_match"
+    batch_size: int | None = None
+    output: Path | None = None
+    overwrite: bool = False
+    base_model: str | None = None
+    calibrate: bool = False
+    abstain_below: float | None = None
+    agents_per_prompt: float = AGENTS_PER_PROMPT
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of an evaluation, loaded."""
+
+    request: Request
+    config: Config
+    crowd: Crowd
+    prompter: Prompter
+    tokenized: TokenizedRows
+    questions: Questions
+    batch_size: int
+
+
+def default_output(checkpoint: Path) -> Path:
+    """In the folder of the run, where reports look for it; never in a checkpoint, whose files are fixed."""
+    run = checkpoint.absolute().parent
+    return (checkpoint.parent if (run / "status.json").is_file() else Path()) / PREDICTIONS
+
+
+def load(request: Request, checkpoint: Path) -> Job:
+    choice = request.choice
+    config, rows = open_rows(read_run_config(checkpoint), choice, str(request.run))
+    crowd = Crowd.from_pretrained(checkpoint, base_model=request.base_model)
+    if reason := crowd.choose_route():
+        logger.debug("rows are padded, not packed: %s", reason)
+    prompter = crowd.prompter
+    assert prompter is not None, "a crowd that was opened has one"
+    if choice.data is not None and "max_seq_length" not in choice.keys:
+        # What the run had place for in training says nothing about other rows: the base's positions do.
+        config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
+    tokenized = _tokenized(rows, prompter, config)
+    count = config.generation_eval_samples if choice.is_own else 0
+    questions = Questions.of(
+        tokenized, prompter, crowd, count or len(tokenized), config.max_seq_length, metric=request.metric
+    )
+    batch_size = request.batch_size or config.batch_size
+    return Job(request, config, crowd, prompter, tokenized, questions, batch_size)
+
+
+def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
+    try:
+        return tokenize(
+            rows,
+            prompter.tokenizer,
+            max_seq_length=config.max_seq_length,
+            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+        )
+    except DataError as error:
+        if any(row is not None for row in rows):
+            what = error.what.replace("to learn from", "to evaluate")
+            raise DataError(what, where=error.where, hint=error.hint) from error
+        columns = ", ".join(rows.form.columns.values())
+        answers = rows.form.columns.get("answer") or rows.form.columns.get("completion")
+        raise DataError(
+            f"no row has an answer to compare with: column {answers!r} is empty" if answers else "no row has an answer",
+            where=rows.where,
+            hint=f"give rows with reference answers, or name their column by answer_column=; read are: {columns}",
+        ) from error
+
+
+def refuse_unanswerable(job: Job) -> None:
+    """Rows that ask something, of which none fits: their teacher-forced figures alone would be misread."""
+    if job.tokenized.questions is not None:
+        raise DataError(
+            f"none of {len(job.tokenized)} rows has place for its answer within {job.config.max_seq_length} tokens",
+            where=job.tokenized.rows.where,
+            hint="shorten the rows, or raise max_seq_length= up to the positions of the base",
+        )
+    if job.request.calibrate:
+        raise BadInput("plain text has no answers to calibrate on", where="--calibrate", hint="leave --calibrate out")
+    if job.request.output is not None:
+        raise BadInput("plain text has no answers, and so no predictions", where="--output", hint="leave --output out")
+
+
+def require_place(checkpoint: Path) -> Path:
+    path = calibration_path(checkpoint)
+    if path is None:
+        raise BadInput(
+            "a calibration is kept in the folder of a run, and this is no checkpoint in one",
+            where=f"--calibrate {checkpoint}",
+            hint="calibrate the run before you export it: what is exported has its calibration",
+        )
+    return path

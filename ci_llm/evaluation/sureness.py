@@ -1,0 +1,98 @@
+"""How far a number that says how sure a crowd is can be trusted: pure functions of n answers, and what is said of them.
+
+Sources: Guo et al., "On Calibration of Modern Neural Networks", 2017, for the calibration error; the area under the ROC
+curve is the statistic of Mann and Whitney.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ci_llm.crowd.calibration import Calibration
+from ci_llm.evaluation.predictions import Row
+
+BINS: Final = 10
+COVERAGE: Final = 0.8
+#: The price in agents that escalation is shown at.
+AGENTS_PER_PROMPT: Final = 1.6
+
+
+def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
+    """The chance that a right answer has a higher number than a wrong one; ties count half. None if all are alike."""
+    numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
+    if is_right.all() or not is_right.any():
+        return None
+    above = numbers[is_right][:, None] - numbers[~is_right][None]
+    return float((above > 0).mean() + (above == 0).mean() / 2)
+
+
+def calibration_error(probabilities: ArrayLike, right: ArrayLike) -> float:
+    """The mean distance of a bin's share of right answers from its mean probability, weighted by answers."""
+    p, is_right = np.asarray(probabilities, float), np.asarray(right, float)
+    bins = np.minimum((p * BINS).astype(int), BINS - 1)
+    return float(sum(abs((is_right - p)[bins == number].sum()) for number in range(BINS)) / len(p))
+
+
+def honest_error(probabilities: ArrayLike, seed: int = 0, draws: int = 200) -> float:
+    """The calibration error that the same probabilities would have if they were true, by chance alone."""
+    p, generator = np.asarray(probabilities, float), np.random.default_rng(seed)
+    return float(np.mean([calibration_error(p, generator.random(len(p)) < p) for _ in range(draws)]))
+
+
+def at_coverage(sure: ArrayLike, right: ArrayLike, coverage: float = COVERAGE) -> float:
+    """The share of right answers among the `coverage` of them that are surest."""
+    numbers, is_right = np.asarray(sure, float), np.asarray(right, float)
+    kept = np.argsort(-numbers, kind="stable")[: max(1, round(coverage * len(numbers)))]
+    return float(is_right[kept].mean())
+
+
+def sureness_record(
+    rows: Sequence[Row],
+    calibration: Calibration | None,
+    aggregator: str,
+    *,
+    abstain_below: float | None = None,
+    agents_per_prompt: float = AGENTS_PER_PROMPT,
+) -> dict[str, Any]:
+    """What the lines of a predictions file say of how sure the crowd is: `sureness` of an evaluation.
+
+    `by` names the number that is judged: the calibrated probability, or without a calibration the confidence.
+    """
+    right = np.array([row["correct"] for row in rows])
+    fits = calibration is not None and calibration.aggregator == aggregator
+    numbers = [calibration.right(row["signals"]) if fits else row["confidence"] for row in rows]  # type: ignore[union-attr]
+    record: dict[str, Any] = {
+        "by": "probability_right" if fits else "confidence",
+        "auroc": auroc(numbers, right),
+        "calibration_error": calibration_error(numbers, right),
+        "calibration_error_by_chance": honest_error(numbers),
+        "coverage": COVERAGE,
+        "exact_match_at_coverage": at_coverage(numbers, right),
+    }
+    if calibration is not None:
+        record["escalation"] = _escalation(rows, calibration, agents_per_prompt)
+    if abstain_below is not None:
+        given = np.asarray(numbers) >= abstain_below
+        record["abstention"] = {
+            "below": abstain_below,
+            "answered": float(given.mean()),
+            "exact_match": float(right[given].mean()) if given.any() else None,
+        }
+    return record
+
+
+def _escalation(rows: Sequence[Row], calibration: Calibration, agents_per_prompt: float) -> dict[str, Any]:
+    """What asking one agent first, and all where it is unsure, costs and keeps; from answers that are there already."""
+    agent, below = calibration.agent, calibration.escalates_below(agents_per_prompt)
+    unsure = np.array([calibration.agent_right(row["agents_signals"][agent]) < below for row in rows])
+    right = np.where(unsure, [row["correct"] for row in rows], [row["agents_correct"][agent] for row in rows])
+    return {
+        "agent": agent,
+        "below": below,
+        "agents_per_prompt": float(1 + len(calibration.learned.weights) * unsure.mean()),
+        "exact_match": float(right.mean()),
+    }

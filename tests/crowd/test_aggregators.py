@@ -1,0 +1,161 @@
+"""Aggregators on numbers known by hand; a crowd that votes elects what reading every text again would elect."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ci_llm import Crowd
+from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote
+from ci_llm.crowd.answers import final_answer
+from ci_llm.crowd.asking import Answer, prompter_of
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.voting import read_texts
+from ci_llm.embedded import rows
+from tests.support.crowds import K, disturbed_crowd
+
+QUESTIONS = [row["question"] for row in rows("test")[:4]]
+SHORT: Any = {"max_new_tokens": 24}
+PER_AGENT = torch.tensor([[0.9, 0.1], [0.5, 0.5]], dtype=torch.float64).log()
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    return disturbed_crowd()
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_what_comes_out_is_a_distribution_and_agents_that_agree_keep_theirs(name: str) -> None:
+    log_probs = torch.randn(3, 2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    torch.testing.assert_close(aggregate(log_probs, name).exp().sum(-1), torch.ones(2, 5, dtype=torch.float64))
+    alike = log_probs[:1].expand(3, -1, -1, -1)
+    torch.testing.assert_close(aggregate(alike, name), log_probs[0])
+
+
+def test_learned_weights_mix_and_a_temperature_sharpens() -> None:
+    torch.testing.assert_close(aggregate(PER_AGENT, "dirichlet"), aggregate(PER_AGENT, "probability"))
+    mixed = aggregate(PER_AGENT, "dirichlet", Learned((0.25, 0.75)))
+    assert mixed.exp().tolist() == pytest.approx([0.6, 0.4])
+    sharper = aggregate(PER_AGENT, "dirichlet", Learned((0.25, 0.75), temperature=0.5))
+    assert sharper.exp().tolist() == pytest.approx([0.36 / 0.52, 0.16 / 0.52])
+    only_one = aggregate(PER_AGENT, "dirichlet", Learned((1.0, 0.0)))
+    assert only_one.exp().tolist() == pytest.approx([0.9, 0.1])
+    assert Learned((0.2, 0.3, 0.5)).only([True, False, True]).weights == pytest.approx((2 / 7, 5 / 7))
+    assert Learned((0.0, 1.0)).only([True, False]).weights == (1.0,)
+
+
+def test_a_confident_agent_weighs_more() -> None:
+    entropies = [-(p * math.log(p) + (1 - p) * math.log(1 - p)) for p in (0.9, 0.5)]
+    weights = [math.exp(-2 * h) for h in entropies]
+    wanted = (weights[0] * 0.9 + weights[1] * 0.5) / sum(weights)
+    assert aggregate(PER_AGENT, "confidence")[0].exp().item() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "confidences", "wins"),
+    [
+        ("majority", ["3", "5", "3"], [0.1, 0.9, 0.2], 2),
+        ("majority", ["3", "5", "5", "3"], [0.1, 0.5, 0.3, 0.6], 1),
+        ("majority", ["3", "", ""], [0.1, 0.9, 0.9], 0),
+        ("majority", ["", ""], [0.1, 0.9], 1),
+        ("weighted_vote", ["3", "5", "3"], [0.1, 0.9, 0.2], 1),
+        ("weighted_vote", ["3", "5", "3"], [0.4, 0.6, 0.3], 0),
+        ("weighted_vote", ["", "5"], [0.9, 0.01], 1),
+        ("rerank", ["3", "5", "3"], [0.4, 0.6, 0.3], 1),
+        ("rerank", ["", "5"], [0.9, 0.01], 1),
+        ("rerank", ["", ""], [0.9, 0.01], 0),
+        ("self_consistency", ["3", "5", "5", "3", "5"], [0.1] * 5, 1),
+    ],
+)
+def test_a_vote_on_answers_known_by_hand(name: str, answers: list[str], confidences: list[float], wins: int) -> None:
+    vote = find_vote(name)
+    assert vote is not None
+    assert vote.winner(answers, confidences) == wins
+
+
+def test_who_votes() -> None:
+    assert [name for name in AGGREGATORS if find_vote(name)] == [
+        "majority",
+        "rerank",
+        "self_consistency",
+        "weighted_vote",
+    ]
+    drawn = find_vote("self_consistency")
+    assert drawn is not None
+    assert drawn.samples == 4
+    assert drawn.temperature < 1
+
+
+@torch.no_grad()
+def log_probability(crowd: Crowd, prompt: list[int], text: list[int]) -> float:
+    """Of a text under the mean of the agents, by K full passes without neighbours."""
+    each = []
+    for k in range(K):
+        with crowd.active_agent(k) as model:
+            logits = model(input_ids=torch.tensor([prompt + text]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        each.append(logits.double().log_softmax(-1))
+    mean = torch.stack(each).exp().mean(0).log()
+    return float(mean.gather(-1, torch.tensor(text)[:, None]).sum())
+
+
+def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
+    prompter = prompter_of(crowd)
+    prompt = prompter.ids(QUESTIONS[0])
+    texts = [prompter.tokenizer(text)["input_ids"] for text in ("3+4=7", "#### 12", "3+4=7")]
+    read = read_texts(crowd, prompt, texts, "probability")
+    for text, tokens in zip(texts, read, strict=True):
+        assert len(tokens) == len(text)
+        found = sum(math.log(token.probability) for token in tokens)
+        assert found == pytest.approx(log_probability(crowd, prompt, text), abs=1e-3)
+    assert read[0] == read[2]
+    crowd.train()
+    assert read_texts(crowd, prompt, texts, "probability") == read, "dropout, if there is any, is off"
+    assert crowd.training
+    crowd.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["majority", "rerank", "weighted_vote"])
+def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> None:
+    prompter, vote = prompter_of(crowd), find_vote(name)
+    assert vote is not None
+    found: list[Answer] = crowd.generate(QUESTIONS, aggregator=name, details=True, **SHORT)
+    plain = crowd.generate_ids([prompter.ids(q) for q in QUESTIONS], Decoding(24, prompter.ends), include_agents=True)
+    for number, answer in enumerate(found):
+        own = [agent[number] for agent in plain.agents]
+        assert answer.agents == tuple(map(prompter.text, own)), "votes change nothing in what agents write"
+        [end] = prompter.ends
+        whole = [[*text, end][:24] for text in own]
+        prompt = prompter.ids(QUESTIONS[number])
+        nats = [log_probability(crowd, prompt, text) for text in whole]
+        wins = vote.winner([final_answer(prompter.text(t), "marked") for t in own], [math.exp(n) for n in nats])
+        assert answer.answer == prompter.text(own[wins])
+        assert answer.log_probability == pytest.approx(nats[wins], abs=1e-2)
+        assert (
+            answer.agreement
+            == sum(final_answer(t, "marked") == final_answer(answer.answer, "marked") for t in answer.agents) / K
+        )
+    assert [answer.answer for answer in found] == crowd.generate(QUESTIONS, aggregator=name, **SHORT)
+    [stream] = [crowd.stream(QUESTIONS[0], aggregator=name, **SHORT)]
+    assert "".join(stream) == found[0].answer == stream.result.answer
+
+
+@pytest.mark.slow
+def test_self_consistency_draws_the_same_texts_for_a_prompt_whatever_stands_beside_it(crowd: Crowd) -> None:
+    prompter = prompter_of(crowd)
+    prompts = [prompter.ids(question) for question in QUESTIONS]
+    decoding = Decoding(24, prompter.ends, "self_consistency", seed=3)
+    found = crowd.generate_ids(prompts, decoding)
+    assert len(found.voters) == K * 4
+    assert {len(voter) for voter in found.voters} == {len(prompts)}
+    texts = {tuple(voter[0]) for voter in found.voters}
+    assert len(texts) > K, "the agents draw, and not all of them the same"
+    alone = crowd.generate_ids(prompts[2:3], decoding, first_prompt=2)
+    assert [voter[0] for voter in alone.voters] == [voter[2] for voter in found.voters]
+    other = crowd.generate_ids(prompts, Decoding(24, prompter.ends, "self_consistency", seed=4))
+    assert other.voters != found.voters
+    greedy = crowd.generate_ids(prompts, Decoding(24, prompter.ends), include_agents=True)
+    assert found.agents == greedy.agents, "beside what they draw, the agents' own texts stay greedy"

@@ -1,0 +1,254 @@
+"""Calibration: fits whose optimum is known, prices of escalation, and what is kept of it with a crowd."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ci_llm import Crowd
+from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.core.durable import write_json
+from ci_llm.crowd.aggregators import Learned
+from ci_llm.crowd.asking import Answer, prompter_of
+from ci_llm.crowd.calibration import (
+    TEMPERATURES,
+    Calibration,
+    Logistic,
+    fit,
+    learn,
+    learn_temperature,
+    learn_weights,
+    signals,
+)
+from ci_llm.crowd.exporting import prepare
+from ci_llm.crowd.pretrained import weights_fingerprint
+from ci_llm.crowd.uncertainty import TokenUncertainty
+from ci_llm.data.batches import Batch, pack
+from ci_llm.embedded import rows
+from ci_llm.errors import BadInput
+from tests.support.crowds import K, disturbed_crowd, save_crowd
+
+QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:6]]
+SHORT: Any = {"max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    return disturbed_crowd()
+
+
+@pytest.fixture(scope="module")
+def plain(crowd: Crowd) -> list[Answer]:
+    return crowd.generate(QUESTIONS, details=True, **SHORT)
+
+
+def calibration_of(answers: list[Answer], **changes: Any) -> Calibration:
+    """One of which every second answer was right; agent 1 is asked first."""
+    found = [signals(answer.tokens) for answer in answers]
+    right = [number % 2 == 0 for number in range(len(found))]
+    agents = [(found, [False] * len(found)), (found, right), (found, [False] * len(found))]
+    about = {"aggregator": "probability", "rows": len(found), "data": "here"}
+    made = fit(Learned((0.2, 0.3, 0.5), 0.8), (found, right), agents, **about)
+    return replace(made, **changes)
+
+
+# Fits
+
+
+def test_the_logistic_fit_is_at_its_optimum() -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(3, 2, (400, 2))
+    right = generator.random(400) < 1 / (1 + np.exp(-(x[:, 0] - x[:, 1])))
+    found = Logistic.fit(x.tolist(), right.tolist())
+    assert found.coefficients == pytest.approx((1, -1), abs=0.25)
+
+    def loss(coefficients: tuple[float, ...], intercept: float) -> float:
+        model = Logistic(coefficients, intercept)
+        goals = np.where(right, (right.sum() + 1) / (right.sum() + 2), 1 / ((~right).sum() + 2))
+        p = np.array([model(row) for row in x.tolist()])
+        penalty = sum((c * s) ** 2 for c, s in zip(coefficients, x.std(0), strict=True)) / 2
+        return float(-(goals * np.log(p) + (1 - goals) * np.log(1 - p)).sum() + penalty)
+
+    best = loss(found.coefficients, found.intercept)
+    for step in ((1e-3, 0, 0), (-1e-3, 0, 0), (0, 1e-3, 0), (0, -1e-3, 0), (0, 0, 1e-3), (0, 0, -1e-3)):
+        a, b, c = step
+        assert loss((found.coefficients[0] + a, found.coefficients[1] + b), found.intercept + c) > best
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [([True] * 20, 0.9, 1), ([False] * 20, 0, 0.1)])
+def test_a_fit_exists_when_all_answers_are_alike(right: list[bool], low: float, high: float) -> None:
+    found = Logistic.fit([[float(n), 7.0] for n in range(20)], right)
+    assert all(low < found([n, 7.0]) < high for n in (0.0, 19.0))
+    assert 0 <= found([-1e9, 7.0]) <= 1, "a signal far from all that were seen overflows nothing"
+
+
+def test_weights_are_those_of_greatest_likelihood() -> None:
+    log_probs = torch.rand(2, 500, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log()
+    log_probs[0] += 0.3  # the first agent predicts better
+    weights = learn_weights(log_probs, concentration=1e-6)
+    assert sum(weights) == pytest.approx(1)
+
+    def nats(first: float) -> float:
+        mixed = first * log_probs[0].exp() + (1 - first) * log_probs[1].exp()
+        return -float(mixed.log().sum())
+
+    assert weights[0] > 0.5
+    assert nats(weights[0]) <= min(nats(weights[0] + 0.01), nats(weights[0] - 0.01))
+    assert learn_weights(log_probs, concentration=1e9) == pytest.approx((0.5, 0.5), abs=1e-5)
+
+
+def test_the_temperature_is_that_of_the_least_nats() -> None:
+    nats = [(math.log(t) - math.log(0.77)) ** 2 for t in TEMPERATURES]
+    assert learn_temperature(nats) == pytest.approx(0.77, rel=1e-6)
+    assert learn_temperature([float(n) for n in range(len(TEMPERATURES))]) == pytest.approx(0.5)
+
+
+def test_what_is_learned_of_targets_lowers_their_nats(crowd: Crowd) -> None:
+    prompter = prompter_of(crowd)
+
+    def batches() -> Iterator[Batch]:
+        from ci_llm.data.encoder import Encoder
+        from ci_llm.data.rows import Chat, Message
+
+        encoder = Encoder(prompter.tokenizer)
+        for row in rows("validation")[:6]:
+            chat = Chat((Message("user", row["question"]), Message("assistant", row["answer"])))
+            yield pack([encoder.encode(chat)], [0])
+
+    found = learn(crowd, batches)
+    assert sum(found.weights) == pytest.approx(1)
+    assert 0.5 <= found.temperature <= 2
+
+    def nats(learned: Learned | None) -> float:
+        from ci_llm.crowd.scoring import score
+
+        crowd.learned = learned
+        scores = score(crowd, batches(), "dirichlet")
+        crowd.learned = None
+        assert scores is not None
+        return scores.mean_nll[-1]
+
+    assert nats(found) < nats(Learned(found.weights)) or found.temperature == pytest.approx(1, abs=0.03)
+    assert nats(found) < nats(None)
+
+
+def test_signals_are_the_numbers_of_the_tokens() -> None:
+    tokens = [TokenUncertainty(0.5, 0.4, 0.3, 0.1), TokenUncertainty(0.25, 0.8, 0.3, 0.5)]
+    assert signals(tokens) == pytest.approx([math.log(0.125), math.log(0.125) / 2, math.log(0.25), 0.6, 0.3])
+    assert signals([]) == [0, 0, 0, 0, 0]
+    assert math.isfinite(signals([TokenUncertainty(0.0, 0.0, 0.0, 0.0)])[0])
+
+
+# How it is used
+
+
+def test_answers_carry_the_probability_that_they_are_right(crowd: Crowd, plain: list[Answer]) -> None:
+    assert {answer.probability_right for answer in plain} == {None}
+    crowd.calibration = made = calibration_of(plain)
+    try:
+        found = crowd.generate(QUESTIONS, details=True, **SHORT)
+        assert [a.answer for a in found] == [a.answer for a in plain], "a calibration changes no answer"
+        for answer in found:
+            assert answer.probability_right == pytest.approx(made.right(signals(answer.tokens)))
+            assert (answer.agents_asked, answer.abstained) == (K, False)
+        [other] = crowd.generate(QUESTIONS[0], details=True, aggregator="logit", **SHORT)
+        assert other.probability_right is None, "it was fitted on answers of another aggregator"
+        limit = sorted(answer.probability_right or 0 for answer in found)[3]
+        some = crowd.generate(QUESTIONS, abstain_below=limit, **SHORT)
+        assert [text == "" for text in some] == [(answer.probability_right or 0) < limit for answer in found]
+        assert sum(text == "" for text in some) == 3
+        with crowd.stream(QUESTIONS[0], abstain_below=1.0, **SHORT) as stream:
+            assert list(stream) == []
+            assert stream.result.abstained
+    finally:
+        crowd.calibration = None
+
+
+def test_one_agent_is_asked_first_and_all_where_it_is_unsure(crowd: Crowd, plain: list[Answer]) -> None:
+    prompter = prompter_of(crowd)
+    ids = [prompter.ids(question) for question in QUESTIONS]
+    alone = crowd.generate_ids(ids, manner_decoding(crowd), agent=1, uncertainty=True)
+    assert [prompter.text(text) for text in alone.crowd] == [answer.agents[1] for answer in plain]
+    own = calibration_of(plain)
+    p = [own.agent_right(signals(tokens)) for tokens in alone.tokens]
+    crowd.calibration = replace(own, quantiles=tuple(sorted(p)))
+    try:
+        found = crowd.generate(QUESTIONS, details=True, agents_per_prompt=1 + K * 0.4, **SHORT)
+        limit = crowd.calibration.escalates_below(1 + K * 0.4)
+        assert [a.agents_asked for a in found] == [1 + K if each < limit else 1 for each in p]
+        assert {a.agents_asked for a in found} == {1, 1 + K}
+        for answer, whole in zip(found, plain, strict=True):
+            assert answer.answer == (whole.agents[1] if answer.agents_asked == 1 else whole.answer)
+            assert answer.disagreement == 0 or answer.agents_asked == 1 + K
+        texts = crowd.generate(QUESTIONS, agents_per_prompt=1 + K * 0.4, batch_size=2, **SHORT)
+        assert texts == [answer.answer for answer in found], "batches change nothing"
+    finally:
+        crowd.calibration = None
+
+
+def manner_decoding(crowd: Crowd) -> Any:
+    from ci_llm.crowd.decoding import Decoding
+
+    return Decoding(24, prompter_of(crowd).ends)
+
+
+def test_a_price_becomes_the_share_of_prompts_that_all_are_asked() -> None:
+    even = Logistic((0.0,), 0.0)
+    made = Calibration(Learned((0.25,) * 4), even, 0, even, tuple(n / 100 for n in range(101)), "probability", 9, "")
+    assert [made.escalates_below(price) for price in (1, 1.6, 3, 5, 9)] == pytest.approx([0, 0.15, 0.5, 1, 1])
+
+
+def test_what_needs_a_calibration_is_refused_without_one(crowd: Crowd, plain: list[Answer]) -> None:
+    for choice in ({"abstain_below": 0.5}, {"agents_per_prompt": 1.6}):
+        with pytest.raises(BadInput, match="this crowd has no calibration"):
+            crowd.generate("hello", **choice)
+    with pytest.raises(BadInput, match="abstain_below must be a probability"):
+        crowd.generate("hello", abstain_below=1.5)
+    with pytest.raises(BadInput, match="agents_per_prompt must be at least 1"):
+        crowd.generate("hello", agents_per_prompt=0.5)
+    with pytest.raises(BadInput, match="leave sampling out"):
+        crowd.generate("hello", agents_per_prompt=2, do_sample=True)
+    crowd.calibration = calibration_of(plain)
+    try:
+        with pytest.raises(BadInput, match="the calibration is of aggregator probability and not logit"):
+            crowd.generate("hello", abstain_below=0.5, aggregator="logit")
+    finally:
+        crowd.calibration = None
+
+
+# How it is kept
+
+
+def test_it_survives_json(plain: list[Answer]) -> None:
+    made = calibration_of(plain)
+    assert Calibration.of(json.loads(json.dumps(made.record()))) == made
+
+
+def test_it_is_opened_with_the_agents_that_it_is_of_and_goes_where_they_go(
+    crowd: Crowd, plain: list[Answer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_crowd(crowd, tmp_path / "run" / "final_checkpoint")
+    made = calibration_of(plain, weights=weights_fingerprint(read_manifest(folder)))
+    write_json(tmp_path / "run" / "calibration.json", made.record())
+    opened = Crowd.from_pretrained(tmp_path / "run")
+    assert opened.calibration == made
+    assert opened.learned == made.learned
+    opened.save_pretrained(tmp_path / "copy")
+    assert Crowd.from_pretrained(tmp_path / "copy").calibration == made
+    prepare(tmp_path / "run").write(tmp_path / "export", None)
+    assert Crowd.from_pretrained(tmp_path / "export").calibration == made
+    assert "after 6 rows of here" in (tmp_path / "export" / "README.md").read_text()
+    write_json(tmp_path / "run" / "calibration.json", replace(made, weights="others").record())
+    assert Crowd.from_pretrained(tmp_path / "run").calibration is None
+    assert "it is of other agents" in caplog.text
+    (tmp_path / "run" / "calibration.json").write_text("{}")
+    assert Crowd.from_pretrained(tmp_path / "run").calibration is None
+    assert "it is no calibration" in caplog.text

@@ -1,0 +1,149 @@
+"""A student comes nearer to the crowd than the agent that it starts as; the control comes nearer to its own texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ci_llm import Crowd
+from ci_llm.cli.main import main
+from ci_llm.config import load_config
+from ci_llm.crowd import distilling
+from ci_llm.crowd.distilling import distilled
+from ci_llm.crowd.merge_methods import Distillation
+from ci_llm.crowd.merging import Adapter
+from ci_llm.crowd.pretrained import Pretrained, open_pretrained
+from ci_llm.embedded import BASE_FOLDER, rows
+from ci_llm.errors import BadInput
+from tests.support.crowds import K, disturbed_crowd, save_crowd
+
+CONFIG = load_config(None, ["dataset_name=embedded", "max_train_samples=4", "batch_size=4", "max_new_tokens_eval=64"])
+HOW = Distillation(generated=8, steps=30, learning_rate=5e-4, start=1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
+    return open_pretrained(save_crowd(disturbed_crowd(), tmp_path_factory.mktemp("saved") / "crowd"))
+
+
+@pytest.fixture(scope="module")
+def learned(saved: Pretrained) -> tuple[Adapter, Adapter, list[Any]]:
+    """Student, control, and the rows that were learned from."""
+    lessons: list[Any] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(distilling, "_lesson", lambda *args: lessons.append(whole := lesson(*args)) or whole)
+    try:
+        return *distilled(saved, CONFIG, HOW), lessons
+    finally:
+        patch.undo()
+
+
+lesson = distilling._lesson
+
+
+@torch.no_grad()
+def log_probs(adapter: Adapter, ids: list[int]) -> Tensor:
+    """[T, V] of one adapter in plain PEFT."""
+    config = peft.LoraConfig.from_peft_type(**adapter.config)
+    model = peft.PeftModel(AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32), config)
+    peft.set_peft_model_state_dict(model, dict(adapter.tensors))
+    return model.eval()(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
+    saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
+) -> None:
+    student, control, [whole] = learned
+    agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
+    assert student.rank == control.rank == agents[1].rank
+
+    def distance(adapter: Adapter) -> float:
+        """Mean KL(crowd || adapter) over the targets of the student's rows."""
+        total = []
+        for row in whole.student[:6]:
+            ids, targets = row.input_ids.tolist(), row.supervised[1:]
+            crowd = torch.stack([log_probs(agent, ids) for agent in agents]).exp().mean(0)[:-1][targets]
+            total.append((crowd * (crowd.log() - log_probs(adapter, ids)[:-1][targets])).sum(-1).mean())
+        return float(torch.stack(total).mean())
+
+    def nats(adapter: Adapter) -> float:
+        """Of the control's texts."""
+        total = []
+        for row in whole.control:
+            ids, targets = row.input_ids.tolist(), row.supervised[1:]
+            wanted = torch.tensor(ids[1:])[:, None]
+            total.append(-log_probs(adapter, ids)[:-1].gather(-1, wanted)[targets].mean())
+        return float(torch.stack(total).mean())
+
+    assert distance(student) < 0.8 * distance(agents[1])
+    assert nats(control) < 0.8 * nats(agents[1])
+
+
+@pytest.mark.slow
+def test_what_is_learned_from(saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]) -> None:
+    _, _, [whole] = learned
+    assert len(whole.student) == len(whole.control) > CONFIG.max_train_samples
+    crowd = disturbed_crowd()
+    assert crowd.prompter is not None
+    known = {row["question"] for split in ("train", "validation", "test") for row in rows(split)}
+    for one, other in zip(whole.student[4:], whole.control[4:], strict=True):
+        prompt = one.input_ids[~one.supervised].tolist()
+        assert prompt == other.input_ids[~other.supervised].tolist(), "both answer the same prompts"
+        assert one.input_ids[-1] in crowd.prompter.ends, "an answer that was cut teaches nothing"
+        question = crowd.prompter.text(prompt).strip()
+        assert not any(each in question for each in known)
+        [answer] = crowd.generate(question.removesuffix("\n"), max_new_tokens=64, details=True)
+        if crowd.prompter.ids(question.removesuffix("\n")) == prompt:
+            assert crowd.prompter.text(one.input_ids[one.supervised].tolist()) == answer.answer
+            assert crowd.prompter.text(other.input_ids[other.supervised].tolist()) == answer.agents[1]
+
+
+@pytest.mark.slow
+def test_it_leaves_base_and_generators_as_they_were_and_gives_the_same_again(
+    saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
+) -> None:
+    state = torch.get_rng_state()
+    student, _ = distilled(saved, CONFIG, HOW)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(student.tensors[name], tensor) for name, tensor in learned[0].tensors.items())
+    assert not [name for name, _ in saved.base.model.named_parameters() if "lora" in name]
+    crowd = Crowd(saved.base.model, saved.settings, saved.base.name)
+    assert crowd.num_agents == K
+    crowd.detach()
+
+
+def test_what_is_no_start_is_refused(saved: Pretrained) -> None:
+    with pytest.raises(BadInput, match="there is no agent 7"):
+        distilled(saved, CONFIG, Distillation(start=7))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--merge", "svd", "--steps", "3"], "only a distillation takes this"),
+        (["--merge", "distilled", "--rank", "3"], "a distillation does not take this"),
+        (["--merge", "distilled", "--soft", "2", "--steps", "0"], "--steps must be at least 1; --soft is a share"),
+        (["--merge", "distilled", "--prompts", "nowhere.txt"], "there is no such file"),
+        (["--merge", "distilld"], "there is no merge 'distilld'"),
+    ],
+)
+def test_a_bad_call_is_refused_before_anything_is_loaded(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "x"), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_crowd_that_no_run_trained_has_no_rows_to_distil_on(
+    saved: Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_crowd(disturbed_crowd(), tmp_path / "crowd")
+    assert main(["export", str(folder), "--to", str(tmp_path / "x"), "--merge", "distilled"]) == 2
+    assert "no run trained these agents" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""How far a number can be trusted, on answers whose figures are known by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ci_llm.crowd.aggregators import Learned
+from ci_llm.crowd.calibration import Calibration, Logistic
+from ci_llm.evaluation.sureness import at_coverage, auroc, calibration_error, honest_error, sureness_record
+
+#: Right with the probability that the first signal is.
+IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
+
+
+def row(confidence: float, right: bool, agents: list[bool], signal: float = 0.0) -> dict[str, Any]:
+    found = [signal, 0.0, 0.0, 0.0, 0.0]
+    return {
+        "confidence": confidence,
+        "correct": right,
+        "agents_correct": agents,
+        "signals": found,
+        "agents_signals": [found] * len(agents),
+    }
+
+
+def test_the_chance_that_a_right_answer_is_surer() -> None:
+    assert auroc([0.9, 0.8, 0.1], [True, True, False]) == 1
+    assert auroc([0.9, 0.1, 0.1], [False, True, True]) == 0
+    assert auroc([0.5, 0.5], [True, False]) == 0.5
+    assert auroc([0.9, 0.5, 0.5], [True, True, False]) == 0.75
+    assert auroc([0.9, 0.5], [True, True]) is None
+
+
+def test_the_calibration_error_is_the_distance_of_bins() -> None:
+    assert calibration_error([1.0, 1.0, 0.0], [True, True, False]) == 0
+    assert calibration_error([0.75] * 4, [True, True, True, False]) == 0
+    assert calibration_error([0.95, 0.95, 0.15, 0.15], [True, False, True, False]) == pytest.approx(0.4)
+
+
+def test_true_probabilities_have_an_error_by_chance() -> None:
+    p = np.random.default_rng(1).random(400)
+    assert honest_error(p) == honest_error(p)
+    assert 0.01 < honest_error(p) < 0.1
+    assert honest_error(np.repeat(p, 25)) < honest_error(p) / 3, "it falls with the number of answers"
+    assert honest_error([1.0, 0.0]) == 0
+
+
+def test_the_surest_answers_are_kept() -> None:
+    assert at_coverage([0.9, 0.8, 0.7, 0.6, 0.1], [True, True, True, False, False]) == 0.75
+    assert at_coverage([0.1], [True]) == 1
+
+
+def test_the_record_of_answers() -> None:
+    rows = [row(0.9, True, [True, False]), row(0.2, False, [False, False])]
+    plain = sureness_record(rows, None, "probability", abstain_below=0.5)
+    assert (plain["by"], plain["auroc"], plain["exact_match_at_coverage"]) == ("confidence", 1, 0.5)
+    assert plain["abstention"] == {"below": 0.5, "answered": 0.5, "exact_match": 1}
+    assert sureness_record(rows, None, "probability", abstain_below=0.95)["abstention"]["exact_match"] is None
+
+
+def test_escalation_is_priced_from_answers_that_are_there() -> None:
+    surer = Logistic((1.0, 0, 0, 0, 0), 0.0)
+    made = Calibration(Learned((0.5, 0.5)), IDENTITY, 1, surer, (0.0, 0.5, 1.0), "probability", 4, "here")
+    rows = [
+        row(0.9, True, [False, False], signal=-5),
+        row(0.9, True, [False, False], signal=5),
+        row(0.9, False, [False, True], signal=5),
+        row(0.9, True, [False, True], signal=5),
+    ]
+    found = sureness_record(rows, made, "probability", agents_per_prompt=1.5)
+    assert found["by"] == "probability_right"
+    assert found["escalation"] == {"agent": 1, "below": 0.25, "agents_per_prompt": 1.5, "exact_match": 0.75}
+    other = sureness_record(rows, made, "logit", agents_per_prompt=3)
+    assert other["by"] == "confidence", "the calibration is of another aggregator"
+    assert other["escalation"]["agents_per_prompt"] == 3
