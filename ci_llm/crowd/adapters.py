@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
+from ci_llm.crowd.casting import Casts
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.lora import AgentGroup, AgentLora, LoraSettings, StackedLoRALinear
 from ci_llm.crowd.quantized import replace_quantized_layers
@@ -36,6 +38,7 @@ class AgentStorage:
     Attributes:
         layers: the adapted modules by their name in the base.
         dropout: of their inputs.
+        casts: of the pass under way.
         each: the settings of every agent.
         weights: [K, P], fp32, or fp64 on an fp64 base; P is the largest agent's.
         gradients: [K, P], like `weights`.
@@ -48,9 +51,10 @@ class AgentStorage:
         layers: Mapping[str, StackedLoRALinear],
         settings: LoraSettings,
         dropout: InputDropout,
+        casts: Casts,
         adapted: Sequence[Collection[str]],
     ) -> None:
-        self.layers, self.dropout, self.settings = dict(layers), dropout, settings
+        self.layers, self.dropout, self.casts, self.settings = dict(layers), dropout, casts, settings
         sizes = [self._size_of(agent, names) for agent, names in zip(settings.kinds(), adapted, strict=True)]
         first = next(iter(self.layers.values())).base_layer
         # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
@@ -120,7 +124,7 @@ class AgentStorage:
             return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
 
         masks = None if self._masks is None else stacked(self._masks)
-        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, stacked(self.weights), masks)
+        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, stacked(self.weights), masks, self.casts)
 
     def _bind_weights(self) -> None:
         """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""
@@ -225,6 +229,10 @@ class AgentStorage:
                 part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
             self._bind_groups()
 
+    def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
+        """Cast the weights once for all layers of the pass inside, with the masks in force if it is one of training."""
+        return self.casts.of_pass(self.weights, self._masks if training else None, dtype)
+
     def clip(self, max_norms: Sequence[float | None]) -> Tensor:
         """Scale each agent's gradient to a norm of at most its own of `max_norms`; None leaves it as it is.
 
@@ -309,14 +317,14 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     kinds = settings.kinds()
     found = {wanted: find_targets(model, wanted) for wanted in dict.fromkeys(agent.target_modules for agent in kinds)}
     everything = {name for names in found.values() for name in names}
-    dropout = _input_dropout(settings)
+    dropout, casts = _input_dropout(settings), Casts()
     layers = {}
     for name in [name for name, _ in model.named_modules() if name in everything]:
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, name)
+        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, name)
         setattr(parent, child, layers[name])
-    storage = AgentStorage(layers, settings, dropout, [found[agent.target_modules] for agent in kinds])
+    storage = AgentStorage(layers, settings, dropout, casts, [found[agent.target_modules] for agent in kinds])
     storage.initialise()
     return storage
 

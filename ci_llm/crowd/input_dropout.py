@@ -29,23 +29,21 @@ class InputDropout:
         self._shares, self._keys = list(shares), keys
         self.micro_step: tuple[int, ...] | None = None
 
-    def apply(self, rows: Tensor, layer: str, first: int) -> Tensor:
+    def apply(self, rows: Tensor, layer: str, agents: Sequence[int]) -> Tensor:
         """The rows after dropout.
 
         Args:
             rows: [n, N, in], the rows of n agents.
             layer: name of the layer; with step and agent it keys the draw, so that activation checkpointing draws the
                 same when it computes the layer again.
-            first: index of the first of these agents.
+            agents: their indices.
         """
         if self._keys is None:
             return nn.functional.dropout(rows, self._shares[0])
-        return rows * torch.stack([self._mask(own, layer, k) for k, own in enumerate(rows.detach(), first)])
+        return rows * torch.stack([self._mask(own, layer, k) for k, own in zip(agents, rows.detach(), strict=True)])
 
     def _mask(self, like: Tensor, layer: str, agent: int) -> Tensor:
         """0 where an input [N, in] is dropped, and 1 / (1 - share) elsewhere."""
-        if not self._shares[agent]:
-            return torch.ones_like(like)
         assert self._keys is not None
         seed, index = self._keys[agent]
         own = None

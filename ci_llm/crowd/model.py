@@ -20,6 +20,7 @@ from ci_llm.crowd.adapters import adapter_config, attach
 from ci_llm.crowd.asking import Answer, Choices, answers, decoding_of, prompter_of, stream, texts
 from ci_llm.crowd.attention import PACKED, Segments
 from ci_llm.crowd.base import DTYPES
+from ci_llm.crowd.casting import compute_dtype
 from ci_llm.crowd.generation import Decoding, Generated, TokenIds, generate_ids, is_padding_invariant
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
@@ -166,7 +167,9 @@ class Crowd(nn.Module):
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""
-        return self._packed(batch) if self.route == "packed" else self._padded(batch)
+        dtype = compute_dtype(self.model.get_input_embeddings().weight)
+        with self.agents.ready(dtype, training=self.training):
+            return self._packed(batch) if self.route == "packed" else self._padded(batch)
 
     def _packed(self, batch: Batch) -> Tensor:
         ids, positions, bounds = batch.input_ids, batch.position_ids, batch.bounds

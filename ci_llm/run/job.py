@@ -42,7 +42,7 @@ from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
 from ci_llm.run.result import Result, conclusion_of
-from ci_llm.run.resume import Restored, Source
+from ci_llm.run.resume import Restored, Source, config_of
 from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
 from ci_llm.run.state import Validation
@@ -67,7 +67,8 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    told, folder = Callbacks(callbacks, config), config.run_folder
+    Callbacks(callbacks)  # refuses what is none, before anything else
+    folder = config.run_folder
     check_folder(folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
@@ -88,9 +89,11 @@ def run_job(
         logger.info(note)
     result: Result | None = None
     try:
+        beginning = _find_beginning(config, processes, manager)
+        config = _settle_precision(config, processes, beginning[0].source)
         run = build(config, processes, interrupts, manager, log)
-        run.callbacks = told
-        result = _run_to_end(run)
+        run.callbacks = Callbacks(callbacks, config)
+        result = _run_to_end(run, *beginning)
         return result
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
@@ -111,9 +114,27 @@ def end_at_once(code: int, error: BaseException | None) -> None:
     os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
 
 
-def _run_to_end(run: Run) -> Result:
+def _find_beginning(config: Config, processes: Processes, manager: CheckpointManager) -> tuple[Start, Requests]:
+    """Where this attempt begins, and what is asked of it. A collective."""
+    requests = processes.on_main(partial(read_requests, config.run_folder))
+    with processes.main_first():
+        start = find_start(manager, config, requests.beginning, requests.at_most)
+    require_same_step(processes, config.run_folder, start.source.step if start.source else None)
+    # The requests are for the run in the folder, and not for one that begins where it moves aside.
+    return start, Requests() if start.sets_aside else requests
+
+
+def _settle_precision(config: Config, processes: Processes, source: Source | None) -> Config:
+    """The configuration with a precision in place of auto; a checkpoint remembers what its run began with."""
+    config, line = processes.settle_precision(config, None if source is None else config_of(source))
+    if line:
+        logger.info(f"precision {line}")
+    return config
+
+
+def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     """Resume or begin, train and conclude."""
-    start, trackers = _resume(run)
+    start, trackers = _resume(run, start, requests)
     run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
@@ -155,20 +176,14 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     return Result("completed", run.state.step, run.config.run_folder, record)
 
 
-def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
-    """Find the checkpoint to resume from, if there is one, and bring the run there; apply what is asked for.
+def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[str, str]]:
+    """Bring the run to the checkpoint that it resumes from, if there is one; apply what is asked for.
 
     Returns:
         what the folder has to become, without the checkpoint, whose tensors are in place; and the ids under which
         trackers know the run.
     """
-    requests = run.processes.on_main(partial(read_requests, run.config.run_folder))
-    with run.processes.main_first():
-        start = find_start(run.manager, run.config, requests.beginning, requests.at_most)
     source = start.source
-    require_same_step(run.processes, run.config.run_folder, source.step if source else None)
-    if start.sets_aside:  # the requests are for the run that moves aside
-        requests = Requests()
     _log_lines([start.note] if start.note else [])
     if source is None:
         logger.info("resume    no checkpoint: a fresh start")

@@ -78,6 +78,19 @@ def open_source(given: Path, where: str) -> Source:
         raise
 
 
+def config_of(source: Source) -> Config:
+    """The configuration with which the checkpoint was made.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    where = str(source.folder)
+    try:
+        return parse_config(source.checkpoint.state["config.yaml"].decode(), where)
+    except ConfigError as error:
+        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
+
+
 @dataclass(frozen=True)
 class Restored:
     """What a run takes from a checkpoint beside weights and moments.
@@ -187,7 +200,7 @@ class RunCheckpoint:
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
         saved, where = source.checkpoint.state, str(source.folder)
-        changes = _changes(self.config, saved["config.yaml"], where)
+        changes = config_of(source).diff(self.config)
         self._require_same_crowd(source, changes)
         self._require_same_settings(changes, where)
         self._require_same_rows(source, changes)
@@ -303,19 +316,6 @@ def _in_episode(state: TrainState) -> list[int]:
 def _processor() -> str:
     """Architecture and vector units: other units add in another order."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _changes(config: Config, saved: bytes, where: str) -> list[Change]:
-    """The keys that changed since the checkpoint.
-
-    Raises:
-        CheckpointError: the configuration in the checkpoint cannot be read.
-    """
-    try:
-        before = parse_config(saved.decode(), where)
-    except ConfigError as error:
-        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
-    return before.diff(config)
 
 
 def _shown(changes: Sequence[Change]) -> list[str]:
