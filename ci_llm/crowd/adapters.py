@@ -22,8 +22,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.casting import Casts
+from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
-from ci_llm.crowd.lora import AgentGroup, AgentLora, LoraSettings, StackedLoRALinear
+from ci_llm.crowd.lora import AgentLora, LoraSettings, StackedLoRALinear
 from ci_llm.crowd.quantized import replace_quantized_layers
 from ci_llm.crowd.targets import find_targets, shortest_names
 from ci_llm.errors import ForeignCheckpoint, ModelError
@@ -124,7 +125,8 @@ class AgentStorage:
             return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
 
         masks = None if self._masks is None else stacked(self._masks)
-        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, stacked(self.weights), masks, self.casts)
+        own = (stacked(self.weights), masks, self.casts, stacked(self.gradients))
+        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, *own)
 
     def _bind_weights(self) -> None:
         """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.crowd.casting import Casts, compute_dtype
+from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.quantized import QuantizedLinear
 from ci_llm.crowd.targets import WeightMetadata
@@ -132,64 +133,6 @@ def _tupled(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-@dataclass(frozen=True)
-class AgentGroup:
-    """Neighbouring agents with adapters of one shape on a layer; their products are one batched product.
-
-    Agents of other shapes are not padded to one batch: a longer sum or another kernel could round differently, and an
-    agent shall have the bits that it has alone.
-
-    Attributes:
-        first, end: the agents `first`, ..., `end - 1`.
-        scaling: of all of them.
-        drops: whether they read their input after dropout.
-        stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
-        masks: DropConnect masks of the same shapes, or None.
-        casts: where the pass under way has A and B ready, or None.
-    """
-
-    first: int
-    end: int
-    scaling: float = 1.0
-    drops: bool = False
-    stacked: tuple[Tensor, Tensor] | None = None
-    masks: tuple[Tensor, Tensor] | None = None
-    casts: Casts | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of `tensor` [K, ...] that belongs to these agents."""
-        return tensor[self.first : self.end]
-
-    def only(self, agent: int) -> AgentGroup:
-        """The same for one of its agents, as the first and only one of a crowd."""
-        part = slice(agent - self.first, agent - self.first + 1)
-        stacked, masks = (pair and (pair[0][part], pair[1][part]) for pair in (self.stacked, self.masks))
-        return replace(self, first=0, end=1, stacked=stacked, masks=masks)
-
-    def at_rest(self) -> AgentGroup:
-        """The same without dropout and DropConnect."""
-        return replace(self, masks=None, drops=False) if self.drops or self.masks else self
-
-    def effective(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B with this step's DropConnect masks, in the dtype of the computation."""
-        assert self.stacked is not None
-        a, b = self.stacked
-        if self.casts is not None:
-            ready = [self.casts.ready(view, dtype, masked=self.masks is not None) for view in (a, b)]
-            if ready[0] is not None and ready[1] is not None:
-                return ready[0], ready[1]
-        if self.masks is not None:
-            a, b = a * self.masks[0], b * self.masks[1]
-        return a.to(dtype), b.to(dtype)
-
-    def parameter_gradients(self, grad_a: Tensor, grad_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The gradients in the order of the parameters: A of every agent, then B of every agent."""
-        grad_a, grad_b = grad_a.to(dtype), grad_b.to(dtype)
-        if self.masks is not None:
-            grad_a, grad_b = grad_a * self.masks[0], grad_b * self.masks[1]
-        return (*grad_a.unbind(0), *grad_b.unbind(0))
-
-
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
@@ -241,7 +184,7 @@ class _FusedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             weight = _dense(ctx.quantized or weight, grad.dtype)
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
-        gradients: list[Tensor] = []
+        gradients: list[Tensor | None] = []
         for number, (group, z) in enumerate(_inputs(ctx.groups, cast, dropped)):
             a, b, h = kept[3 * number : 3 * number + 3]
             grad_a, grad_b, grad_h = _low_rank_gradients(group.of(grad), z, b, h, group.scaling)
@@ -358,7 +301,9 @@ class StackedLoRALinear(nn.Module):
         if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
-            parameters = [each for group in adapted for each in self._parameters_of(group, first)]
+            own = [self._parameters_of(group, first) for group in adapted]
+            adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
+            parameters = [each for group in own for each in group]
             dropped, cast = self._dropped(x, rows, groups, first), self.casts.input(x, dtype).reshape(rows)
             return _FusedLinear.apply(  # type: ignore[no-any-return]
                 x.reshape(rows), cast, dropped, weight, base.bias, adapted, *parameters
@@ -370,7 +315,8 @@ class StackedLoRALinear(nn.Module):
         for group, z in _inputs(groups, x, self._dropped(x, rows, groups, first)):
             part = group.of(y)
             if group.stacked is not None:
-                part = part + _LowRank.apply(z, group, *self._parameters_of(group, first))
+                parameters = self._parameters_of(group, first)
+                part = part + _LowRank.apply(z, group.accumulating_in(parameters), *parameters)
             parts.append(part)
         return _joined(parts)
 

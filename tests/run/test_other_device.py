@@ -106,7 +106,7 @@ def test_a_run_keeps_the_precision_that_auto_chose_where_it_began(
     assert "precision mixed_precision=bf16, model_dtype=bf16: said by the test" in said
     assert "torch.bfloat16" in said
     saved = (tmp_path / "run/checkpoint_step_2/config.yaml").read_text()
-    assert "mixed_precision: bf16" in saved
+    assert 'mixed_precision: "bf16"' in saved
     assert train_here(4, *auto, fast=False) == 0
     said = capsys.readouterr().out
     assert "precision mixed_precision=bf16, model_dtype=bf16: auto keeps what the run began with" in said
