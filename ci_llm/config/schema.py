@@ -45,6 +45,7 @@ Sources = Annotated[PathText, BeforeValidator(_joined), SeveralMark()]
 Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Count = Annotated[int, Ge(1)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
 Size = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
@@ -246,7 +247,8 @@ class TrainingKeys(Keys):
         "uniform", "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1"
     )
     fused_optimizer: bool = rounding(True, "AdamW in one fused kernel; false: the plain one")
-    seed: Annotated[int, Ge(0), Lt(2**32)] = exact(42, "seed of everything random")
+    seed: Seed = exact(42, "seed of everything random")
+    data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed")
 
 
 class EvaluationKeys(Keys):
@@ -288,6 +290,9 @@ class LogKeys(Keys):
         True, "show a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
     )
     show_loss_curve: bool = free(False, "draw the losses in characters after every evaluation")
+    show_example: bool = free(
+        True, "show one question with the crowd's answer after every evaluation, if rows have questions"
+    )
     write_report: bool = free(
         True, "write report.html when a run has ended or was interrupted, if matplotlib is installed"
     )
@@ -390,7 +395,7 @@ class AllKeys(
 
 
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
-DUMPED_IF_SET = ("agents", "row_weights")
+DUMPED_IF_SET = ("agents", "row_weights", "data_seed")
 
 #: Keys without effect, and why. The reason is logged once if the value is not the default.
 NO_EFFECT: dict[str, str] = {

@@ -5,7 +5,7 @@ Legend: n agents of a group, r rank, in and out features. A [n, r, in], B [n, ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,8 @@ class AgentGroup:
         stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
         masks: DropConnect masks of the same shapes, or None.
         casts: where the pass under way has A and B ready, or None.
+        tokens: where the tokens of the only agent lie in an input [1, N, in] of agents with rows of their own; None:
+            the input holds the same number for every agent.
         gradients: of A and B, views of the crowd's gradients; None: autograd owns them.
     """
 
@@ -39,10 +41,21 @@ class AgentGroup:
     masks: tuple[Tensor, Tensor] | None = None
     casts: Casts | None = None
     gradients: tuple[Tensor, Tensor] | None = None
+    tokens: slice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of `tensor` [K, ...] that belongs to these agents."""
-        return tensor[self.first : self.end]
+        """The part of `tensor` [K, ...] that belongs to these agents, or that of [1, N, ...] with their tokens."""
+        return tensor[self.first : self.end] if self.tokens is None else tensor[:, self.tokens]
+
+    @property
+    def axis(self) -> int:
+        """The dimension of an input along which the groups follow each other."""
+        return 0 if self.tokens is None else 1
+
+    @property
+    def extent(self) -> int:
+        """How much of `axis` belongs to these agents."""
+        return self.end - self.first if self.tokens is None else self.tokens.stop - self.tokens.start
 
     def only(self, agent: int) -> AgentGroup:
         """The same for one of its agents, as the first and only one of a crowd."""
@@ -50,6 +63,12 @@ class AgentGroup:
         pairs = (self.stacked, self.masks, self.gradients)
         stacked, masks, gradients = (pair and (pair[0][part], pair[1][part]) for pair in pairs)
         return replace(self, first=0, end=1, stacked=stacked, masks=masks, gradients=gradients)
+
+    def on(self, spans: Sequence[slice]) -> Iterator[AgentGroup]:
+        """Each of these agents by itself, if it has tokens in an input whose agents have rows of their own."""
+        for k in range(self.first, self.end):
+            if spans[k].start < spans[k].stop:
+                yield replace(self.only(k), first=k, end=k + 1, tokens=spans[k])
 
     def at_rest(self) -> AgentGroup:
         """The same without dropout and DropConnect."""

@@ -23,7 +23,7 @@ from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.quantized import QuantizedLinear
 from ci_llm.crowd.targets import WeightMetadata
-from ci_llm.errors import BadInput
+from ci_llm.errors import BadInput, ModelError
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class _FusedLinear(torch.autograd.Function):
                 group.of(grad_x).baddbmm_(grad_h, a)
             gradients += group.parameter_gradients(grad_a, grad_b, ctx.dtypes[1])
         grad_x = None if grad_x is None else grad_x.to(ctx.dtypes[0])
-        return grad_x, None, _joined(grads_z) if grads_z else None, None, None, None, *gradients
+        return grad_x, None, _joined(grads_z, ctx.groups) if grads_z else None, None, None, None, *gradients
 
 
 class _LowRank(torch.autograd.Function):
@@ -231,13 +231,16 @@ def _inputs(
     for group in groups:
         whole = dropped if group.drops else x
         assert whole is not None
-        end = start + group.end - group.first
-        yield group, whole[start:end] if group.drops else group.of(whole)
-        start = end if group.drops else start
+        if group.drops:
+            yield group, whole.narrow(group.axis, start, group.extent)
+            start += group.extent
+        else:
+            yield group, group.of(whole)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _joined(parts: Sequence[Tensor], groups: Sequence[AgentGroup]) -> Tensor:
+    """The parts of these groups, one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), groups[0].axis)
 
 
 def _low_rank_gradients(grad: Tensor, z: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, ...]:
@@ -264,6 +267,8 @@ class StackedLoRALinear(nn.Module):
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
         active_agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
+        spans: [K] the tokens of each agent in an input in which every agent has rows of its own, one agent after the
+            other; None: all agents have the same rows.
     """
 
     def __init__(self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, casts: Casts, name: str) -> None:
@@ -276,6 +281,7 @@ class StackedLoRALinear(nn.Module):
         self.lora_B = nn.ParameterDict()
         self.groups: tuple[AgentGroup, ...] = ()
         self.active_agent: int | None = None
+        self.spans: Sequence[slice] | None = None
 
     @property
     def weight(self) -> WeightMetadata:
@@ -291,6 +297,8 @@ class StackedLoRALinear(nn.Module):
             # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
             first, agents = self.active_agent, 1
             groups = tuple(group.only(first) for group in groups if group.first <= first < group.end)
+        elif self.spans is not None:
+            agents, groups = 1, tuple(own for group in groups for own in group.on(self.spans))
         if not self.training:
             groups = tuple(group.at_rest() for group in groups)
         y = self._apply_both(x, (agents, -1, self.in_features), groups, first)
@@ -298,6 +306,7 @@ class StackedLoRALinear(nn.Module):
 
     def _apply_both(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor:
         base, dtype = self.base_layer, compute_dtype(x)
+        self._require_all_tokens(x.reshape(rows))
         if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
@@ -318,7 +327,7 @@ class StackedLoRALinear(nn.Module):
                 parameters = self._parameters_of(group, first)
                 part = part + _LowRank.apply(z, group.accumulating_in(parameters), *parameters)
             parts.append(part)
-        return _joined(parts)
+        return _joined(parts, groups)
 
     def _dropped(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor | None:
         """The input of the agents that drop, after dropout, one after the other; None if there are none."""
@@ -326,10 +335,19 @@ class StackedLoRALinear(nn.Module):
         if not dropping:
             return None
         x = x.to(compute_dtype(x)).reshape(rows)
-        own = x if dropping == list(groups) else _joined([group.of(x) for group in dropping])
-        return self.dropout.apply(
-            own, self.name, [first + k for group in dropping for k in range(group.first, group.end)]
-        )
+        own = x if dropping == list(groups) else _joined([group.of(x) for group in dropping], dropping)
+        agents = [first + k for group in dropping for k in range(group.first, group.end)]
+        lengths = None if self.spans is None else [group.extent for group in dropping]
+        return self.dropout.apply(own, self.name, agents, lengths)
+
+    def _require_all_tokens(self, rows: Tensor) -> None:
+        """A layer that reads other tokens than all of them cannot tell whose they are."""
+        if self.spans is not None and rows.shape[1] != (tokens := max(span.stop for span in self.spans)):
+            raise ModelError(
+                f"{self.name} reads {rows.shape[1]} of {tokens} tokens: it is not known whose they are",
+                where="agents with rows of their own",
+                hint="name the layers to adapt by lora_target_modules, or let all agents train on the same rows",
+            )
 
     def _parameters_of(self, group: AgentGroup, first: int) -> list[Tensor]:
         names = [f"agent{k}" for k in range(first + group.first, first + group.end)]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ci_llm.config import Config
 from ci_llm.core.work import working
-from ci_llm.crowd.answer_scores import AnswerScores, Questions, score_answers
+from ci_llm.crowd.answer_scores import AnswerScores, Questions, Solved, score_answers
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores, score
+from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.run.out_of_memory import MemoryRelief, unless_out_of_memory
@@ -22,17 +23,22 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_CHARACTERS: Final = 400
+
 
 class Evaluator:
     """Scores agents and crowd; each process takes its share of the rows.
 
     Args:
-        rows: of the evaluation.
+        rows: of the evaluation. Where agents have sets of their own, all answer each set, batch by batch as the agents
+            would alone whose set it is; the sets then score these agents, and all of them the crowd.
         vote: asks before each batch whether the run shall stop.
         memory: decides what is done when a batch does not fit.
     """
 
-    def __init__(self, config: Config, crowd: Crowd, rows: TokenizedRows, vote: StopVote, memory: MemoryRelief) -> None:
+    def __init__(
+        self, config: Config, crowd: Crowd, rows: EvaluationRows, vote: StopVote, memory: MemoryRelief
+    ) -> None:
         self._config, self._crowd, self._rows = config, crowd, rows
         self._vote, self._memory = vote, memory
 
@@ -47,29 +53,67 @@ class Evaluator:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
 
+        sets = []
+        for rows in self._rows.sets:
+            if (found := self._scores_on(rows, step, micro_batch_size)) is None:
+                return None
+            sets.append(found)
+        return sets[0] if self._rows.are_common else Scores.of_sets(sets, self._rows.of_agent)
+
+    def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
         def work(rounds: Rounds) -> Scores | None:
-            batches = (pack([self._rows[i] for i in part], part) for part in rounds.batches)
+            batches = (pack([rows[i] for i in part], part) for part in rounds.batches)
             return score(self._crowd, batches, self._config.aggregator, stop=rounds.stop_requested_here)
 
-        found = self._on_all_processes("score", step, len(self._rows), 4 * micro_batch_size, work)
+        found = self._on_all_processes("score", step, len(rows), 4 * micro_batch_size, work)
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
-        """Scores of generated answers; None if the rows ask nothing, or a stop was asked for. A collective.
+        """Scores of generated answers; None if any set of rows asks nothing, or a stop was asked for. A collective.
 
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        config, crowd, prompter = self._config, self._crowd, self._crowd.prompter
-        assert prompter is not None
-        asked = Questions.of(self._rows, prompter, crowd, config.generation_eval_samples, config.max_seq_length)
+        sets = []
+        for rows in self._rows.sets:
+            if (found := self._answers_on(rows, step, micro_batch_size)) is None:
+                return None
+            sets.append(found)
+        return sets[0] if self._rows.are_common else AnswerScores.of_sets(sets, self._rows.of_agent)
+
+    def _answers_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> AnswerScores | None:
+        asked = self._questions(rows, self._config.generation_eval_samples)
         if not len(asked):
             return None
         logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
+        return self._score_answers(asked, step, micro_batch_size)
+
+    def example(self, step: int) -> Solved | None:
+        """The answer to one question, the same in every evaluation; None if there is none, or a stop was asked for. A
+        collective.
+
+        Raises:
+            OutOfMemory: on every process.
+        """
+        asked = self._example_asked
+        answers = self._score_answers(asked, step, 1) if len(asked) else None
+        return None if answers is None else answers.example
+
+    @cached_property
+    def _example_asked(self) -> Questions:
+        return self._questions(self._rows.sets[0], min(1, self._config.generation_eval_samples))
+
+    def _questions(self, rows: TokenizedRows, count: int) -> Questions:
+        assert self._crowd.prompter is not None
+        return Questions.of(rows, self._crowd.prompter, self._crowd, count, self._config.max_seq_length)
+
+    def _score_answers(self, asked: Questions, step: int, batch_size: int) -> AnswerScores | None:
+        config, prompter = self._config, self._crowd.prompter
+        assert prompter is not None
 
         def work(rounds: Rounds) -> AnswerScores | None:
             return score_answers(
-                crowd,
+                self._crowd,
                 prompter,
                 asked,
                 rounds.batches,
@@ -78,7 +122,7 @@ class Evaluator:
                 stop=rounds.stop_requested_here,
             )
 
-        found = self._on_all_processes("generate", step, len(asked), micro_batch_size, work)
+        found = self._on_all_processes("generate", step, len(asked), batch_size, work)
         return None if found is None else AnswerScores.joined(found)
 
     def _on_all_processes(
@@ -109,6 +153,25 @@ def describe_scores(step: int, scores: Scores) -> str:
     return f"evaluate  step {step}: {crowd}; agents {fmean(agents_nll):.3f}, {fmean(agents):.3f}"
 
 
+def describe_example(example: Solved) -> str:
+    """A question, what the crowd answered, and whether that is right."""
+    *agents, crowd, _ = example.right
+    verdict = "right" if crowd else f"wrong: {example.wanted} is right"
+    return "\n".join(
+        [
+            f"question  {_end_of(example.question)}",
+            f"answer    {_end_of(example.answer)}",
+            f"          {verdict}; of {len(agents)} agents alone, {sum(agents)} answer right",
+        ]
+    )
+
+
+def _end_of(text: str) -> str:
+    """The text in one line; of a long one the end, where the question stands, and the answer."""
+    line = text.strip().replace("\n", "⏎")
+    return line if len(line) <= _SHOWN_CHARACTERS else f"... {line[-_SHOWN_CHARACTERS:]}"
+
+
 def evaluation_metrics(scores: Scores) -> dict[str, float]:
     """The scores as metrics: nats per target token, and the share of rows reproduced exactly."""
     metrics = {}
@@ -128,3 +191,25 @@ def result_metrics(record: Mapping[str, Any]) -> dict[str, float]:
         named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
         metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
     return metrics
+
+
+def sets_record(scores: Scores, rows: EvaluationRows) -> dict[str, Any]:
+    """`sets` of evaluation.json, where agents have sets of their own: how every agent does on each of them."""
+    if rows.are_common:
+        return {}
+    records, start = [], 0
+    for number, evaluated in enumerate(rows.sets):
+        part = scores.rows(slice(start, start := start + len(evaluated)))
+        *agents, crowd = part.exact_match
+        *agents_nll, crowd_nll = part.mean_nll
+        records.append(
+            {
+                "rows": evaluated.rows.where,
+                "n": len(evaluated),
+                "rows_trained_on": evaluated.rows.trained_on,
+                "agents": [k for k, own in enumerate(rows.of_agent) if own == number],
+                "exact_match": {"agents": agents, "crowd": crowd},
+                "nll": {"agents": agents_nll, "crowd": crowd_nll},
+            }
+        )
+    return {"sets": records}
