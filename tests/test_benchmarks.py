@@ -21,6 +21,7 @@ from benchmarks import (
     floor,
     gsm8k,
     record,
+    sharded,
     step,
     uncertainty,
 )
@@ -28,6 +29,7 @@ from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores
+from tools.testbed.forkserver import ForkServer
 
 
 def test_turns_rotate_and_ratios_are_paired() -> None:
@@ -84,6 +86,16 @@ def test_the_floor_of_a_step_is_what_its_products_must_do(monkeypatch: pytest.Mo
 def test_a_figure_that_is_clearly_worse_than_recorded_is_named() -> None:
     assert record.worse({"a": 0.9, "b": 5.0}, {"a": 1.0, "b": 6.0, "gone": 1.0}) == ["b: 5.00, recorded 6.00"]
     assert "torch" in record.surroundings()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_sharding_trains_the_same_on_half_of_the_layers(server: ForkServer) -> None:
+    """In two processes; `measure` compares their gradients."""
+    found = sharded.measure(server, 2, "tiny")
+    lines = sharded.table(found)
+    assert [line.split()[:2] for line in lines] == [["2", "none"], ["2", "layers"]]
+    (whole, part) = ({one["layers"] for one in found[way]} for way in ("none", "layers"))
+    assert {2 * each for each in part} == whole
 
 
 def scores(right: list[list[int]], nll: list[float]) -> Scores:

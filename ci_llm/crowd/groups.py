@@ -28,8 +28,7 @@ class AgentGroup:
         stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
         masks: DropConnect masks of the same shapes, or None.
         casts: where the pass under way has A and B ready, or None.
-        tokens: where the tokens of the only agent lie in an input [1, N, in] of agents with rows of their own; None:
-            the input holds the same number for every agent.
+        tokens: of the only agent, in an input [1, N, in] of agents with rows of their own; else None.
         gradients: of A and B, views of the crowd's gradients; None: autograd owns them.
     """
 

@@ -93,6 +93,7 @@ class Step:
             ),
             state=TrainState(skipped=(0,) * agents, recovery=recovery),
             optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True),
+            plan=None,
             learning_rates=[lambda step: 1e-3] * agents,
             max_grad_norms=[1.0] * agents,
         )
