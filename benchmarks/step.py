@@ -71,6 +71,7 @@ class Ours:
         self.crowd.choose_route()
         self.heartbeat = Heartbeat()
         self.objective = Objective()
+        self.plan = None
         self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
         self.learning_rates = [lambda step: LEARNING_RATE] * K
         self.max_grad_norms = [MAX_NORM] * K

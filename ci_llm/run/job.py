@@ -42,7 +42,7 @@ from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table
 from ci_llm.run.result import Result, conclusion_of
-from ci_llm.run.resume import Restored, Source, config_of
+from ci_llm.run.resume import Restored, Source, settle_precision
 from ci_llm.run.setup import build, check_folder, lengths_of, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
 from ci_llm.run.state import Validation
@@ -67,9 +67,8 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    Callbacks(callbacks)  # refuses what is none, before anything else
-    folder = config.run_folder
-    check_folder(folder)
+    Callbacks(callbacks)  # refuses what is none
+    check_folder(folder := config.run_folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
@@ -89,11 +88,11 @@ def run_job(
         logger.info(note)
     result: Result | None = None
     try:
-        beginning = _find_beginning(config, processes, manager)
-        config = _settle_precision(config, processes, beginning[0].source)
+        start, requests = _find_beginning(config, processes, manager)
+        config = settle_precision(config, processes, start.source)
         run = build(config, processes, interrupts, manager, log)
         run.callbacks = Callbacks(callbacks, config)
-        result = _run_to_end(run, *beginning)
+        result = _run_to_end(run, start, requests)
         return result
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
@@ -120,16 +119,7 @@ def _find_beginning(config: Config, processes: Processes, manager: CheckpointMan
     with processes.main_first():
         start = find_start(manager, config, requests.beginning, requests.at_most)
     require_same_step(processes, config.run_folder, start.source.step if start.source else None)
-    # The requests are for the run in the folder, and not for one that begins where it moves aside.
-    return start, Requests() if start.sets_aside else requests
-
-
-def _settle_precision(config: Config, processes: Processes, source: Source | None) -> Config:
-    """The configuration with a precision in place of auto; a checkpoint remembers what its run began with."""
-    config, line = processes.settle_precision(config, None if source is None else config_of(source))
-    if line:
-        logger.info(f"precision {line}")
-    return config
+    return start, Requests() if start.sets_aside else requests  # they are for the run that moves aside
 
 
 def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
@@ -180,8 +170,7 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
     """Bring the run to the checkpoint that it resumes from, if there is one; apply what is asked for.
 
     Returns:
-        what the folder has to become, without the checkpoint, whose tensors are in place; and the ids under which
-        trackers know the run.
+        `start` without the checkpoint, whose tensors are in place; and the ids under which trackers know the run.
     """
     source = start.source
     _log_lines([start.note] if start.note else [])

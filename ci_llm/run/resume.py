@@ -6,6 +6,7 @@ The log names one of two grades: `bitwise` (same processes, micro-batch, threads
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpo
 from ci_llm.run.new_run import other_ways
 from ci_llm.run.rollback import LastGood, like_moment
 from ci_llm.run.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 
@@ -89,6 +92,14 @@ def config_of(source: Source) -> Config:
         return parse_config(source.checkpoint.state["config.yaml"].decode(), where)
     except ConfigError as error:
         raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
+
+
+def settle_precision(config: Config, processes: Processes, source: Source | None) -> Config:
+    """The configuration with a precision in place of auto; the checkpoint remembers what its run began with."""
+    config, line = processes.settle_precision(config, None if source is None else config_of(source))
+    if line:
+        logger.info(f"precision {line}")
+    return config
 
 
 @dataclass(frozen=True)
