@@ -172,9 +172,8 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
     Returns:
         `start` without the checkpoint, whose tensors are in place; and the ids under which trackers know the run.
     """
-    source = start.source
     _log_lines([start.note] if start.note else [])
-    if source is None:
+    if (source := start.source) is None:
         logger.info("resume    no checkpoint: a fresh start")
         _log_lines(_apply(run, requests))
         return start, {}
