@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -44,10 +45,10 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def ratios(rounds: int) -> dict[str, float]:
-    """Every figure by its name; the larger, the better."""
+def ratios(each: Sequence[int], rounds: int) -> dict[str, float]:
+    """Every figure by its name, for each number of rows; the larger, the better."""
     found = {}
-    for rows in ROWS:
+    for rows in each:
         measured = measure(SIZE, batches(None, rows, rounds + 1))
         case = f"{SIZE}, {rows} rows"
         found[f"{case}: the original's way / ours"] = measured.ratio(ORIGINAL)
@@ -70,11 +71,12 @@ def main() -> int:
     """Measures, writes, compares; the exit code is 1 if a figure is worse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=Path("build/bench.json"), help="default: build/bench.json")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows per step (default: 2 8)")
     parser.add_argument("--rounds", type=int, default=3, help="batches measured for each number of rows (default: 3)")
     parser.add_argument("--keep", action="store_true", help="make these figures the recorded ones")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {"surroundings": surroundings(), "ratios": ratios(options.rounds)}
+    found = {"surroundings": surroundings(), "ratios": ratios(options.rows, options.rounds)}
     options.to.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.to, found)
     print(json.dumps(found, indent=2))
