@@ -69,8 +69,9 @@ docs: install-dev
 mutation: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutate
 
+# The ratios of a step, written to build/bench.json and compared with benchmarks/recorded.json; under 15 minutes.
 bench: install-dev
-	$(BIN)/python -m benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.record
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

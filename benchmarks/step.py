@@ -1,6 +1,6 @@
 """One optimizer step of K agents: this program, the original's way, and K separate PEFT runs.
 
-A random Llama in fp32 on one CPU thread; K = 4 LoRA agents of rank 16 on all seven projections; rows as long as those
+A random Llama on one CPU thread; K = 4 LoRA agents of rank 16 on all seven projections; rows as long as those
 of GSM8K (`benchmarks/gsm8k.py`). Each batch goes through three trainers in turn, which start from the same adapters
 and do the same mathematics: forward, backward, clipping per agent, AdamW. Their losses are compared at every step.
 
@@ -8,6 +8,9 @@ ours           the training loop's own functions on the packed crowd
 original's way one PEFT model, `set_adapter` for one agent after the other, rows padded to 512, all logits, the graphs
                of all agents alive until one backward. Repaired: the agents left behind keep their gradients
 separate runs  K PEFT models, each its own forward, backward and optimizer; rows padded to the longest of the batch
+ours in bf16   the same as ours on a base in bf16, under autocast; with --precision bf16 all trainers are
+
+The last line says which share of our step the necessary products take at the speed that they have alone (`floor.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import copy
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.floor import Products, shares
 from benchmarks.gsm8k import LONGEST, VOCABULARY, batches
 from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
 from ci_llm.config import Config
@@ -47,23 +52,26 @@ SIZES = {  # hidden, layers, feed-forward, heads
     "15M": (256, 8, 688, 4),
     "125M": (768, 14, 2048, 12),
 }
-OURS, ORIGINAL, SEPARATE = "ours", "original's way", "separate runs"
-#: Three ways to round the same sums; a wrong mask, shift or scale is far above.
-LOSSES_AGREE_TO = 1e-3
+OURS, ORIGINAL, SEPARATE, BF16 = "ours", "original's way", "separate runs", "ours in bf16"
+#: Three ways to round the same sums, by precision; a wrong mask, shift or scale is far above.
+LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 1e-2}
 
 
 class Ours:
     """One step as the training loop takes it; the attributes are what its functions read of a run."""
 
     def __init__(self, base: PreTrainedModel) -> None:
-        self.config = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM)
-        self.processes = Processes(self.config)
+        mixed: Any = "bf16" if base.dtype == torch.bfloat16 else "no"
+        wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
+        self.processes = Processes(wanted)
+        self.config, _ = self.processes.settle_precision(wanted, before=Config(mixed_precision=mixed))
         recovery = RecoveryState(agents=(AgentRecovery(),) * K)
         self.state = TrainState(skipped=(0,) * K, recovery=recovery)
         self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "random")
         self.crowd.choose_route()
         self.heartbeat = Heartbeat()
         self.objective = Objective()
+        self.plan = None
         self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
         self.learning_rates = [lambda step: LEARNING_RATE] * K
         self.max_grad_norms = [MAX_NORM] * K
@@ -99,7 +107,8 @@ class OriginalsWay:
         losses = []
         for k in range(K):
             self.model.set_adapter(f"agent{k}")
-            losses.append(self.model(**inputs).loss)
+            with in_precision_of(self.model):
+                losses.append(self.model(**inputs).loss)
         for agent in self.agents:  # the repair: set_adapter froze all but the last
             for parameter in agent:
                 parameter.requires_grad_(True)
@@ -125,7 +134,8 @@ class SeparateRuns:
         inputs = rectangle(batch)
         total = 0.0
         for model, agent, optimizer in zip(self.models, self.agents, self.optimizers, strict=True):
-            loss = model(**inputs).loss
+            with in_precision_of(model):
+                loss = model(**inputs).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(agent, MAX_NORM)
             optimizer.step()
@@ -136,6 +146,11 @@ class SeparateRuns:
 
 def _lora() -> peft.LoraConfig:
     return peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+
+
+def in_precision_of(model: torch.nn.Module) -> torch.autocast:
+    """Autocast where the base is in bf16, as in our own runs."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16)
 
 
 def rectangle(batch: Batch, width: int | None = None) -> dict[str, Tensor]:
@@ -169,39 +184,68 @@ def random_base(size: str) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def measure(size: str, inputs: Sequence[Batch]) -> Costs:
-    """The cost of every trainer on every batch but the first, which warms up.
+@dataclass(frozen=True)
+class Measured:
+    """What came of one size and number of rows.
+
+    Attributes:
+        costs: of every trainer on every batch but the first, which warms up.
+        floor: of every batch, the share of our step that the necessary products take at their own speed, ascending.
+        flops_per_s: the median of that speed.
+    """
+
+    costs: Costs
+    floor: list[float]
+    flops_per_s: float
+
+    def ratio(self, name: str) -> float:
+        """How many times our CPU time a trainer takes, the median."""
+        return statistics.median(cpu_ratios(self.costs[name], self.costs[OURS]))
+
+
+def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32") -> Measured:
+    """Every trainer on every batch, in turns.
 
     Raises:
         AssertionError: the trainers' losses differ, so they did not do the same.
     """
-    base = random_base(size)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    base = random_base(size).to(dtype)
     ours = Ours(copy.deepcopy(base))
+    products = Products(ours.crowd, dtype)
     trainers = {
         OURS: ours,
         ORIGINAL: OriginalsWay(copy.deepcopy(base), ours.crowd),
         SEPARATE: SeparateRuns(base, ours.crowd),
+        **({BF16: Ours(random_base(size).bfloat16())} if precision == "fp32" else {}),
     }
     losses: dict[str, list[float]] = {name: [] for name in trainers}
 
     def noting(name: str) -> Callable[[Batch], None]:
         return lambda batch: losses[name].append(trainers[name].step(batch))
 
-    costs = take_turns({name: noting(name) for name in trainers}, inputs)
+    costs = take_turns({**{name: noting(name) for name in trainers}, "products": products.step}, inputs)
+    del costs["products"]
     ours.processes.shutdown()
-    gaps = [abs(a - b) / a for name in (ORIGINAL, SEPARATE) for a, b in zip(losses[OURS], losses[name], strict=True)]
-    assert max(gaps) < LOSSES_AGREE_TO, f"the trainers' losses differ by up to {max(gaps):.1e}"
-    return {name: listed[1:] for name, listed in costs.items()}
+    for name in trainers:
+        gap = max(abs(a - b) / a for a, b in zip(losses[OURS], losses[name], strict=True))
+        allowed = LOSSES_AGREE_TO["bf16" if name == BF16 else precision]
+        assert gap < allowed, f"the losses of {name} differ by up to {gap:.1e}"
+    floor = shares(ours.crowd, inputs, products.flops_per_s, [cost.cpu_s for cost in costs[OURS]])
+    return Measured(
+        {name: listed[1:] for name, listed in costs.items()}, sorted(floor[1:]), statistics.median(products.flops_per_s)
+    )
 
 
-def table(costs: Costs, rows: int) -> str:
-    """Rows of the table for one batch size."""
-    lines = []
+def table(measured: Measured, rows: int) -> str:
+    """Rows of the table for one batch size, and its floor."""
+    lines, costs = [], measured.costs
     for name, listed in costs.items():
         median, ratios = median_cost(listed), cpu_ratios(listed, costs[OURS])
         times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if name != OURS else "1"
         lines.append(f"| {rows} | {name} | {median.cpu_s:.3f} | {median.wall_s:.3f} | {times} |")
-    return "\n".join(lines)
+    share, speed = statistics.median(measured.floor), measured.flops_per_s / 1e9
+    return "\n".join([*lines, f"| {rows} | the floor, at {speed:.0f} GFLOP/s | | | {share:.2f} |"])
 
 
 def main() -> None:
@@ -210,15 +254,18 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, help="a copy of GSM8K; by default rows of the same lengths are made up")
     parser.add_argument("--size", choices=SIZES, default="15M", help="parameters of the base (default: 15M)")
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 8], help="rows per step (default: 2 8)")
+    parser.add_argument("--precision", choices=LOSSES_AGREE_TO, default="fp32", help="of all trainers (default: fp32)")
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{options.size}, K = {K}, rank {RANK}, fp32, one thread; medians of {options.rounds} batches,")
+    print(
+        f"{options.size}, K = {K}, rank {RANK}, {options.precision}, one thread; medians of {options.rounds} batches,"
+    )
     print("ratios of CPU time paired by batch: median (lowest to highest)\n")
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
     for rows in options.rows:
         inputs = batches(options.dataset, rows, options.rounds + 1)
-        print(table(measure(options.size, inputs), rows), flush=True)
+        print(table(measure(options.size, inputs, options.precision), rows), flush=True)
 
 
 if __name__ == "__main__":

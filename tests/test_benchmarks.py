@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import __main__ as listing
 from benchmarks import (
@@ -16,8 +17,10 @@ from benchmarks import (
     checkpoint_stall,
     checkpoint_writers,
     crowd,
+    floor,
     generation,
     gsm8k,
+    record,
     sharded,
     step,
     uncertainty,
@@ -25,6 +28,8 @@ from benchmarks import (
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.calibration import fit
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores
 from tools.testbed.forkserver import ForkServer
 
@@ -53,10 +58,36 @@ def test_the_three_trainers_of_the_step_benchmark_train_the_same(monkeypatch: py
     """Over two optimizer steps; `measure` compares their losses."""
     for module in (gsm8k, step):
         monkeypatch.setattr(module, "VOCABULARY", 500)
-    costs = step.measure("tiny", gsm8k.batches(None, 2, 2))
-    table = step.table(costs, rows=2)
-    assert [len(listed) for listed in costs.values()] == [1, 1, 1]
-    assert table.count("| 2 |") == 3
+    measured = step.measure("tiny", gsm8k.batches(None, 2, 2))
+    table = step.table(measured, rows=2)
+    assert [len(listed) for listed in measured.costs.values()] == [1, 1, 1, 1]
+    assert table.count("| 2 |") == 5
+    assert "the floor" in table
+    assert len(measured.floor) == 1
+
+
+def test_the_floor_of_a_step_is_what_its_products_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against the products that the dispatcher sees: the floor leaves out masked attention, and what the first
+    layer does for each agent. The longer the rows, the larger the first."""
+    for module in (gsm8k, step):
+        monkeypatch.setattr(module, "VOCABULARY", 500)
+    ours = Crowd(step.random_base("tiny"), LoraSettings(num_agents=4, rank=16, alpha=32), "random").train()
+    (batch,) = gsm8k.batches(None, 2, 1)
+    ours.agents.begin_step(0)
+    with FlopCounterMode(display=False) as counted:
+        ours(batch).loss.backward()
+    added = sum(
+        2 * 4 * batch.num_tokens * 16 * (layer.out_features + (0 if first else layer.in_features))
+        for name, layer in ours.agents.layers.items()
+        for first in [".0." in name and name.endswith(floor.FIRST)]
+    )  # what works in place, which the counter leaves out
+    share = floor.necessary_flops(ours, batch) / (counted.get_total_flops() + added)
+    assert 0.7 < share < 1
+
+
+def test_a_figure_that_is_clearly_worse_than_recorded_is_named() -> None:
+    assert record.worse({"a": 0.9, "b": 5.0}, {"a": 1.0, "b": 6.0, "gone": 1.0}) == ["b: 5.00, recorded 6.00"]
+    assert "torch" in record.surroundings()
 
 
 @pytest.mark.slow

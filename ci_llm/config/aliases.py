@@ -108,7 +108,7 @@ ALIASES: Final[dict[str, str]] = {
 VALUE_ALIASES: Final[dict[str, dict[str, str]]] = {
     "resume_from_checkpoint": {"true": "latest", "auto": "latest", "false": "null"},
     "checkpoint_backend": {"true": "distributed", "false": "vanilla"},
-    "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "auto": "null"},
+    "model_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
     "mixed_precision": {"float16": "fp16", "bfloat16": "bf16", "fp32": "no", "none": "no"},
     "use_gradient_checkpointing": {"unsloth": "true"},
     "lora_target_modules": {"all": "all-linear"},
@@ -128,7 +128,7 @@ ALWAYS: Final = ""
 #: Options that mean a key only together with their value: `bf16: true` is `mixed_precision: bf16`.
 #: A value that is not listed is answered from `UNSUPPORTED`.
 TRANSLATIONS: Final[dict[str, dict[str, str]]] = {
-    "bf16": {"true": "mixed_precision=bf16", "false": "mixed_precision=no"},
+    "bf16": {"true": "mixed_precision=bf16", "false": "mixed_precision=no", "auto": "mixed_precision=auto"},
     "fp16": {"true": "mixed_precision=fp16", "false": "mixed_precision=no"},
     "precision": {
         "bf16-mixed": "mixed_precision=bf16",

@@ -108,8 +108,10 @@ class BaseModelKeys(Keys):
     """The frozen base model"""
 
     model_name: PathText = free("embedded", "base model: embedded, a hub id, or a folder")
-    model_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = exact(
-        None, "precision of the frozen base; null: fp32 on CPU, that of the checkpoint on CUDA"
+    model_dtype: Literal["fp16", "bf16", "fp32", "fp64", "auto"] | None = exact(
+        None,
+        "precision of the frozen base; null: fp32 on CPU, that of the checkpoint on CUDA; auto: bf16 where the hardware"
+        " multiplies it faster, else fp32",
     )
     quantization: Literal["nf4", "int8"] | None = exact(
         None, "store the linear layers of the base in 4 bits (nf4) or 8 (int8); needs the extra ci-llm[quantization]"
@@ -117,8 +119,10 @@ class BaseModelKeys(Keys):
     base_sharding: Literal["none", "layers"] = free(
         "none", "layers: each process stores a part of every layer of the base, and gathers one layer at a time"
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] = exact(
-        "no", "autocast precision of the forward pass; if not given, that of accelerate launch"
+    mixed_precision: Literal["no", "bf16", "fp16", "auto"] = exact(
+        "no",
+        "autocast precision of the forward pass; auto: bf16 where the hardware multiplies it faster, else no, and a run"
+        " keeps what it began with; if not given, that of accelerate launch",
     )
     use_gradient_checkpointing: bool = rounding(False, "recompute layers in the backward pass: less memory, slower")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, Literal
 
@@ -20,8 +21,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
+from ci_llm.crowd.casting import Casts
+from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
-from ci_llm.crowd.lora import AgentGroup, AgentLora, LoraSettings, StackedLoRALinear
+from ci_llm.crowd.lora import AgentLora, LoraSettings, StackedLoRALinear
 from ci_llm.crowd.quantized import replace_quantized_layers
 from ci_llm.crowd.targets import find_targets, shortest_names
 from ci_llm.errors import ForeignCheckpoint, ModelError
@@ -36,6 +39,7 @@ class AgentStorage:
     Attributes:
         layers: the adapted modules by their name in the base.
         dropout: of their inputs.
+        casts: of the pass under way.
         each: the settings of every agent.
         weights: [K, P], fp32, or fp64 on an fp64 base; P is the largest agent's.
         gradients: [K, P], like `weights`.
@@ -48,9 +52,10 @@ class AgentStorage:
         layers: Mapping[str, StackedLoRALinear],
         settings: LoraSettings,
         dropout: InputDropout,
+        casts: Casts,
         adapted: Sequence[Collection[str]],
     ) -> None:
-        self.layers, self.dropout, self.settings = dict(layers), dropout, settings
+        self.layers, self.dropout, self.casts, self.settings = dict(layers), dropout, casts, settings
         sizes = [self._size_of(agent, names) for agent, names in zip(settings.kinds(), adapted, strict=True)]
         first = next(iter(self.layers.values())).base_layer
         # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
@@ -120,7 +125,8 @@ class AgentStorage:
             return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
 
         masks = None if self._masks is None else stacked(self._masks)
-        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, stacked(self.weights), masks)
+        own = (stacked(self.weights), masks, self.casts, stacked(self.gradients))
+        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, *own)
 
     def _bind_weights(self) -> None:
         """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""
@@ -224,6 +230,10 @@ class AgentStorage:
             for agent, part in zip(self.settings.kinds(), own, strict=True):
                 part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
             self._bind_groups()
+
+    def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
+        """Cast the weights once for all layers of the pass inside, with the masks in force if it is one of training."""
+        return self.casts.of_pass(self.weights, self._masks if training else None, dtype)
 
     def clip(self, max_norms: Sequence[float | None]) -> Tensor:
         """Scale each agent's gradient to a norm of at most its own of `max_norms`; None leaves it as it is.
@@ -330,14 +340,14 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     kinds = settings.kinds()
     found = {wanted: find_targets(model, wanted) for wanted in dict.fromkeys(agent.target_modules for agent in kinds)}
     everything = {name for names in found.values() for name in names}
-    dropout = _input_dropout(settings)
+    dropout, casts = _input_dropout(settings), Casts()
     layers = {}
     for name in [name for name, _ in model.named_modules() if name in everything]:
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, name)
+        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, name)
         setattr(parent, child, layers[name])
-    storage = AgentStorage(layers, settings, dropout, [found[agent.target_modules] for agent in kinds])
+    storage = AgentStorage(layers, settings, dropout, casts, [found[agent.target_modules] for agent in kinds])
     storage.initialise()
     return storage
 

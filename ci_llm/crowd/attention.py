@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
+
+from ci_llm.crowd.casting import compute_dtype
 
 PACKED = "ci_llm_packed"
 EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the explicit form up to about here
@@ -76,6 +77,23 @@ def packed_attention(
     if segments is None or s_aux is not None:  # without rows or with sinks the result would silently be wrong
         raise TypeError("packed attention needs `segments` from the model's forward, and supports no attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Cast before the rows are taken apart, and not by autocast for every product of every row.
+    query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        return _by_rows(query, key, value, segments, scale, dropout, sliding_window, softcap), None
+
+
+def _by_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[R, N, H, D]: every packed row by itself."""
     parts = []
     for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
@@ -84,7 +102,7 @@ def packed_attention(
         attend = _explicit if explicit else _fused
         mask = segments.mask(length, window, q) if explicit or window else None
         parts.append(attend(q, k, v, mask, scale, dropout, softcap).transpose(1, 2))
-    return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _fused(
@@ -110,10 +128,10 @@ def _explicit(
         scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
     else:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    # The softmax is computed in fp32 at least, as in Transformers' own explicit attention.
-    weights = F.dropout(torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
-    return torch.bmm(weights.to(v.dtype), v).view(rows, heads, length, width)
+    # Its sums are in fp32 for 16 bits as well, and what it returns is all that the backward pass needs.
+    weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
+    return torch.bmm(weights, v).view(rows, heads, length, width)
 
 
+# No mask is registered beside it: Transformers then makes none, and does not ask the device where rows begin.
 AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, lambda *_, **__: None)

@@ -62,15 +62,32 @@ class Head:
         z = torch.nn.functional.linear(states, weight, bias)
         return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
 
+    def logits_into(self, buffers: tuple[Tensor, Tensor], states: Tensor) -> Tensor:
+        """The same for states [S, D] into two buffers of at least S rows, of which the second has the wide dtype.
+
+        The weight and the bias have the dtype of the states.
+        """
+        narrow, wide = (buffer[: len(states)] for buffer in buffers)
+        if self.bias is None:
+            torch.mm(states, self.weight.mT, out=narrow)
+        else:
+            torch.addmm(self.bias, states, self.weight.mT, out=narrow)
+        return self.shape_logits(narrow if narrow.dtype == wide.dtype else wide.copy_(narrow))
+
     def shape_logits(self, z: Tensor) -> Tensor:
         """Apply scale and soft cap to h Wᵀ + b; any shape."""
         if self.scale != 1.0:
             z = z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows whose logits fit into `LOGITS_PER_CHUNK` numbers, or 16 for a very large vocabulary."""
+        return max(16, LOGITS_PER_CHUNK // self.weight.shape[0])
+
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Slices of `rows` whose logits fit into `LOGITS_PER_CHUNK` numbers, or 16 rows for a very large vocabulary."""
-        size = max(16, LOGITS_PER_CHUNK // self.weight.shape[0])
+        """Slices of at most `chunk_rows` rows."""
+        size = self.chunk_rows
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -84,11 +101,14 @@ class _TargetLogProbs(torch.autograd.Function):
         log_probs = torch.empty(agents, count, dtype=wide, device=states.device)
         slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         # Cast once and not per chunk: with a large vocabulary there are many chunks, and each cast is expensive.
-        head = replace(head, weight=head.weight.to(states.dtype))
+        head = replace(head, weight=head.weight.to(states.dtype), bias=_cast(head.bias, states.dtype))
+        # The largest tensors of the pass: made once, and used by every chunk.
+        narrow = states.new_empty(min(count, head.chunk_rows), head.weight.shape[0])
+        buffers = narrow, narrow if states.dtype == wide else torch.empty_like(narrow, dtype=wide)
         # No chunk holds rows of two agents: the last rows of a product may round differently (fp64 on a CPU), and an
         # agent's bits shall not depend on its neighbours.
         for k, chunk in product(range(agents), head.chunks(count)):
-            z = head.logits(states[k, chunk])
+            z = head.logits_into(buffers, states[k, chunk])
             index = targets[chunk, None]
             # The derivative of the soft cap needs z, which is overwritten below.
             bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
@@ -101,7 +121,8 @@ class _TargetLogProbs(torch.autograd.Function):
                 z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
                 if bend is not None:
                     z.mul_(bend)
-                torch.mm(z.to(states.dtype), head.weight, out=slopes[k, chunk])
+                small = z if z.dtype == states.dtype else narrow[: len(z)].copy_(z)
+                torch.mm(small, head.weight, out=slopes[k, chunk])
         ctx.save_for_backward(slopes)
         return log_probs
 

@@ -29,27 +29,25 @@ class InputDropout:
         self._shares, self._keys = list(shares), keys
         self.micro_step: tuple[int, ...] | None = None
 
-    def apply(self, rows: Tensor, layer: str, first: int, spans: Sequence[slice] | None = None) -> Tensor:
+    def apply(self, rows: Tensor, layer: str, agents: Sequence[int], lengths: Sequence[int] | None = None) -> Tensor:
         """The rows after dropout.
 
         Args:
             rows: [n, N, in], the rows of n agents.
             layer: name of the layer; with step and agent it keys the draw, so that activation checkpointing draws the
                 same when it computes the layer again.
-            first: index of the first of these agents.
-            spans: [K] the tokens of each agent in `rows` [1, N, in], if agents have rows of their own.
+            agents: their indices.
+            lengths: [n] the tokens of each of them in `rows` [1, N, in], if agents have rows of their own.
         """
         if self._keys is None:
             return nn.functional.dropout(rows, self._shares[0])
-        if spans is not None:
-            given = rows.detach()[0]
-            return rows * torch.cat([self._mask(given[span], layer, k) for k, span in enumerate(spans)])
-        return rows * torch.stack([self._mask(own, layer, k) for k, own in enumerate(rows.detach(), first)])
+        given = rows.detach()
+        each = given.unbind(0) if lengths is None else given[0].split(list(lengths))
+        masks = [self._mask(own, layer, k) for k, own in zip(agents, each, strict=True)]
+        return rows * (torch.stack(masks) if lengths is None else torch.cat(masks))
 
     def _mask(self, like: Tensor, layer: str, agent: int) -> Tensor:
         """0 where an input [N, in] is dropped, and 1 / (1 - share) elsewhere."""
-        if not self._shares[agent]:
-            return torch.ones_like(like)
         assert self._keys is not None
         seed, index = self._keys[agent]
         own = None

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
+from ci_llm.crowd.casting import Casts, compute_dtype
+from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.quantized import QuantizedLinear
+from ci_llm.crowd.targets import WeightMetadata
 from ci_llm.errors import BadInput, ModelError
 
 
@@ -131,126 +133,69 @@ def _tupled(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-@dataclass(frozen=True)
-class AgentGroup:
-    """Neighbouring agents with adapters of one shape on a layer; their products are one batched product.
-
-    Agents of other shapes are not padded to one batch: a longer sum or another kernel could round differently, and an
-    agent shall have the bits that it has alone.
-
-    Attributes:
-        first, end: the agents `first`, ..., `end - 1`.
-        scaling: of all of them.
-        drops: whether they read their input after dropout.
-        stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
-        masks: DropConnect masks of the same shapes, or None.
-        tokens: of the only agent, in an input [1, N, in] of agents with rows of their own; else None.
-    """
-
-    first: int
-    end: int
-    scaling: float = 1.0
-    drops: bool = False
-    stacked: tuple[Tensor, Tensor] | None = None
-    masks: tuple[Tensor, Tensor] | None = None
-    tokens: slice | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of `tensor` [K, ...] that belongs to these agents, or that of [1, N, ...] with their tokens."""
-        return tensor[self.first : self.end] if self.tokens is None else tensor[:, self.tokens]
-
-    def only(self, agent: int) -> AgentGroup:
-        """The same for one of its agents, as the first and only one of a crowd."""
-        part = slice(agent - self.first, agent - self.first + 1)
-        stacked, masks = (pair and (pair[0][part], pair[1][part]) for pair in (self.stacked, self.masks))
-        return replace(self, first=0, end=1, stacked=stacked, masks=masks)
-
-    def on(self, spans: Sequence[slice]) -> Iterator[AgentGroup]:
-        """Each of these agents by itself, if it has tokens in an input whose agents have rows of their own."""
-        for k in range(self.first, self.end):
-            if spans[k].start < spans[k].stop:
-                yield replace(self.only(k), first=k, end=k + 1, tokens=spans[k])
-
-    def at_rest(self) -> AgentGroup:
-        """The same without dropout and DropConnect."""
-        return replace(self, masks=None, drops=False) if self.drops or self.masks else self
-
-    def effective(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B with this step's DropConnect masks, in the dtype of the computation."""
-        assert self.stacked is not None
-        a, b = self.stacked
-        if self.masks is not None:
-            a, b = a * self.masks[0], b * self.masks[1]
-        return a.to(dtype), b.to(dtype)
-
-    def parameter_gradients(self, grad_a: Tensor, grad_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The gradients in the order of the parameters: A of every agent, then B of every agent."""
-        grad_a, grad_b = grad_a.to(dtype), grad_b.to(dtype)
-        if self.masks is not None:
-            grad_a, grad_b = grad_a * self.masks[0], grad_b * self.masks[1]
-        return (*grad_a.unbind(0), *grad_b.unbind(0))
-
-
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
-    It keeps only z and the rank-r product h = z Aᵀ for the backward pass. A quantised W is dequantised once per pass
-    for all agents, and again in the backward pass. It computes in the dtype of x; the gradients of A and B have the
-    dtype of A and B.
+    It computes in the dtype of `cast`, which holds the numbers of x, and keeps of it all only z and the rank-r product
+    h = z Aᵀ for the backward pass. W is dequantised, or cast, once per pass for all agents, and again in the backward
+    pass: a copy of every layer would otherwise live until then. The gradients have the dtypes of x, of A and of B.
 
-    `parameters` are the same numbers as the groups hold: of each group A agent by agent, then B agent by agent. They
-    are arguments because autograd routes gradients to arguments, and the gradients are returned for them.
+    `dropped` holds z of the groups that drop, one after the other. `parameters` are the same numbers as the groups
+    hold: of each group A agent by agent, then B agent by agent. They are arguments because autograd routes gradients
+    to arguments, and the gradients are returned for them.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        cast: Tensor,
         dropped: Tensor | None,
         weight: Tensor | QuantizedLinear,
         bias: Tensor | None,
         groups: Sequence[AgentGroup],
         *parameters: Tensor,
     ) -> Tensor:
-        agents, rows, width = x.shape
+        (agents, rows, width), dtype = cast.shape, cast.dtype
         # One product with W for the rows of all agents: this is where the fused pass saves time.
-        y = nn.functional.linear(x.reshape(agents * rows, width), _dense(weight, x.dtype), bias).view(agents, rows, -1)
+        bias = None if bias is None else bias.to(dtype)
+        y = nn.functional.linear(cast.reshape(agents * rows, width), _dense(weight, dtype), bias).view(agents, rows, -1)
         kept = []
-        for group in groups:
-            a, b = group.effective(x.dtype)
-            h = torch.bmm(group.of(_input(group, x, dropped)), a.mT)
+        for group, z in _inputs(groups, cast, dropped):
+            a, b = group.effective(dtype)
+            h = torch.bmm(z, a.mT)
             # In place, because y is the largest tensor here and autograd does not need its value before the sum.
             group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
             kept += [a, b, h]
-        plain = x if any(not group.drops for group in groups) else None
+        plain = cast if any(not group.drops for group in groups) else None
         quantized = isinstance(weight, QuantizedLinear)
         ctx.save_for_backward(plain, dropped, None if quantized else weight, *kept)
         ctx.quantized = weight if quantized else None
-        ctx.groups, ctx.dtype = groups, parameters[0].dtype if parameters else None
+        ctx.groups, ctx.dtypes = groups, (x.dtype, parameters[0].dtype if parameters else None)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, dropped, weight, *kept = ctx.saved_tensors
+        cast, dropped, weight, *kept = ctx.saved_tensors
         agents, rows, _ = grad.shape
         grad = grad.contiguous()
         grad_x, grads_z = None, []
         if ctx.needs_input_grad[0]:
             weight = _dense(ctx.quantized or weight, grad.dtype)
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
-        gradients: list[Tensor] = []
-        for number, group in enumerate(ctx.groups):
+        gradients: list[Tensor | None] = []
+        for number, (group, z) in enumerate(_inputs(ctx.groups, cast, dropped)):
             a, b, h = kept[3 * number : 3 * number + 3]
-            z = group.of(_input(group, x, dropped))
             grad_a, grad_b, grad_h = _low_rank_gradients(group.of(grad), z, b, h, group.scaling)
             # Without dropout z is x, so both parts of the gradient belong to the same input.
             if group.drops:
-                grads_z.append((group, torch.bmm(grad_h, a)))
+                grads_z.append(torch.bmm(grad_h, a))
             elif grad_x is not None:
                 group.of(grad_x).baddbmm_(grad_h, a)
-            gradients += group.parameter_gradients(grad_a, grad_b, ctx.dtype)
-        return grad_x, _joined(grads_z, dropped), None, None, None, *gradients
+            gradients += group.parameter_gradients(grad_a, grad_b, ctx.dtypes[1])
+        grad_x = None if grad_x is None else grad_x.to(ctx.dtypes[0])
+        return grad_x, None, _joined(grads_z, ctx.groups) if grads_z else None, None, None, None, *gradients
 
 
 class _LowRank(torch.autograd.Function):
@@ -275,21 +220,27 @@ class _LowRank(torch.autograd.Function):
 
 
 def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
-def _input(group: AgentGroup, x: Tensor, dropped: Tensor | None) -> Tensor:
-    return x if dropped is None or not group.drops else dropped
+def _inputs(
+    groups: Sequence[AgentGroup], x: Tensor | None, dropped: Tensor | None
+) -> Iterator[tuple[AgentGroup, Tensor]]:
+    """Every group with the input of its adapters: its part of x [K, N, in], or of `dropped`."""
+    start = 0
+    for group in groups:
+        whole = dropped if group.drops else x
+        assert whole is not None
+        if group.drops:
+            yield group, whole.narrow(group.axis, start, group.extent)
+            start += group.extent
+        else:
+            yield group, group.of(whole)
 
 
-def _joined(parts: Sequence[tuple[AgentGroup, Tensor]], like: Tensor | None) -> Tensor | None:
-    """The parts of some groups in one tensor like `like` [K, N, in], which is 0 for all other agents."""
-    if like is None or (len(parts) == 1 and parts[0][1].shape == like.shape):
-        return parts[0][1] if parts else None
-    whole = torch.zeros_like(like)
-    for group, part in parts:
-        group.of(whole).copy_(part)
-    return whole
+def _joined(parts: Sequence[Tensor], groups: Sequence[AgentGroup]) -> Tensor:
+    """The parts of these groups, one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), groups[0].axis)
 
 
 def _low_rank_gradients(grad: Tensor, z: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, ...]:
@@ -298,30 +249,6 @@ def _low_rank_gradients(grad: Tensor, z: Tensor, b: Tensor, h: Tensor, scaling: 
     grad_h = torch.bmm(grad, b.mT.contiguous().mT).mul_(scaling)
     grad_b = torch.bmm(h.mT, grad).mul_(scaling).mT
     return torch.bmm(grad_h.mT, z), grad_b, grad_h
-
-
-class _WeightMetadata:
-    """Stands for the weight of an adapted layer: a base may read its dtype, device and shape, and nothing else.
-
-    Some bases multiply by a layer's weight themselves. The agents on that layer would then have no effect and learn
-    nothing, so any other access raises an error.
-    """
-
-    def __init__(self, weight: Tensor, name: str) -> None:
-        self.dtype, self.device, self.shape, self._name = weight.dtype, weight.device, weight.shape, name
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise ModelError(
-            f"the base reads the weight of {self._name} itself, past the agents on that layer",
-            where="lora_target_modules",
-            hint=f"name the layers to adapt, and leave {self._name.rpartition('.')[2]} out",
-        )
-
-    __getattr__ = __getitem__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
 
 
 class StackedLoRALinear(nn.Module):
@@ -333,6 +260,7 @@ class StackedLoRALinear(nn.Module):
         base_layer: the frozen layer.
         num_agents: K.
         dropout: of the adapters' inputs.
+        casts: of the pass under way, for all layers.
         name: of the layer in the base, for messages.
 
     Attributes:
@@ -342,11 +270,11 @@ class StackedLoRALinear(nn.Module):
         spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
     """
 
-    def __init__(self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, name: str) -> None:
+    def __init__(self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, casts: Casts, name: str) -> None:
         super().__init__()
         self.name = name
         self.base_layer = base_layer
-        self.num_agents, self.dropout = num_agents, dropout
+        self.num_agents, self.dropout, self.casts = num_agents, dropout, casts
         self.in_features, self.out_features = _features(base_layer)
         self.lora_A = nn.ParameterDict()
         self.lora_B = nn.ParameterDict()
@@ -355,8 +283,8 @@ class StackedLoRALinear(nn.Module):
         self.spans: Sequence[slice] | None = None
 
     @property
-    def weight(self) -> _WeightMetadata:
-        return _WeightMetadata(self.base_layer.weight, self.name)  # type: ignore[arg-type]
+    def weight(self) -> WeightMetadata:
+        return WeightMetadata(self.base_layer.weight, self.name)  # type: ignore[arg-type]
 
     @property
     def bias(self) -> Tensor | None:
@@ -372,32 +300,44 @@ class StackedLoRALinear(nn.Module):
             agents, groups = 1, tuple(own for group in groups for own in group.on(self.spans))
         if not self.training:
             groups = tuple(group.at_rest() for group in groups)
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        rows = x.to(dtype).reshape(agents, -1, self.in_features)
-        drops = any(group.drops for group in groups)
-        self._require_all_tokens(rows)
-        dropped = self.dropout.apply(rows, self.name, first, self.spans) if drops else None
-        y = self._apply_both(rows, dropped, groups, first)
+        y = self._apply_both(x, (agents, -1, self.in_features), groups, first)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _apply_both(self, x: Tensor, dropped: Tensor | None, groups: Sequence[AgentGroup], first: int) -> Tensor:
-        base = self.base_layer
+    def _apply_both(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor:
+        base, dtype = self.base_layer, compute_dtype(x)
+        self._require_all_tokens(x.reshape(rows))
         if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
-            bias = None if base.bias is None else base.bias.to(x.dtype)
-            weight = base if isinstance(base, QuantizedLinear) else base.weight.to(x.dtype)
+            weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
-            parameters = [each for group in adapted for each in self._parameters_of(group, first)]
-            return _FusedLinear.apply(x, dropped, weight, bias, adapted, *parameters)  # type: ignore[no-any-return]
+            own = [self._parameters_of(group, first) for group in adapted]
+            adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
+            parameters = [each for group in own for each in group]
+            dropped, cast = self._dropped(x, rows, groups, first), self.casts.input(x, dtype).reshape(rows)
+            return _FusedLinear.apply(  # type: ignore[no-any-return]
+                x.reshape(rows), cast, dropped, weight, base.bias, adapted, *parameters
+            )
         # Autocast, if it is on, casts the base's weights; `_LowRank` casts the adapters to the dtype of its input.
+        x = x.to(dtype).reshape(rows)
         y = base(x)
         parts = []
-        for group in groups:
+        for group, z in _inputs(groups, x, self._dropped(x, rows, groups, first)):
             part = group.of(y)
             if group.stacked is not None:
-                z = group.of(_input(group, x, dropped))
-                part = part + _LowRank.apply(z, group, *self._parameters_of(group, first))
+                parameters = self._parameters_of(group, first)
+                part = part + _LowRank.apply(z, group.accumulating_in(parameters), *parameters)
             parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=int(self.spans is not None))
+        return _joined(parts, groups)
+
+    def _dropped(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor | None:
+        """The input of the agents that drop, after dropout, one after the other; None if there are none."""
+        dropping = [group for group in groups if group.drops]
+        if not dropping:
+            return None
+        x = x.to(compute_dtype(x)).reshape(rows)
+        own = x if dropping == list(groups) else _joined([group.of(x) for group in dropping], dropping)
+        agents = [first + k for group in dropping for k in range(group.first, group.end)]
+        lengths = None if self.spans is None else [group.extent for group in dropping]
+        return self.dropout.apply(own, self.name, agents, lengths)
 
     def _require_all_tokens(self, rows: Tensor) -> None:
         """A layer that reads other tokens than all of them cannot tell whose they are."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import AgentStorage
 from ci_llm.crowd.attention import Segments
+from ci_llm.crowd.casting import compute_dtype
 from ci_llm.data.batches import AgentBatches, Batch, padded
 
 Laid = tuple[Tensor, Tensor, tuple[int, ...]]  # ids [N], positions [N] and bounds of packed rows
@@ -87,7 +88,9 @@ class Passes:
         return self._hidden(inputs)
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
-        return self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+        dtype = compute_dtype(self.model.get_input_embeddings().weight)
+        with self.agents.ready(dtype, training=self.model.training):
+            return self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _laid(self, batch: Batch) -> Laid:
         """Ids, positions and bounds of the rows; spare tokens are one more row, which nothing reads."""

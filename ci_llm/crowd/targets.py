@@ -6,9 +6,10 @@ import inspect
 import re
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -103,3 +104,27 @@ def shortest_names(model: nn.Module, wanted: Collection[str]) -> tuple[str, ...]
     last = {name.rpartition(".")[2] for name in wanted}
     reached = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
     return tuple(sorted(last if reached == set(wanted) else wanted))
+
+
+class WeightMetadata:
+    """Stands for the weight of an adapted layer: a base may read its dtype, device and shape, and nothing else.
+
+    Some bases multiply by a layer's weight themselves. The agents on that layer would then have no effect and learn
+    nothing, so any other access raises an error.
+    """
+
+    def __init__(self, weight: Tensor, name: str) -> None:
+        self.dtype, self.device, self.shape, self._name = weight.dtype, weight.device, weight.shape, name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ModelError(
+            f"the base reads the weight of {self._name} itself, past the agents on that layer",
+            where="lora_target_modules",
+            hint=f"name the layers to adapt, and leave {self._name.rpartition('.')[2]} out",
+        )
+
+    __getattr__ = __getitem__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()

@@ -31,8 +31,9 @@ from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
+from ci_llm.distributed.precision import AUTO, AUTOCAST, check_precision, chosen, runs_on_cpu, slowest, speed_of_bf16
 from ci_llm.distributed.process_group import join, leave, peer_errors, rendezvous_errors
-from ci_llm.errors import CiLlmError, LaunchError, ModelError
+from ci_llm.errors import CiLlmError, LaunchError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Processes:
                 join(self.launch, _backend(on_cpu))
             self.accelerator = Accelerator(
                 cpu=on_cpu,
-                mixed_precision=config.mixed_precision,
+                mixed_precision="no" if config.mixed_precision == AUTO else config.mixed_precision,
                 log_with=list(log_with) or None,
                 project_dir=project_dir,
                 kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
@@ -95,6 +96,7 @@ class Processes:
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self.follow: Callable[[], None] = lambda: None
         self._tokens: list[Path] = []
+        self._autocast = AUTOCAST.get(config.mixed_precision)
         logger.debug("process %d of %d on %s; %s", self.index, self.count, self.device, self.launch)
 
     @property
@@ -120,8 +122,30 @@ class Processes:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward pass, in the precision of `mixed_precision`."""
-        context: AbstractContextManager[Any] = self.accelerator.autocast()
-        return context
+        return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
+
+    def settle_precision(self, config: Config, before: Config | None = None) -> tuple[Config, str]:
+        """Choose a precision where the configuration says auto: the same one on all processes. A collective.
+
+        Args:
+            before: the settings of the checkpoint that this run goes on from. It keeps its precision on any machine,
+                because the choice of another machine would be another arithmetic.
+
+        Returns:
+            the configuration without auto, and the choice with its reason in one line; empty if none was to be made.
+
+        Raises:
+            ModelError: the device does not support the precision of the checkpoint.
+        """
+        if AUTO not in (config.mixed_precision, config.model_dtype):
+            return config, ""
+        speed = slowest(self.gather_object(speed_of_bf16()))
+        settled = config.model_copy(update=chosen(config, speed, before))
+        check_precision(settled)
+        self._autocast = AUTOCAST.get(settled.mixed_precision)
+        why = speed.why if before is None else "auto keeps what the run began with"
+        base = "" if settled.model_dtype == config.model_dtype else f", model_dtype={settled.model_dtype}"
+        return settled, f"mixed_precision={settled.mixed_precision}{base}: {why}"
 
     def agree(self, ballot: Ballot) -> Verdict:
         """Vote: one small all-reduce, and the only wait for the device in a step. A collective.
@@ -261,12 +285,6 @@ class Processes:
         return not leaving.is_alive()
 
 
-def runs_on_cpu() -> bool:
-    """Whether processes of this machine compute on the CPU: there is no GPU, or ACCELERATE_USE_CPU is set."""
-    wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    return wanted or not torch.cuda.is_available()
-
-
 def check_process_group() -> str:
     """Prove that address, port and backend work: join a process group of this process alone, all-reduce, and leave.
 
@@ -290,25 +308,6 @@ def check_process_group() -> str:
     finally:
         leave()
     return f"{backend} on 127.0.0.1:{store.port}"
-
-
-def check_precision(config: Config) -> None:
-    """Refuse a precision that this device does not support.
-
-    Raises:
-        ModelError: naming the key.
-    """
-    on_cpu = runs_on_cpu()
-    for key in ("mixed_precision", "model_dtype"):
-        value = getattr(config, key)
-        if value == "fp16" and on_cpu:
-            raise ModelError(
-                "fp16 needs a GPU: on a CPU Accelerate would train in fp32 without a warning",
-                where=f"{key}: fp16",
-                hint=f"{key}=bf16 on this machine, or a machine with a GPU",
-            )
-        if value == "bf16" and not on_cpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise ModelError(f"{torch.cuda.get_device_name()} has no bf16", where=f"{key}: bf16", hint=f"{key}=fp16")
 
 
 def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:

@@ -16,7 +16,8 @@ import torch
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.distributed.ballot import Ballot
-from ci_llm.distributed.processes import Processes, check_precision, check_process_group, runs_on_cpu
+from ci_llm.distributed.precision import check_precision, chosen, runs_on_cpu, speed_of_bf16
+from ci_llm.distributed.processes import Processes, check_process_group
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError, LaunchError
@@ -76,17 +77,22 @@ def _remove_scratch(folder: Path) -> None:
 
 def precision(context: CheckContext) -> str:
     """The device supports the precision of the configuration."""
-    check_precision(context.config)
-    base = context.config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
-    mixed = context.config.mixed_precision
+    speed = speed_of_bf16()
+    choice = chosen(context.config, speed)
+    config = context.config.model_copy(update=choice)
+    check_precision(config)
+    base = config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
+    mixed = config.mixed_precision
     stored = f", its linear layers in {context.config.quantization}" if context.config.quantization else ""
-    return f"base in {base}{stored}" + ("" if mixed == "no" else f", forward pass in {mixed}")
+    why = f" (auto: {speed.why})" if choice else ""
+    return f"base in {base}{stored}" + ("" if mixed == "no" else f", forward pass in {mixed}") + why
 
 
 def port(context: CheckContext) -> str:
     """The processes of this launch connect; a single process connects to itself for a moment."""
     met = check_process_group() if context.launch.num_processes == 1 else None
     context.processes = Processes(context.config, launch=context.launch)
+    context.config, _ = context.processes.settle_precision(context.config)
     context.at_end.callback(context.processes.shutdown)
     if met:
         return met

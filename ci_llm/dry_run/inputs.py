@@ -172,9 +172,9 @@ def batch(context: CheckContext) -> str:
     taken = together * found.device_bytes + (0 if on_cpu else own)  # on a CPU this program is in memory already
     needed = together * (found.device_bytes + own)
     agents = f"{context.config.num_agents} agents {size(found.agents_bytes)}"
-    parts = (
-        f"base {size(found.base_bytes)}, {agents}, activations {size(found.activation_bytes)}, the program {size(own)}"
-    )
+    per_token = found.activation_bytes / (context.micro_batch * context.longest_tokens)
+    activations = f"activations {size(found.activation_bytes)}, {size(per_token)} per token"
+    parts = f"base {size(found.base_bytes)}, {agents}, {activations}, the program {size(own)}"
     parts = f"{together} x ({parts})" if together > 1 else parts
     if taken > free:
         raise _too_large(context, f"{_micro_batch(context)} need {size(needed)}: {parts}", free // together)

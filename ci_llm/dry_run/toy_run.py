@@ -33,6 +33,7 @@ from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import make_due_changes
 from ci_llm.run.job import conclude, contents, save
 from ci_llm.run.loop import Batches, steps, train
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.resume import newest_source
 from ci_llm.run.setup import build_crowd, join, open_base, set_determinism, training_rows
 
@@ -57,6 +58,7 @@ def model(context: CheckContext) -> str:
         context.processes,
         context.interrupts,
         manager,
+        RunMirror(config, manager, context.processes, context.interrupts),
         log,
         base,
         crowd,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -49,7 +48,7 @@ from ci_llm.run.mirroring import RunMirror, require_store
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table
 from ci_llm.run.result import Result, conclusion_of
-from ci_llm.run.resume import Restored, Source
+from ci_llm.run.resume import Restored, Source, settle_precision
 from ci_llm.run.setup import build, check_folder
 from ci_llm.run.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import TrainState, Validation
@@ -74,8 +73,8 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    told, folder = Callbacks(callbacks, config), config.run_folder
-    check_folder(folder)
+    Callbacks(callbacks)  # refuses what is none
+    check_folder(folder := config.run_folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     require_store(config)
@@ -92,14 +91,17 @@ def run_job(
         interrupts=interrupts,
         on_disk_full=config.on_disk_full,
     )
+    mirror = RunMirror(config, manager, processes, interrupts)
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
     result: Result | None = None
     run: Run | None = None
     try:
-        run = build(config, processes, interrupts, manager, log)
-        run.callbacks = told
-        result = _run_to_end(run)
+        start, requests = _find_beginning(config, processes, manager, mirror)
+        config = settle_precision(config, processes, start.source)
+        run = build(config, processes, interrupts, manager, mirror, log)
+        run.callbacks = Callbacks(callbacks, config)
+        result = _run_to_end(run, start, requests)
         return result
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
@@ -113,9 +115,25 @@ def run_job(
                 end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
 
 
-def _run_to_end(run: Run) -> Result:
+def _find_beginning(
+    config: Config, processes: Processes, manager: CheckpointManager, mirror: RunMirror
+) -> tuple[Start, Requests]:
+    """Where this attempt begins, and what is asked of it. A collective."""
+    processes.on_main(mirror.fill_disk)
+    requests = processes.on_main(partial(read_requests, config.run_folder))
+    with processes.main_first():
+        start = find_start(manager, config, requests.beginning, requests.at_most)
+    require_same_step(processes, config.run_folder, start.source.step if start.source else None)
+    if start.sets_aside:  # the requests are for the run that moves aside
+        requests = Requests()
+    if start.goes_back:  # it does not go the same way again
+        requests = replace(requests, changes=())
+    return start, requests
+
+
+def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     """Resume or begin, train and conclude."""
-    start, trackers = _resume(run)
+    start, trackers = _resume(run, start, requests)
     run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
@@ -160,25 +178,14 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     return Result("completed", run.state.step, run.config.run_folder, record)
 
 
-def _resume(run: Run) -> tuple[Start, Mapping[str, str]]:
-    """Find the checkpoint to resume from, if there is one, and bring the run there; apply what is asked for.
+def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[str, str]]:
+    """Bring the run to the checkpoint that it resumes from, if there is one; apply what is asked for.
 
     Returns:
-        what the folder has to become, without the checkpoint, whose tensors are in place; and the ids under which
-        trackers know the run.
+        `start` without the checkpoint, whose tensors are in place; and the ids under which trackers know the run.
     """
-    run.processes.on_main(run.mirror.fill_disk)
-    requests = run.processes.on_main(partial(read_requests, run.config.run_folder))
-    with run.processes.main_first():
-        start = find_start(run.manager, run.config, requests.beginning, requests.at_most)
-    source = start.source
-    require_same_step(run.processes, run.config.run_folder, source.step if source else None)
-    if start.sets_aside:  # the requests are for the run that moves aside
-        requests = Requests()
-    if start.goes_back:  # it does not go the same way again
-        requests = replace(requests, changes=())
     _log_lines([start.note] if start.note else [])
-    if source is None:
+    if (source := start.source) is None:
         logger.info("resume    no checkpoint: a fresh start")
         _log_lines(_apply(run, requests))
         return start, {}

@@ -6,6 +6,7 @@ The log names one of two grades: `bitwise` (same processes, micro-batch, threads
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from ci_llm.run.members import config_of
 from ci_llm.run.new_run import other_ways
 from ci_llm.run.rollback import LastGood, like_moment
 from ci_llm.run.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
@@ -81,6 +84,27 @@ def open_source(given: str, where: str) -> Source:
     except DamagedCheckpoint as damage:
         damage.hint = f"ci-llm checkpoints list {folder.parent} says which others are whole: give one of them"
         raise
+
+
+def config_of(source: Source) -> Config:
+    """The configuration with which the checkpoint was made.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    where = str(source.folder)
+    try:
+        return parse_config(source.checkpoint.state["config.yaml"].decode(), where)
+    except ConfigError as error:
+        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
+
+
+def settle_precision(config: Config, processes: Processes, source: Source | None) -> Config:
+    """The configuration with a precision in place of auto; the checkpoint remembers what its run began with."""
+    config, line = processes.settle_precision(config, None if source is None else config_of(source))
+    if line:
+        logger.info(f"precision {line}")
+    return config
 
 
 @dataclass(frozen=True)
@@ -198,7 +222,7 @@ class RunCheckpoint:
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
         saved, where = source.checkpoint.state, str(source.folder)
-        changes = _changes(self.config, saved["config.yaml"], where)
+        changes = config_of(source).diff(self.config)
         self._require_same_crowd(source, changes)
         self._require_same_settings(changes, where)
         self._require_same_rows(source, changes)
@@ -315,19 +339,6 @@ def _in_episode(state: TrainState) -> list[int]:
 def _processor() -> str:
     """Architecture and vector units: other units add in another order."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _changes(config: Config, saved: bytes, where: str) -> list[Change]:
-    """The keys that changed since the checkpoint.
-
-    Raises:
-        CheckpointError: the configuration in the checkpoint cannot be read.
-    """
-    try:
-        before = parse_config(saved.decode(), where)
-    except ConfigError as error:
-        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
-    return before.diff(config)
 
 
 def _shown(changes: Sequence[Change]) -> list[str]:

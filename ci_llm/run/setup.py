@@ -85,7 +85,14 @@ def check_folder(folder: Path) -> None:
         ) from error
 
 
-def build(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager, log: RunLog) -> Run:
+def build(
+    config: Config,
+    processes: Processes,
+    interrupts: Interrupts,
+    manager: CheckpointManager,
+    mirror: RunMirror,
+    log: RunLog,
+) -> Run:
     """Load, check and join everything a run needs, at step 0; logs what it found.
 
     Raises:
@@ -108,7 +115,8 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     eval_rows = EvaluationRows.of(_tokenized(config, base, processes, found[1]))
     crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
     _describe_rows(config, rows, eval_rows)
-    return join(config, processes, interrupts, manager, log, base, crowd, training_rows(config, rows), eval_rows)
+    rows_to_train = training_rows(config, rows)
+    return join(config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows)
 
 
 def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
@@ -166,6 +174,7 @@ def join(
     processes: Processes,
     interrupts: Interrupts,
     manager: CheckpointManager,
+    mirror: RunMirror,
     log: RunLog,
     base: Base,
     crowd: Crowd,
@@ -196,7 +205,7 @@ def join(
         processes=processes,
         interrupts=interrupts,
         manager=manager,
-        mirror=RunMirror(config, manager, processes, interrupts),
+        mirror=mirror,
         log=log,
         status=RunStatus(config.run_folder, 0, is_main=False),
         state=_first_state(beginning, rows_per_step, members),

@@ -26,8 +26,9 @@ def refusal(*arguments: str) -> ConfigError:
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("model_name_or_path=owner/base", {"model_name": "owner/base"}),
     ("torch_dtype=bfloat16", {"model_dtype": "bf16"}),
-    ("dtype=auto", {}),
+    ("dtype=auto", {"model_dtype": "auto"}),
     ("bf16=true", {"mixed_precision": "bf16"}),
+    ("bf16=auto", {"mixed_precision": "auto"}),
     ("fp16=true", {"mixed_precision": "fp16"}),
     ("bf16=false", {}),
     ("precision=bf16-mixed", {"mixed_precision": "bf16"}),
@@ -260,9 +261,9 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("adam_beta2: 1.0", "adam_beta2 is '1.0', but takes a number of at least 0 and below 1", "the default is 0.999"),
     ("lora_dropout: 1", "lora_dropout is '1', but takes a number of at least 0 and below 1", "the default is 0"),
     ("warmup_ratio: 3", "num_warmup_steps_ratio (written warmup_ratio) is '3', but takes a number of", "0.05"),
-    ("mixed_precision: BF16", "mixed_precision is 'BF16', but takes no | bf16 | fp16", "write bf16"),
-    ("mixed_precision: fp8", "mixed_precision is 'fp8', but takes no | bf16 | fp16", 'the default is "no"'),
-    ("bf16: maybe", "bf16 is 'maybe', but takes true | false", "true means mixed_precision=bf16; false means"),
+    ("mixed_precision: BF16", "mixed_precision is 'BF16', but takes no | bf16 | fp16 | auto", "write bf16"),
+    ("mixed_precision: fp8", "mixed_precision is 'fp8', but takes no | bf16 | fp16 | auto", 'the default is "no"'),
+    ("bf16: maybe", "bf16 is 'maybe', but takes true | false | auto", "true means mixed_precision=bf16; false means"),
     ("compile: 1", "compile is '1', but takes true | false", "the default is false"),
     ("lr_scheduler_type: cosin", "lr_scheduler_type is 'cosin', but takes linear | cosine |", "did you mean cosine?"),
     (

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ci_llm.crowd import targets
-from ci_llm.crowd.lora import AgentGroup, LoraSettings, _FusedLinear, _LowRank
+from ci_llm.crowd.groups import AgentGroup
+from ci_llm.crowd.lora import LoraSettings, _FusedLinear, _LowRank
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.passes import Passes
 from ci_llm.data.batches import Batch
@@ -269,15 +270,15 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
     x, dropped = random(2, 6, 5).requires_grad_(), random(2, 6, 5).requires_grad_()
 
     def fused(x: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, None, weight, bias, [group_of(p)], *p)
+        return _FusedLinear.apply(x, x.detach(), None, weight, bias, [group_of(p)], *p)
 
     def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, z, weight, None, [group_of(p, drops=True)], *p)
+        return _FusedLinear.apply(x, x.detach(), z, weight, None, [group_of(p, drops=True)], *p)
 
     def fused_of_two_kinds(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
         """Agent 0 without dropout, agent 1 with it; they have other scalings."""
         groups = [group_of((p[0], p[2])), replace(group_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)]
-        return _FusedLinear.apply(x, z, weight, bias, groups, p[0], p[2], p[1], p[3])
+        return _FusedLinear.apply(x, x.detach(), z[1:], weight, bias, groups, p[0], p[2], p[1], p[3])
 
     def low_rank(x: Tensor, *p: Tensor) -> Tensor:
         return _LowRank.apply(x, group_of(p), *p)

@@ -21,6 +21,7 @@ from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.core import durable
 from ci_llm.core.memory import cgroup_limits
+from ci_llm.distributed.precision import Speed, chosen
 from ci_llm.dry_run.architecture import KNOWN
 from ci_llm.dry_run.checks import Check, CheckResult, run_checks
 from ci_llm.dry_run.cost_model import trace
@@ -264,6 +265,7 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     assert named is not None
     assert told is not None
     config, device = load_config(PRESETS / preset), torch.device("cpu")
+    config = config.model_copy(update=chosen(config, Speed(True, "the hardware that it names has bf16")))
     shape = AutoConfig.for_model(**KNOWN[config.model_name])
     tokens = config.max_seq_length
     sizes = {"rows": config.batch_size, "tokens": tokens, "targets": tokens // 2}

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ci_llm.cli.main import main
 from ci_llm.core import determinism
 from ci_llm.crowd import base
+from ci_llm.distributed import processes
+from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
@@ -88,6 +90,29 @@ def test_a_precision_that_is_asked_for_is_part_of_the_run(
     assert train(run, half, 4, "model_dtype=bf16") == 2
     assert "model_dtype was None, is bf16" in capsys.readouterr().err
     assert train(run, half, 4, "model_dtype=bf16", "allow_inexact_resume=true") == 0
+
+
+def test_a_run_keeps_the_precision_that_auto_chose_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train_here(steps: int, *words: str, fast: bool) -> int:
+        with monkeypatch.context() as machine:
+            machine.setattr(processes, "speed_of_bf16", lambda: Speed(fast, "said by the test"))
+            return main(["train", *WORDS, f"max_train_steps={steps}", f"output_dir={tmp_path / 'run'}", *words])
+
+    auto = ("mixed_precision=auto", "model_dtype=auto")
+    assert train_here(2, *auto, fast=True) == 0
+    said = capsys.readouterr().out
+    assert "precision mixed_precision=bf16, model_dtype=bf16: said by the test" in said
+    assert "torch.bfloat16" in said
+    saved = (tmp_path / "run/checkpoint_step_2/config.yaml").read_text()
+    assert 'mixed_precision: "bf16"' in saved
+    assert train_here(4, *auto, fast=False) == 0
+    said = capsys.readouterr().out
+    assert "precision mixed_precision=bf16, model_dtype=bf16: auto keeps what the run began with" in said
+    assert "exactness: bitwise" in said
+    assert train_here(6, "mixed_precision=no", "model_dtype=auto", fast=False) == 2
+    assert "mixed_precision was bf16, is no" in capsys.readouterr().err
 
 
 def test_the_same_values_have_the_same_rounded_fingerprint_in_every_precision(half: Path) -> None:

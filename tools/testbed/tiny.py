@@ -84,11 +84,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def base(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+def base(
+    family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, layers: int | None = None
+) -> PreTrainedModel:
     """A random base whose every parameter, norms and biases included, is away from its usual start."""
     torch.manual_seed(seed)
     eager = family == "gemma2"  # the fused kernels leave its soft cap out
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager" if eager else None)
+    config = FAMILIES[family]()
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if eager else None)
     model = model.to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

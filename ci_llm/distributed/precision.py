@@ -1,0 +1,88 @@
+"""The precision of a run: which one this machine multiplies fastest, and a refusal of those that do not work here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from ci_llm.errors import ModelError
+
+AUTO: Final = "auto"
+#: What `auto` becomes, by key: where bf16 is faster, and elsewhere.
+CHOICES: Final = {"mixed_precision": ("bf16", "no"), "model_dtype": ("bf16", "fp32")}
+#: The precisions of an autocast, by the word of `mixed_precision`; no autocast otherwise.
+AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precisions(Protocol):
+    """The keys that this file reads of a configuration."""
+
+    @property
+    def mixed_precision(self) -> str: ...
+    @property
+    def model_dtype(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Whether a device multiplies bf16 faster than fp32, and why, for people."""
+
+    bf16_is_faster: bool
+    why: str
+
+
+def runs_on_cpu() -> bool:
+    """Whether processes of this machine compute on the CPU: there is no GPU, or ACCELERATE_USE_CPU is set."""
+    wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    return wanted or not torch.cuda.is_available()
+
+
+def speed_of_bf16() -> Speed:
+    """What the device of this process does with bf16."""
+    if not runs_on_cpu():
+        name = torch.cuda.get_device_name()
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Speed(fast, f"{name} multiplies bf16 faster" if fast else f"{name} has no bf16")
+    # A processor without these units computes in bf16 as well, several times slower than in fp32.
+    units = {"AMX": torch.cpu._is_amx_tile_supported(), "AVX512-BF16": torch.cpu._is_avx512_bf16_supported()}
+    for unit, exists in units.items():
+        if exists:
+            return Speed(True, f"this processor has {unit}, which multiplies bf16 faster")
+    return Speed(False, f"this processor has neither {' nor '.join(units)}")
+
+
+def slowest(speeds: Sequence[Speed]) -> Speed:
+    """What all processes of a run can count on."""
+    return next((speed for speed in speeds if not speed.bf16_is_faster), speeds[0])
+
+
+def chosen(config: Precisions, speed: Speed, before: Precisions | None = None) -> dict[str, str | None]:
+    """The values of the keys that say auto: those of `before` if it is given, or by the speed of the device."""
+    return {
+        key: getattr(before, key) if before else choices[0 if speed.bf16_is_faster else 1]
+        for key, choices in CHOICES.items()
+        if getattr(config, key) == AUTO
+    }
+
+
+def check_precision(config: Precisions) -> None:
+    """Refuse a precision that this device does not support.
+
+    Raises:
+        ModelError: naming the key.
+    """
+    on_cpu = runs_on_cpu()
+    for key in CHOICES:
+        value = getattr(config, key)
+        if value == "fp16" and on_cpu:
+            raise ModelError(
+                "fp16 needs a GPU: on a CPU Accelerate would train in fp32 without a warning",
+                where=f"{key}: fp16",
+                hint=f"{key}=bf16 on this machine, or a machine with a GPU",
+            )
+        if value == "bf16" and not on_cpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ModelError(f"{torch.cuda.get_device_name()} has no bf16", where=f"{key}: bf16", hint=f"{key}=fp16")

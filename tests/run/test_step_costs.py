@@ -1,0 +1,162 @@
+"""What a step costs, in counts that are the same on every machine: kernels, waits for the device, memory kept.
+
+Counted on the dispatcher while the loop's own functions take a step on a CPU: a GPU launches a kernel for every
+operation that is no view, and waits where a program asks for a number of the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ci_llm.config import Config
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch
+from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
+from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.loop import apply_gradients, compute_gradients
+from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.state import TrainState
+from tools.testbed.tiny import base, batch
+
+#: Forward and backward of a layer of a Llama, with adapters on its seven products and four packed rows of attention.
+KERNELS_PER_LAYER = {None: 234, torch.bfloat16: 265}
+#: Of an agent, outside of the layers: its logits, its moments.
+KERNELS_PER_AGENT = 20
+#: What a layer casts in bf16, see the test.
+CASTS_PER_LAYER = 31
+ASKS_THE_DEVICE = ("cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "set_", "lift_fresh")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what a GPU would launch, and follows the memory that is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: Counter[str] = Counter()
+        self.living: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if not func.is_view and name not in NO_KERNEL:
+            self.launched[name] += 1
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.living.setdefault(storage._cdata, weakref.ref(storage))
+        return result
+
+
+class Waits(TorchFunctionMode):
+    """Notes every call that brings a number of a tensor into the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ASKS_THE_DEVICE:
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Step:
+    """A run's step as the loop takes it."""
+
+    def __init__(self, *, agents: int = 2, layers: int = 2, dtype: torch.dtype | None = None) -> None:
+        crowd = Crowd(base(dtype=torch.float32, layers=layers), LoraSettings(num_agents=agents, rank=2), "toy")
+        recovery = RecoveryState(agents=(AgentRecovery(),) * agents)
+        self.run: Any = SimpleNamespace(
+            config=Config(),
+            crowd=crowd,
+            objective=Objective(),
+            heartbeat=Heartbeat(),
+            processes=SimpleNamespace(
+                index=0,
+                autocast=lambda: torch.autocast("cpu", dtype) if dtype else nullcontext(),
+                reduce_flat_=lambda tensor: tensor,
+            ),
+            state=TrainState(skipped=(0,) * agents, recovery=recovery),
+            optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True),
+            plan=None,
+            learning_rates=[lambda step: 1e-3] * agents,
+            max_grad_norms=[1.0] * agents,
+        )
+
+    def take(self, number: int, rows: Batch, *watched: Any) -> Verdict:
+        """One step; `watched` see what it does up to and after the ballot."""
+        with ExitStack() as watching:
+            for each in watched:
+                watching.enter_context(each)
+            sums = compute_gradients(self.run, number, [rows])
+            votes = encode(Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums))
+        verdict = decode(votes, self.run.crowd.num_agents, ())  # votes lie on the CPU
+        with ExitStack() as watching:
+            for each in watched:
+                watching.enter_context(each)
+            apply_gradients(self.run, number, verdict, [])
+        return verdict
+
+
+def kernels_of_a_step(**shape: Any) -> Counter[str]:
+    """By name, in a step after the first."""
+    step, kernels = Step(**shape), Kernels()
+    step.take(0, batch())
+    step.take(1, batch(), kernels)
+    return kernels.launched
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_step_waits_for_the_device_once(dtype: torch.dtype | None) -> None:
+    step, waits = Step(dtype=dtype), Waits()
+    step.take(0, batch())
+    step.take(1, batch(), waits)
+    assert waits.calls == ["cpu"], "the ballot, and nothing else"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_layers_launch_as_many_kernels_for_many_agents_as_for_few(dtype: torch.dtype | None) -> None:
+    few, deep, many = (
+        kernels_of_a_step(agents=agents, layers=layers, dtype=dtype) for agents, layers in ((2, 2), (2, 4), (6, 2))
+    )
+    assert (deep.total() - few.total()) / 2 <= KERNELS_PER_LAYER[dtype]
+    assert (many.total() - few.total()) / 4 <= KERNELS_PER_AGENT
+
+
+def test_the_agents_are_cast_once_per_pass_and_an_input_once_for_all_layers_that_read_it() -> None:
+    few, deep = (kernels_of_a_step(layers=layers, dtype=torch.bfloat16)["_to_copy"] for layers in (2, 4))
+    # Seven weights forward and seven backward; the input of q, k and v, and that of gate and up, with five gradients
+    # of theirs; rotated q and k with their gradients. The others are of autocast, in the norms and sums of the family.
+    assert (deep - few) / 2 <= CASTS_PER_LAYER
+
+
+def test_a_step_after_the_first_leaves_no_memory_behind() -> None:
+    step = Step()
+    for number in range(2):
+        step.take(number, batch())
+    kernels = Kernels()
+    step.take(2, batch(), kernels)
+    left = [alive for each in kernels.living.values() if (alive := each()) is not None]
+    kept = {each.untyped_storage()._cdata for each in _owned(step)}
+    assert [storage.nbytes() for storage in left if storage._cdata not in kept] == []
+
+
+def _owned(step: Step) -> list[Tensor]:
+    crowd, optimizer = step.run.crowd, step.run.optimizer
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [*crowd.parameters(), *crowd.buffers(), crowd.agents.weights, crowd.agents.gradients, *states]
