@@ -87,8 +87,8 @@ class RunStatus:
             written any more.
         interval_s: seconds between heartbeats.
 
-    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss`, `total_steps`, `agent_steps` and `mirror` may be set
-    at any time, at no cost: the next heartbeat writes them.
+    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss`, `total_steps`, `agent_steps` and `mirror` may be
+    set at any time, at no cost: the next heartbeat writes them.
     """
 
     def __init__(

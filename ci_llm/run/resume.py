@@ -86,7 +86,7 @@ def open_source(given: str, where: str) -> Source:
         raise
 
 
-def config_of(source: Source) -> Config:
+def recorded_config(source: Source) -> Config:
     """The configuration with which the checkpoint was made.
 
     Raises:
@@ -101,7 +101,7 @@ def config_of(source: Source) -> Config:
 
 def settle_precision(config: Config, processes: Processes, source: Source | None) -> Config:
     """The configuration with a precision in place of auto; the checkpoint remembers what its run began with."""
-    config, line = processes.settle_precision(config, None if source is None else config_of(source))
+    config, line = processes.settle_precision(config, None if source is None else recorded_config(source))
     if line:
         logger.info(f"precision {line}")
     return config
@@ -222,7 +222,7 @@ class RunCheckpoint:
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
         saved, where = source.checkpoint.state, str(source.folder)
-        changes = config_of(source).diff(self.config)
+        changes = recorded_config(source).diff(self.config)
         self._require_same_crowd(source, changes)
         self._require_same_settings(changes, where)
         self._require_same_rows(source, changes)
