@@ -304,23 +304,25 @@ class StackedLoRALinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply_both(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor:
-        base, dtype = self.base_layer, compute_dtype(x)
-        self._require_all_tokens(x.reshape(rows))
+        base, dtype, whole = self.base_layer, compute_dtype(x), x
+        # One tensor for the base and for dropout: their gradients are added before those of other layers.
+        x = x.reshape(rows)
+        self._require_all_tokens(x)
         if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
             own = [self._parameters_of(group, first) for group in adapted]
             adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
             parameters = [each for group in own for each in group]
-            dropped, cast = self._dropped(x, rows, groups, first), self.casts.input(x, dtype).reshape(rows)
+            dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
             return _FusedLinear.apply(  # type: ignore[no-any-return]
-                x.reshape(rows), cast, dropped, weight, base.bias, adapted, *parameters
+                x, cast, dropped, weight, base.bias, adapted, *parameters
             )
         # Autocast, if it is on, casts the base's weights; `_LowRank` casts the adapters to the dtype of its input.
-        x = x.to(dtype).reshape(rows)
+        x = x.to(dtype)
         y = base(x)
         parts = []
-        for group, z in _inputs(groups, x, self._dropped(x, rows, groups, first)):
+        for group, z in _inputs(groups, x, self._dropped(x, groups, first)):
             part = group.of(y)
             if group.stacked is not None:
                 parameters = self._parameters_of(group, first)
@@ -328,12 +330,12 @@ class StackedLoRALinear(nn.Module):
             parts.append(part)
         return _joined(parts, groups)
 
-    def _dropped(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor | None:
+    def _dropped(self, x: Tensor, groups: Sequence[AgentGroup], first: int) -> Tensor | None:
         """The input of the agents that drop, after dropout, one after the other; None if there are none."""
         dropping = [group for group in groups if group.drops]
         if not dropping:
             return None
-        x = x.to(compute_dtype(x)).reshape(rows)
+        x = x.to(compute_dtype(x))
         own = x if dropping == list(groups) else _joined([group.of(x) for group in dropping], dropping)
         agents = [first + k for group in dropping for k in range(group.first, group.end)]
         lengths = None if self.spans is None else [group.extent for group in dropping]
