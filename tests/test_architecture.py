@@ -19,6 +19,7 @@ PACKAGE = ROOT / "ci_llm"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
+    ("sweep",),
     ("dry_run", "supervisor"),
     ("run", "evaluation", "integrations"),
     ("crowd", "logs", "report", "watch"),

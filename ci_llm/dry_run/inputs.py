@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import require_positions
 from ci_llm.data.chat_template import use_chat_template
+from ci_llm.data.encoder import Example
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -53,13 +55,13 @@ def template(context: CheckContext) -> str:
     if context.shape.offline:
         source = "tokens of the embedded base, as the base's own tokenizer is not at hand"
     else:
-        context.lengths = _lengths(context.examples)
+        context.lengths = lengths_of([context.examples[number] for number in range(len(context.examples))])
     number = wanted if wanted < len(context.rows) else "all"
     return "\n".join([f"{source}; of {number} rows:", *lines, *context.examples.warnings])
 
 
-def _lengths(examples: TokenizedRows) -> Lengths:
-    sampled = [examples[number] for number in range(len(examples))]
+def lengths_of(sampled: Sequence[Example]) -> Lengths:
+    """The tokens of these rows."""
     tokens = [len(example.input_ids) for example in sampled]
     learned = sum(int(example.supervised.sum()) for example in sampled)
     return Lengths(statistics.mean(tokens), statistics.pstdev(tokens), max(tokens), learned / sum(tokens))

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, CiLlmError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import HardwareMonitor
 from ci_llm.logs.profile import profiled
@@ -43,8 +42,8 @@ from ci_llm.run.recovery import Requests, apply_requests, in_force, read_request
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
-from ci_llm.run.setup import build, check_folder, plan_ahead, schedules
-from ci_llm.run.shutdown import Attempt, command_line, watch_walltime
+from ci_llm.run.setup import Loaded, build, check_folder, plan_ahead, schedules
+from ci_llm.run.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import Validation
 
 logger = logging.getLogger(__name__)
@@ -67,11 +66,39 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    told, folder = Callbacks(callbacks, config), config.run_folder
-    check_folder(folder)
+    processes = meet(config, launch)
+    result: Result | None = None
+    try:
+        result = run_among(processes, config, interrupts, sources=sources, callbacks=callbacks)
+        return result
+    finally:
+        if not processes.shutdown():
+            end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
+
+
+def meet(config: Config, launch: Launch) -> Processes:
+    """Join the processes of the run, once everything is refused that one process alone can refuse. A collective."""
+    check_folder(config.run_folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
-    processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
+    return Processes(config, log_with=config.report_to, project_dir=config.run_folder, launch=launch)
+
+
+def run_among(
+    processes: Processes,
+    config: Config,
+    interrupts: Interrupts,
+    *,
+    sources: Sequence[str] = (),
+    callbacks: Sequence[object] = (),
+    loaded: Loaded | None = None,
+) -> Result:
+    """`run_job` on processes that have met, and that can train another run afterwards.
+
+    Args:
+        loaded: base and rows, if they are loaded already; the base is free again at the end.
+    """
+    told, folder = Callbacks(callbacks, config), config.run_folder
     log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(
         folder,
@@ -86,29 +113,19 @@ def run_job(
     )
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
-    result: Result | None = None
+    run: Run | None = None
     try:
-        run = build(config, processes, interrupts, manager, log)
+        run = build(config, processes, interrupts, manager, log, loaded)
         run.callbacks = told
-        result = _run_to_end(run)
-        return result
+        return _run_to_end(run)
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
         try:
             manager.close()
         finally:
             log.close()
-            if not processes.shutdown():
-                end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
-
-
-def end_at_once(code: int, error: BaseException | None) -> None:
-    """End this process here: its library waits for a peer, also at the exit of the interpreter."""
-    with suppress(OSError, ValueError):  # the terminal may be gone
-        if error is not None:
-            print(f"error: {error}", file=sys.stderr)
-        print(end="", flush=True)
-    os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
+            if run is not None and loaded is not None:
+                run.crowd.detach()
 
 
 def _run_to_end(run: Run) -> Result:
@@ -384,29 +401,13 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     return {
         **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
         **({"names": config.agent_names} if config.agents else {}),
+        **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
         "step": step,
         "last_step": run.state.step,
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
         "warning": run.status.warning,
     }
-
-
-def require_written(manager: CheckpointManager, processes: Processes) -> None:
-    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
-
-    Raises:
-        CheckpointError: on every process.
-    """
-    manager.wait_until_finished()
-    result = manager.last_result
-    cause = processes.broadcast_object(result.cause if result else None)
-    if cause is not None:  # the manager has logged what was dropped, and why
-        raise CheckpointError(
-            "the run is not complete: what it wrote last is not on the disk",
-            where=str(manager.directory),
-            hint="make space on this disk; the same command goes on from the last checkpoint",
-        ) from cause
 
 
 def _log_next_steps(config: Config, launch: Launch) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -75,13 +76,21 @@ def check_folder(folder: Path) -> None:
         ) from error
 
 
-def build(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager, log: RunLog) -> Run:
-    """Load, check and join everything a run needs, at step 0; logs what it found.
+@dataclass(frozen=True)
+class Loaded:
+    """What takes long to load, and what runs of the same base and data can share, one after the other."""
+
+    base: Base
+    rows: TokenizedRows
+    eval_rows: TokenizedRows
+
+
+def load(config: Config, processes: Processes) -> Loaded:
+    """Load base and rows; logs what it found. A collective.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
-    set_determinism(config)
     require_positions(load_architecture(config.model_name), config.max_seq_length)
     found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
     base = load_base(config.model_name, config.model_dtype, processes.device, config.quantization)
@@ -90,9 +99,31 @@ def build(config: Config, processes: Processes, interrupts: Interrupts, manager:
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}"
     )
-    crowd = build_crowd(config, base)
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
     eval_rows = _tokenized(config, base, processes, found[1])  # answers alone are evaluated, whatever is learned
+    return Loaded(base, rows, eval_rows)
+
+
+def build(
+    config: Config,
+    processes: Processes,
+    interrupts: Interrupts,
+    manager: CheckpointManager,
+    log: RunLog,
+    loaded: Loaded | None = None,
+) -> Run:
+    """Load, check and join everything a run needs, at step 0; logs what it found.
+
+    Args:
+        loaded: base and rows of an earlier run of this process, whose crowd has left the base; None: they are loaded.
+
+    Raises:
+        BadInput: the model, the data or their combination cannot be trained; nothing was created.
+    """
+    set_determinism(config)
+    loaded = loaded or load(config, processes)
+    base, rows, eval_rows = loaded.base, loaded.rows, loaded.eval_rows
+    crowd = build_crowd(config, base)
     crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
     for line in rows.description:
         logger.info(f"data      {line}")
@@ -185,7 +216,7 @@ def _nonfinite_response(
         return processes.is_main and manager.holds_lease()
 
     bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
-    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write)
+    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write, drops_agents=config.drop_nonfinite_agents)
 
 
 def _first_state(config: Config, rows_per_step: int) -> TrainState:
@@ -298,8 +329,11 @@ def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     """Learning rate of 0-based step s, as a pure function: Transformers' schedules, fed by our own counter.
 
+    With `schedule_steps` it is that of a run of so many steps, wherever this one ends; later steps have its last rate.
+
     A scheduler object would have a position to save, and Accelerate steps a prepared one once per process.
     """
+    total_steps = config.schedule_steps or total_steps
     warmup = config.num_warmup_steps
     if warmup is None:
         warmup = round(config.num_warmup_steps_ratio * total_steps)
@@ -317,7 +351,7 @@ def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
         scheduler_specific_kwargs=extra,
     )
     (factor,) = scheduler.lr_lambdas
-    return lambda step: config.learning_rate * float(factor(step))
+    return lambda step: config.learning_rate * float(factor(min(step, total_steps)))
 
 
 def set_determinism(config: Config) -> None:

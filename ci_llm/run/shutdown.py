@@ -6,9 +6,11 @@ A process that fails writes the reason to a file first, and enters no collective
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, attempts_wi
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import RunStatus
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import GivenUp, PeerLost
+from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 
@@ -135,6 +137,32 @@ class Attempt:
         self.log.end_progress()
         logger.error(f"failed ({reason}) after step {step}")
         self.log.note(str(error))
+
+
+def require_written(manager: CheckpointManager, processes: Processes) -> None:
+    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
+
+    Raises:
+        CheckpointError: on every process.
+    """
+    manager.wait_until_finished()
+    result = manager.last_result
+    cause = processes.broadcast_object(result.cause if result else None)
+    if cause is not None:  # the manager has logged what was dropped, and why
+        raise CheckpointError(
+            "the run is not complete: what it wrote last is not on the disk",
+            where=str(manager.directory),
+            hint="make space on this disk; the same command goes on from the last checkpoint",
+        ) from cause
+
+
+def end_at_once(code: int, error: BaseException | None) -> None:
+    """End this process here: its library waits for a peer, also at the exit of the interpreter."""
+    with suppress(OSError, ValueError):  # the terminal may be gone
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        print(end="", flush=True)
+    os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
 
 
 def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None) -> str:
