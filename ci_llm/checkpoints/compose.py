@@ -30,7 +30,7 @@ def compose(members: Sequence[Member], lists: Collection[str] = ()) -> dict[str,
 
     Args:
         lists: where plain values have one value per member: a key of the state and those below it, joined by dots. One
-            value that is no list holds for every member of its checkpoint.
+            value that is no list holds for every member of its checkpoint; an empty list stays empty.
 
     Returns:
         a new state; its tensors are those of the checkpoints.
@@ -67,7 +67,7 @@ def _picked(path: str, first: Any, sources: Sequence[tuple[Any, int]], lists: Co
     Args:
         sources: of every member the value at this path, and its number there.
     """
-    if path in lists:
+    if path in lists and (first or not isinstance(first, list | tuple)):
         return [value[number] if isinstance(value, list | tuple) else value for value, number in sources]
     if not isinstance(first, Mapping):
         return first

@@ -46,6 +46,7 @@ class Run:
         max_grad_norms: per agent.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
+        proposes: whether people are told at its end what to do next.
     """
 
     config: Config
@@ -76,6 +77,7 @@ class Run:
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
     callbacks: Callbacks = field(default_factory=Callbacks)
+    proposes: bool = True
 
     @property
     def micro_batch_size(self) -> int:

@@ -96,7 +96,8 @@ def run_among(
     """`run_job` on processes that have met, and that can train another run afterwards.
 
     Args:
-        loaded: base and rows, if they are loaded already; the base is free again at the end.
+        loaded: base and rows, if they are loaded already, by whoever leads several runs and says what comes after
+            them; the base is free again at the end.
     """
     told, folder = Callbacks(callbacks, config), config.run_folder
     log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
@@ -116,7 +117,7 @@ def run_among(
     run: Run | None = None
     try:
         run = build(config, processes, interrupts, manager, log, loaded)
-        run.callbacks = told
+        run.callbacks, run.proposes = told, loaded is None
         return _run_to_end(run)
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
@@ -134,7 +135,8 @@ def _run_to_end(run: Run) -> Result:
     run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        _log_next_steps(run.config, run.processes.launch)
+        if run.proposes:
+            _log_next_steps(run.config, run.processes.launch)
         return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
@@ -167,7 +169,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
-    _log_next_steps(run.config, run.processes.launch)
+    if run.proposes:
+        _log_next_steps(run.config, run.processes.launch)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 

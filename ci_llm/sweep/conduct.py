@@ -79,7 +79,7 @@ class Conductor:
         processes.require_same_folder(self._folder)
         store = CheckpointStore(self._folder)
         try:
-            number = processes.on_main(lambda: _begin(store, self._folder))
+            number = processes.on_main(lambda: _begin(store, self._folder, _steps_done(sweep)))
             status = RunStatus(self._folder, number, is_main=processes.is_main, still_held=store.holds_lease)
             status.total_steps = sum(steps for _, steps in sweep.standings.plan.segment_steps)
             status.start(_steps_done(sweep))
@@ -156,12 +156,12 @@ class _Follow:
         self._status.step = self._offset + state.global_step
 
 
-def _begin(store: CheckpointStore, folder: Path) -> int:
+def _begin(store: CheckpointStore, folder: Path, step: int) -> int:
     """Make the folder this attempt's; returns its number."""
     number = store.acquire_lease()
     keep_status(folder)
     place: dict[str, object] = {"supervised": True} if SUPERVISED in os.environ else {}
-    record_attempt(folder, number, 0, place)
+    record_attempt(folder, number, step, place)
     return number
 
 

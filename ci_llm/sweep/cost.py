@@ -102,6 +102,6 @@ def described(plan: Plan, sampler: str) -> Iterator[str]:
     runs = plan.agent_steps / plan.steps[-1]
     steps = sum(steps for _, steps in parts)
     yield (
-        f"{len(parts)} segments of at most {plan.per_pass} trials, {steps} steps: the work of {runs:.3g} runs of one"
-        f" agent and {plan.steps[-1]} steps, where every trial to its end takes {plan.trials}"
+        f"{len(parts)} segments of at most {plan.per_pass} trials, {steps} steps: the work of {runs:.3g} full runs"
+        f" instead of {plan.trials}"
     )
