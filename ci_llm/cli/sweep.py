@@ -65,11 +65,10 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
     from ci_llm.sweep.conduct import Conductor, known_sweep
 
     known = known_sweep(reading)
-    if known is not None and known.is_complete:
+    if known is not None and known.is_complete and (not known.has_winner or (known.folder / "best").exists()):
         if launch.is_main:
             print_line("This sweep is complete; nothing is left to do.")
-            show(known, launch.arguments)
-        return 0
+        return _concluded(known, launch)
     conductor = Conductor(reading, interrupts, launch, _say)
     try:
         found, stop = conductor.run()
@@ -77,9 +76,17 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
         if launch.is_main and (known := known_sweep(reading)) is not None:
             show(known, launch.arguments)
         raise
+    code = _concluded(found, launch)
+    return reading.config.interrupted_exit_code if stop else code
+
+
+def _concluded(found: Sweep, launch: Launch) -> int:
+    """Show what stands; returns the exit code of a sweep that nobody has stopped."""
     if launch.is_main:
         show(found, launch.arguments)
-    return reading.config.interrupted_exit_code if stop else 0
+        if found.is_complete and not found.has_winner:
+            print_line("every trial has failed: none gave finite numbers to its first rung")
+    return 0 if found.has_winner else 1
 
 
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:

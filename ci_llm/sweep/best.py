@@ -27,7 +27,7 @@ def leave_best(sweep: Sweep) -> Path | None:
         CheckpointError: the disk refuses it.
     """
     target, trial = sweep.folder / BEST, sweep.best
-    if trial is None or trial.failed:
+    if trial is None or not sweep.has_winner:
         return None
     if (target / _CONFIG).is_file():
         return target

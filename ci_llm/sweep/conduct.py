@@ -80,6 +80,10 @@ class Conductor:
         store = CheckpointStore(self._folder)
         try:
             number = processes.on_main(lambda: _begin(store, self._folder, _steps_done(sweep)))
+            decided = sweep.standings.plan
+            # Once more, because an attempt before this one may have written until it lost the folder.
+            sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
+            sweep.staging = lambda: store.staging
             status = RunStatus(self._folder, number, is_main=processes.is_main, still_held=store.holds_lease)
             status.total_steps = sum(steps for _, steps in sweep.standings.plan.segment_steps)
             status.start(_steps_done(sweep))

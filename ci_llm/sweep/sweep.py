@@ -98,6 +98,8 @@ class Sweep:
         plan: Callable[[], tuple[int, int]] | None,
     ) -> None:
         self._reading, self._on_main = reading, on_main
+        #: Where sweep.json is begun; a command gives the folder of its lease, which it may lose.
+        self.staging: Callable[[], Path | None] = lambda: None
         self.folder = reading.config.run_folder
         record: Record | None = on_main(lambda: _known(reading))
         if record is None:
@@ -130,6 +132,11 @@ class Sweep:
     def is_complete(self) -> bool:
         """Whether nothing is left to train."""
         return self._record.is_complete
+
+    @property
+    def has_winner(self) -> bool:
+        """Whether any trial has a score."""
+        return self.best is not None and not self.best.failed
 
     def ask(self) -> Pack | None:
         """What trains next, with the checkpoint that it begins from; None at the end. A collective.
@@ -168,18 +175,21 @@ class Sweep:
         ]
         segments = [replace(each, is_over=True) if each == segment else each for each in self.standings.segments]
         self._record = self._with(trials, segments)
-        self._on_main(lambda: write_record(self.folder, self._record))
+        self._on_main(self._write)
 
     def segment_folder(self, number: int) -> Path:
         """The folder of the run that trains or trained a segment."""
         return self.folder / SEGMENTS / str(number)
+
+    def _write(self) -> None:
+        write_record(self.folder, self._record, self.staging())
 
     def _advance(self) -> Record:
         """On the main process: the record with an open segment whose first checkpoint is there, or a complete one."""
         if self._record.standings.open_segment is None and not self._record.is_complete:
             make_folders(self.folder)
             self._record = self._opened()
-            write_record(self.folder, self._record)
+            self._write()
         if (segment := self.standings.open_segment) is not None:
             self._prepare(segment)
         return self._record

@@ -142,11 +142,9 @@ def test_killed_inside_of_every_segment(server: ForkServer, undisturbed: Path, n
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("ci_llm.sweep.handover.write_checkpoint", 1),
         ("ci_llm.checkpoints.checkpoint.commit", 1),
         ("ci_llm.checkpoints.manager.CheckpointManager.finish", 3),
         ("ci_llm.sweep.best.new_folder", 1),
-        ("ci_llm.core.durable.commit_folder", 1),
     ],
 )
 def test_killed_between_segments(
