@@ -1,6 +1,6 @@
 """A sweep as ask and tell: what trains next, and what came of it. Its state is in sweep.json, durably, at every moment.
 
-    sweep = Sweep("my.yaml", learning_rate="log(5e-4,1.6e-2)", trials=16, output_dir="rates")
+    sweep = Sweep("configs.yaml", learning_rate="log(5e-4,1.6e-2)", trials=16, output_dir="rates")
     while pack := sweep.ask():
         result = ci_llm.train(pack.config)
         sweep.tell(pack, pack.scores(result.metrics))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.run_status import read_status
 from ci_llm.embedded import BASE_FOLDER
-from tests.sweep.trials import called, facts, record, single, words
+from tests.sweep.trials import KEYS, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import _leaves, differences
 
@@ -218,6 +218,16 @@ def test_another_space_in_the_same_folder_is_refused(server: ForkServer, undistu
 def test_a_second_call_of_a_complete_sweep_says_so(server: ForkServer, undisturbed: Path) -> None:
     complete(server, undisturbed)
     assert "This sweep is complete" in (undisturbed / "log").read_text()
+
+
+def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
+    folder = new_folder()
+    keys = {**KEYS, "learning_rate": [1e-3, 2e-3, 4e-3, 8e-3], "save_interval_seconds": None, "eval_steps": None}
+    keys |= {"async_save": False}
+    assert server.run(by_hand, folder / "log", folder=str(folder), keys=keys) == [0], (folder / "log").read_text()
+    ours, theirs = record(folder), record(undisturbed)
+    for part in ("trials", "segments", "best", "plan", "spaces", "complete"):
+        assert ours[part] == theirs[part]
 
 
 def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_folder: Folder) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-import ci_llm.sweep.conduct  # noqa: F401  the fork server imports all the rooms through this file
+import ci_llm
+import ci_llm.sweep.conduct
 from ci_llm.cli.main import main
 from tools.testbed.moments import interfere
 from tools.testbed.trials import account
@@ -60,6 +61,22 @@ def called(
     if place is not None:
         interfere(place, call, lambda: os.kill(os.getpid(), signal.Signals[sent]))
     return main([command, "--config", os.devnull, *arguments])
+
+
+def by_hand(folder: str, keys: dict[str, Any]) -> int:
+    """A trial for the fork server: the loop of docs/sweep.md."""
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sweep = ci_llm.Sweep(**keys)
+    while pack := sweep.ask():
+        assert sweep.ask() == pack  # until it is told
+        result = ci_llm.train(pack.config)
+        if result.status != "completed":
+            break
+        sweep.tell(pack, pack.scores(result.metrics))
+    assert sweep.is_complete
+    print(sweep.best)
+    return 0
 
 
 def facts(folder: Path) -> dict[str, Any]:
