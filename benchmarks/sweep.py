@@ -86,7 +86,10 @@ class Bench:
         """The result of `work`, with the CPU time of this process that it took."""
         began = time.process_time()
         chosen, scores = work()
-        return Way(name, time.process_time() - began, chosen, scores)
+        way = Way(name, time.process_time() - began, chosen, scores)
+        told = {_told(number): round(score, 4) for number, score in scores.items()}
+        print(f"seed {self.config.seed}: {name} {way.cpu_s:.1f} CPU s, chose {_told(chosen)}; {told}", flush=True)
+        return way
 
     # Ours
 
@@ -183,7 +186,8 @@ class Bench:
                     break
             else:
                 ends[number] = nll
-            study.tell(trial, nll, state=None if number in ends else optuna.trial.TrialState.PRUNED)
+            told = {"values": nll} if number in ends else {"state": optuna.trial.TrialState.PRUNED}
+            study.tell(trial, **told)
         return min(ends, key=lambda number: _rank(ends[number])), ends
 
 
@@ -254,8 +258,6 @@ def main() -> None:
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             found[seed] = measure(seed, Path(folder), options.steps, options.rows, options.per_pass, options.peft_runs)
-        for way in found[seed]:
-            print(f"seed {seed}: {way.name} {way.cpu_s:.1f} CPU s, {_told(way.chosen)}, {way.scores}", flush=True)
     print(f"\n{len(GRID)} settings, {options.steps} steps, one thread\n\n{table(found)}")
 
 
