@@ -137,7 +137,7 @@ class Conductor:
             status.step = _steps_done(sweep)
             if processes.is_main and "tensorboard" in self._reading.config.report_to:
                 write_curves(sweep, pack)
-        processes.on_main(lambda: leave_best(sweep) and None)
+        processes.on_main(partial(leave_best, sweep))
         return None
 
     def _fail(self, error: BaseException, number: int, index: int, status: RunStatus) -> None:

@@ -196,24 +196,24 @@ class Sweep:
 
     def _opened(self) -> Record:
         """The record with the segment that follows; or complete."""
-        standings, reading = self.standings, self._reading
-        following = standings.next()
-        trials = [*standings.trials]
+        standings = self.standings
+        trials, following = [*standings.trials], standings.next()
         if following is not None and following.new:
-            sampler, seed, metric = reading.keys.sampler, reading.config.seed, standings.plan.metric
-            settings = new_settings(reading.spaces, str(sampler), seed, trials, following.new, metric)
-            begun = [Trial(len(trials) + n, each) for n, each in enumerate(settings)]
-            trials += begun
-            ids = [trial.id for trial in begun]
-            if not begun:
+            trials += self._begun(following.new)
+            if len(trials) == len(standings.trials):  # no settings are left that no trial has had
                 following = standings.next(exhausted=True)
         if following is None:
             return replace(self._record, is_complete=True)
-        if not following.new:
-            ids = [*following.going_on]
+        ids = following.going_on or range(len(standings.trials), len(trials))
         order = sorted(ids, key=lambda id: (_shape(trials[id]), id))
         segment = Segment(len(standings.segments) + 1, following.rung, tuple(order))
         return self._with(trials, [*standings.segments, segment])
+
+    def _begun(self, count: int) -> list[Trial]:
+        """At most `count` new trials."""
+        known, keys, config = self.standings.trials, self._reading.keys, self._reading.config
+        settings = new_settings(self._reading.spaces, str(keys.sampler), config.seed, known, count, keys.metric)
+        return [Trial(id, each) for id, each in enumerate(settings, start=len(known))]
 
     def _with(self, trials: Sequence[Trial], segments: Sequence[Segment]) -> Record:
         standings = replace(self.standings, trials=tuple(trials), segments=tuple(segments))
