@@ -131,8 +131,9 @@ class QueuedJob:
 
 
 def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob] | None:
-    """Those of the jobs that squeue still lists, by id; None if it fails, as it does for a job long gone."""
-    answer = query(["squeue", "-h", "-r", "-j", ",".join(ids), "-o", "%i|%T|%r|%L"])
+    """Those of the jobs that squeue still lists, by id; None if it fails."""
+    # Asked for one job that is long gone, squeue fails; of several it lists those that are there. So each is named twice.
+    answer = query(["squeue", "-h", "-r", "-j", ",".join([*ids, *ids]), "-o", "%i|%T|%r|%L"])
     if answer is None:
         return None
     lines = (line.strip().split("|") for line in answer.splitlines())

@@ -287,6 +287,9 @@ class LogKeys(Keys):
         True, "show a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
     )
     show_loss_curve: bool = free(False, "draw the losses in characters after every evaluation")
+    show_example: bool = free(
+        True, "show one question with the crowd's answer after every evaluation, if rows have questions"
+    )
     write_report: bool = free(
         True, "write report.html when a run has ended or was interrupted, if matplotlib is installed"
     )

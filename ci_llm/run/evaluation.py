@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ci_llm.config import Config
 from ci_llm.core.work import working
-from ci_llm.crowd.answer_scores import AnswerScores, Questions, score_answers
+from ci_llm.crowd.answer_scores import AnswerScores, Questions, Solved, score_answers
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import pack
@@ -21,6 +21,8 @@ from ci_llm.run.rounds import Rounds, StopVote
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS: Final = 400
 
 
 class Evaluator:
@@ -60,16 +62,38 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        config, crowd, prompter = self._config, self._crowd, self._crowd.prompter
-        assert prompter is not None
-        asked = Questions.of(self._rows, prompter, crowd, config.generation_eval_samples, config.max_seq_length)
+        asked = self._questions(self._config.generation_eval_samples)
         if not len(asked):
             return None
         logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
+        return self._score_answers(asked, step, micro_batch_size)
+
+    def example(self, step: int) -> Solved | None:
+        """The answer to one question, the same in every evaluation; None if there is none, or a stop was asked for. A
+        collective.
+
+        Raises:
+            OutOfMemory: on every process.
+        """
+        asked = self._example_asked
+        answers = self._score_answers(asked, step, 1) if len(asked) else None
+        return None if answers is None else answers.example
+
+    @cached_property
+    def _example_asked(self) -> Questions:
+        return self._questions(min(1, self._config.generation_eval_samples))
+
+    def _questions(self, count: int) -> Questions:
+        assert self._crowd.prompter is not None
+        return Questions.of(self._rows, self._crowd.prompter, self._crowd, count, self._config.max_seq_length)
+
+    def _score_answers(self, asked: Questions, step: int, batch_size: int) -> AnswerScores | None:
+        config, prompter = self._config, self._crowd.prompter
+        assert prompter is not None
 
         def work(rounds: Rounds) -> AnswerScores | None:
             return score_answers(
-                crowd,
+                self._crowd,
                 prompter,
                 asked,
                 rounds.batches,
@@ -78,7 +102,7 @@ class Evaluator:
                 stop=rounds.stop_requested_here,
             )
 
-        found = self._on_all_processes("generate", step, len(asked), micro_batch_size, work)
+        found = self._on_all_processes("generate", step, len(asked), batch_size, work)
         return None if found is None else AnswerScores.joined(found)
 
     def _on_all_processes(
@@ -107,6 +131,25 @@ def describe_scores(step: int, scores: Scores) -> str:
     *agents_nll, nll = scores.mean_nll
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
     return f"evaluate  step {step}: {crowd}; agents {fmean(agents_nll):.3f}, {fmean(agents):.3f}"
+
+
+def describe_example(example: Solved) -> str:
+    """A question, what the crowd answered, and whether that is right."""
+    *agents, crowd, _ = example.right
+    verdict = "right" if crowd else f"wrong: {example.wanted} is right"
+    return "\n".join(
+        [
+            f"question  {_end_of(example.question)}",
+            f"answer    {_end_of(example.answer)}",
+            f"          {verdict}; of {len(agents)} agents alone, {sum(agents)} answer right",
+        ]
+    )
+
+
+def _end_of(text: str) -> str:
+    """The text in one line; of a long one the end, where the question stands, and the answer."""
+    line = text.strip().replace("\n", "⏎")
+    return line if len(line) <= _SHOWN_CHARACTERS else f"... {line[-_SHOWN_CHARACTERS:]}"
 
 
 def evaluation_metrics(scores: Scores) -> dict[str, float]:

@@ -34,12 +34,12 @@ from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
 from ci_llm.run.emergency_save import EmergencySave
-from ci_llm.run.evaluation import evaluation_metrics, result_metrics
+from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
-from ci_llm.run.report import final_card, leave_page, next_steps, score_table, solved_example
+from ci_llm.run.report import final_card, leave_page, next_steps, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
 from ci_llm.run.setup import Loaded, build, check_folder, plan_ahead, schedules
@@ -377,7 +377,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     run.log.report_save(run.manager.last_result)
     run.log.end_progress()
     if answers is not None and answers.example is not None:
-        logger.info(solved_example(answers.example))
+        logger.info(describe_example(answers.example))
     record = _record(run, step, scores, answers)
     _write_results(run, step, record)
     run.log.track(run.state.step, latest | result_metrics(record))

@@ -24,7 +24,7 @@ from ci_llm.data.batches import Batch, stream
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import describe_scores, evaluation_metrics
+from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
@@ -207,6 +207,8 @@ def evaluate(run: Run) -> str | None:
         logger.info(f"{describe_scores(run.state.step, scores)}{best}")
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
+        if run.config.show_example and (example := run.evaluator.example(run.state.step)):
+            logger.info(describe_example(example))
         run.tell("on_evaluate", metrics=metrics)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")

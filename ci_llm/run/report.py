@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ci_llm.config import Config, default_file
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
@@ -16,14 +16,11 @@ from ci_llm.report.scores import rows_evaluated
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager
-    from ci_llm.crowd.answer_scores import Solved
     from ci_llm.crowd.model import Crowd
     from ci_llm.distributed.processes import Processes
     from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
-
-SHOWN_CHARACTERS: Final = 400
 
 
 def score_table(record: Mapping[str, Any]) -> str:
@@ -48,25 +45,6 @@ def score_table(record: Mapping[str, Any]) -> str:
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
-
-
-def solved_example(example: Solved) -> str:
-    """A question, what the crowd answered, and whether that is right."""
-    *agents, crowd, _ = example.right
-    verdict = "right" if crowd else f"wrong: {example.wanted} is right"
-    return "\n".join(
-        [
-            f"question  {_end_of(example.question)}",
-            f"answer    {_end_of(example.answer)}",
-            f"          {verdict}; of {len(agents)} agents alone, {sum(agents)} answer right",
-        ]
-    )
-
-
-def _end_of(text: str) -> str:
-    """The text in one line; of a long one the end, where the question stands, and the answer."""
-    line = text.strip().replace("\n", "⏎")
-    return line if len(line) <= SHOWN_CHARACTERS else f"... {line[-SHOWN_CHARACTERS:]}"
 
 
 def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str], step: int) -> str:

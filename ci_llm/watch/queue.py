@@ -13,7 +13,6 @@ from ci_llm.cluster.slurm import QueuedJob, query_queue
 Query = Callable[[Sequence[str]], dict[str, QueuedJob] | None]
 
 _INTERVAL_S: Final = 10.0  # a controller serves the whole cluster
-_MAX_FAILURES: Final = 3  # in a row, while which the last answer holds: a controller may be busy
 
 
 class JobQueue:
@@ -30,7 +29,6 @@ class JobQueue:
         self._ids: tuple[str, ...] = ()
         self._asked_at = -_INTERVAL_S
         self._thread: threading.Thread | None = None
-        self._failures = 0
         self._answer: tuple[frozenset[str], Mapping[str, QueuedJob]] = (frozenset(), {})
 
     def look(self, ids: Sequence[str], *, wait: bool = False) -> Mapping[str, QueuedJob]:
@@ -59,6 +57,5 @@ class JobQueue:
 
     def _ask(self, ids: tuple[str, ...]) -> None:
         found = self._query(ids)
-        self._failures = 0 if found is not None else self._failures + 1
-        if found is not None or not self._answer[1] or self._failures >= _MAX_FAILURES:
-            self._answer = frozenset(ids), found or {}
+        if found is not None:  # else the last answer holds: a controller may be busy, or away
+            self._answer = frozenset(ids), found

@@ -78,6 +78,17 @@ def test_what_a_run_leaves(finished: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_evaluation_shows_the_same_question_with_its_answer(finished: Path) -> None:
+    lines = (finished / "training.log").read_text().splitlines()
+    shown = [number for number, line in enumerate(lines) if " question  " in f" {line}"]
+    asked = {lines[number].partition("question  ")[2] for number in shown}
+    assert len(shown) == 2, "after step 4, and at the end"
+    assert len(asked) == 1
+    assert "evaluate  step 4: " in lines[shown[0] - 1]
+    assert "of 3 agents alone" in lines[shown[0] + 2]
+
+
+@pytest.mark.slow
 def test_the_evaluation_at_the_end_is_the_last_point_in_tensorboard(finished: Path) -> None:
     events = EventAccumulator(str(finished / "tensorboard"))
     events.Reload()

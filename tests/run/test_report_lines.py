@@ -6,8 +6,7 @@ import torch
 
 from ci_llm.crowd.answer_scores import AnswerScores, Solved
 from ci_llm.crowd.scoring import Scores
-from ci_llm.run.evaluation import describe_scores
-from ci_llm.run.report import SHOWN_CHARACTERS, solved_example
+from ci_llm.run.evaluation import describe_example, describe_scores
 
 
 def test_an_evaluation_gives_the_crowd_and_the_mean_of_its_agents() -> None:
@@ -19,7 +18,7 @@ def test_an_evaluation_gives_the_crowd_and_the_mean_of_its_agents() -> None:
 
 def test_a_right_answer_and_who_else_has_it() -> None:
     solved = Solved("1+1?\n", "1+1=2\n#### 2", "2", (True, False, True, True))
-    assert solved_example(solved).splitlines() == [
+    assert describe_example(solved).splitlines() == [
         "question  1+1?",
         "answer    1+1=2⏎#### 2",
         "          right; of 2 agents alone, 1 answer right",
@@ -28,8 +27,8 @@ def test_a_right_answer_and_who_else_has_it() -> None:
 
 def test_a_wrong_answer_beside_the_right_one_and_of_a_long_text_the_end() -> None:
     solved = Solved("x" * 1000 + " how many?", "", "2", (False, False, False, False))
-    question, answer, verdict = solved_example(solved).splitlines()
-    assert question == f"question  ... {('x' * 1000 + ' how many?')[-SHOWN_CHARACTERS:]}"
+    question, answer, verdict = describe_example(solved).splitlines()
+    assert question == f"question  ... {('x' * 1000 + ' how many?')[-400:]}"
     assert answer.strip() == "answer"
     assert verdict == "          wrong: 2 is right; of 2 agents alone, 0 answer right"
 

