@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-import ci_llm
-import ci_llm.sweep.conduct
+import ci_llm.sweep.conduct  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli.main import main
+from examples import sweep_by_hand
 from tools.testbed.moments import interfere
 from tools.testbed.trials import account
 
@@ -64,19 +64,10 @@ def called(
 
 
 def by_hand(folder: str, keys: dict[str, Any]) -> int:
-    """A trial for the fork server: the loop of docs/sweep.md."""
+    """A trial for the fork server: the example, which leads its sweep itself."""
     torch.set_num_threads(1)
     os.chdir(folder)
-    sweep = ci_llm.Sweep(**keys)
-    while pack := sweep.ask():
-        assert sweep.ask() == pack  # until it is told
-        result = ci_llm.train(pack.config)
-        if result.status != "completed":
-            break
-        sweep.tell(pack, pack.scores(result.metrics))
-    assert sweep.is_complete
-    print(sweep.best)
-    return 0
+    return 0 if sweep_by_hand.search(None, **keys).is_complete else 1
 
 
 def facts(folder: Path) -> dict[str, Any]:
