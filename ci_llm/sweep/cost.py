@@ -57,19 +57,16 @@ def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, proce
     tokens = lengths.longest_in_batch(config.batch_size)
     learned = max(1, min(tokens - 1, round(lengths.learned * tokens)))
     shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
-    needed = []
-    for count in (1, 2):
-        pack = config.model_copy(update={"agents": (largest,) * count, "num_agents": count})
-        try:
-            found = trace(pack, shape, processes.device, rows=config.batch_size, tokens=tokens, targets=learned)
-        except Untraceable:
-            return None
-        needed.append(found.agents_bytes + found.activation_bytes)
+    alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
+    try:
+        found = trace(alone, shape, processes.device, rows=config.batch_size, tokens=tokens, targets=learned)
+    except Untraceable:
+        return None
     free, _ = free_memory(processes.device)
     if processes.device.type == "cpu":
         free //= processes.launch.num_local_processes
-    one, two = needed
-    return 1 + int((USABLE * free - one) // max(two - one, 1)) if one <= USABLE * free else 0
+    # Every agent has a copy of the activations, and nothing but the base is shared.
+    return int(USABLE * free // (found.agents_bytes + found.activation_bytes))
 
 
 def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
