@@ -19,6 +19,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import meet, run_among
+from ci_llm.run.report import leave_page
 from ci_llm.run.setup import Loaded, load, plan_ahead
 from ci_llm.run.shutdown import command_line, end_at_once, reason_of
 from ci_llm.sweep.best import leave_best
@@ -96,6 +97,7 @@ class Conductor:
                 self._fail(error, number, processes.index, status)
                 raise
             status.finish("interrupted" if stop else "completed", stop, command_line(self._launch) if stop else None)
+            leave_page(self._reading.config, processes, self._interrupts, store)
             return sweep, stop
         finally:
             store.close()

@@ -35,6 +35,7 @@ KEYS = {
     "async_save": "false",
     "num_workers": 0,
     "report_to": "none",
+    "write_report": "false",
     "output_dir": "run",
     "interrupted_exit_code": 75,
 }
