@@ -205,12 +205,12 @@ def measure(seed: int, folder: Path, steps: int, rows: int, per_pass: int, peft_
     bench = Bench(seed, folder, steps, rows)
     everything = range(len(GRID))
     ways = [bench.timed("sweep", lambda: bench.sweep(per_pass))]
-    ways.append(bench.timed("packed", lambda: bench.one_by_one(lambda n: bench.whole("packed", n), everything)))
     ways.append(bench.timed("pruned", lambda: bench.pruned(lambda n: bench.single("pruned", n))))
+    ways.append(bench.timed("peft pruned", lambda: bench.pruned(lambda n: bench.peft_run(n, bench.rungs))))
     some = [*everything][:: max(1, len(GRID) // peft_runs)][:peft_runs]
     found = bench.timed("peft", lambda: bench.one_by_one(lambda n: dict(bench.peft_run(n, [steps]))[steps], some))
     ways.append(replace(found, cpu_s=found.cpu_s * len(GRID) / len(some)))
-    ways.append(bench.timed("peft pruned", lambda: bench.pruned(lambda n: bench.peft_run(n, bench.rungs))))
+    ways.append(bench.timed("packed", lambda: bench.one_by_one(lambda n: bench.whole("packed", n), everything)))
     bench.processes.shutdown()
     return ways
 
