@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.checkpoint import find_checkpoint, load_checkpoint, write_checkpoint
+from ci_llm.checkpoints.checkpoint import Checkpoint, decode, find_checkpoint, write_checkpoint
 from ci_llm.checkpoints.compose import Member, compose
 from ci_llm.checkpoints.folders import step_folder
+from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config
 from ci_llm.core.durable import remove_tree
 from ci_llm.crowd.recognise import META
@@ -40,14 +41,13 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
         the checkpoint.
 
     Raises:
-        DamagedCheckpoint: a source is not as it was written.
-        CheckpointError: a source holds no checkpoint of this step, or the disk refuses the new one.
+        CheckpointError: a source holds no whole checkpoint of this step, or the disk refuses the new one.
     """
     target = step_folder(config.run_folder, step)
     if find_checkpoint(config.run_folder) is not None:
         return target  # it holds this step, or later ones that follow from it
     _clear(config.run_folder)
-    opened = {folder: load_checkpoint(_last(folder, step)) for folder in dict.fromkeys(folder for folder, _ in sources)}
+    opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
     members = [Member(opened[folder], number) for folder, number in sources]
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {
@@ -61,15 +61,16 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     return target
 
 
-def _last(folder: Path, step: int) -> Path:
-    found = find_checkpoint(folder)
-    if found is None:
+def _last(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint with which a segment has ended; it is there twice, and one of the two may be damaged."""
+    opened = CheckpointStore(folder).open_newest(heal=False)
+    if opened is None or opened.manifest.step != step:
         raise CheckpointError(
-            f"the segment holds no checkpoint of step {step}",
+            f"the segment holds no whole checkpoint of step {step}",
             where=str(folder),
-            hint="do not remove segments of a sweep that is not complete; experiment_name=NAME begins a new one",
+            hint="segments of a sweep are needed until it is complete; experiment_name=NAME begins a new one",
         )
-    return found
+    return decode(opened)
 
 
 def _clear(folder: Path) -> None:

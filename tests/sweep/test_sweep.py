@@ -159,6 +159,26 @@ def test_killed_between_segments(
     ]
 
 
+def test_what_trials_go_on_from_is_verified_and_there_twice(
+    server: ForkServer, undisturbed: Path, new_folder: Folder
+) -> None:
+    folder = new_folder()
+    codes = call(server, folder, place="ci_llm.sweep.handover.write_checkpoint", call=1)
+    assert codes == [-signal.SIGKILL], (folder / "log").read_text()
+    ended = folder / "run/segments/1"
+    copies = [ended / name / "agent2/adapter_model.safetensors" for name in ("final_checkpoint", "checkpoint_step_4")]
+    whole = [copy.read_bytes() for copy in copies]
+    for copy in copies:
+        copy.write_bytes(whole[0][:-1] + bytes([whole[0][-1] ^ 1]))
+    assert call(server, folder) == [1]
+    assert "the segment holds no whole checkpoint of step 4" in (folder / "log").read_text()
+    for copy, data in zip(copies[1:], whole[1:], strict=True):
+        copy.write_bytes(data)
+    complete(server, folder)
+    copies[0].write_bytes(whole[0])
+    assert not differences(facts(undisturbed), facts(folder))
+
+
 def test_interrupted_and_called_again(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
     """It says what stands so far, with its exit code, and goes on."""
     folder = new_folder()
