@@ -130,7 +130,7 @@ def test_killed_at_every_boundary(server: ForkServer, undisturbed: Path, new_fol
 
 
 def test_killed_inside_of_every_segment(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
-    """Each call takes three steps and is killed in the fourth: of twelve steps, in the segments' last and next ones."""
+    """Each call takes three steps and is killed in the fourth: of twelve steps, once in each of the three segments."""
     folder, kills = new_folder(), 0
     while (codes := call(server, folder, place="ci_llm.run.loop.apply_gradients", call=4)) == [-signal.SIGKILL]:
         kills += 1
@@ -263,6 +263,7 @@ def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_
         "sampler": "tpe",
         "report_to": "tensorboard",
         "eval_steps": 2,
+        "num_workers": 1,  # forked anew for every segment
     }
     complete(server, folder, arguments=words(**keys))
     told = record(folder)
