@@ -126,7 +126,7 @@ class Bench:
 
     def peft_run(self, number: int, rungs: Sequence[int]) -> Iterator[tuple[int, float]]:
         """(step, NLL) of a PEFT run at the end of each of these rungs: the same rows, rates, clipping and AdamW."""
-        settings, config, rows = GRID[number], self.config, self.loaded.rows
+        settings, config, [rows] = GRID[number], self.config, self.loaded.rows
         base = load_base("embedded").model
         lora = peft.LoraConfig(
             r=settings["lora_rank"], lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -154,7 +154,7 @@ class Bench:
     def peft_nll(self, model: nn.Module) -> float:
         """Nats per target of the evaluation rows."""
         model.eval()
-        rows, nats, targets = self.loaded.eval_rows, 0.0, 0
+        [rows], nats, targets = self.loaded.eval_rows, 0.0, 0
         for first in range(0, len(rows), EVALUATED_AT_A_TIME):
             chosen = range(first, min(first + EVALUATED_AT_A_TIME, len(rows)))
             batch = pack([rows[i] for i in chosen], list(chosen))

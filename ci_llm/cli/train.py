@@ -89,7 +89,7 @@ def _go_offline_if_unreachable(config: Config, launch: Launch) -> None:
     """Use only the local cache if the hub is unreachable, instead of waiting for it again and again."""
     from ci_llm.cluster.hub import go_offline_if_unreachable
 
-    unreachable = go_offline_if_unreachable(config.model_name, *config.dataset_names, *config.eval_dataset_names)
+    unreachable = go_offline_if_unreachable(config.model_name, *config.all_dataset_names, *config.eval_dataset_names)
     if unreachable and launch.is_main:
         print_line(f"hub       unreachable, only its local cache is used ({unreachable})")
 

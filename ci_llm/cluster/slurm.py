@@ -132,7 +132,7 @@ class QueuedJob:
 
 def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob] | None:
     """Those of the jobs that squeue still lists, by id; None if it fails."""
-    # Asked for one job that is long gone, squeue fails; of several it lists those that are there. So each is named twice.
+    # For one job that is long gone squeue fails; of several it lists those that are there. So each is named twice.
     answer = query(["squeue", "-h", "-r", "-j", ",".join([*ids, *ids]), "-o", "%i|%T|%r|%L"])
     if answer is None:
         return None

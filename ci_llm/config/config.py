@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,7 @@ from typing import Any, Final
 from ci_llm.config.agents import own_values, take_own_entries
 from ci_llm.config.documentation import groups
 from ci_llm.config.entries import by_key, read_values, sound_values
-from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, overriding
+from ci_llm.config.own_keys import NAME, OWN_KEYS, ROWS_KEYS, names_of, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, clashing, error_of
 from ci_llm.config.schema import DUMPED_IF_SET, AllKeys, ChangeKind
@@ -68,8 +68,18 @@ class Config(AllKeys):
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
-        """The data sets to train on, one by one."""
+        """The data sets of `dataset_name`, one by one."""
         return _one_by_one(self.dataset_name)
+
+    @property
+    def task(self) -> str:
+        """What is trained on, in words: `dataset_name`, that of every agent where they differ."""
+        return ",".join(dict.fromkeys(own.dataset_name for own in self.rows_of_each))
+
+    @property
+    def all_dataset_names(self) -> tuple[str, ...]:
+        """The data sets that any agent trains on, one by one."""
+        return tuple(dict.fromkeys(name for own in self.rows_of_each for name in own.dataset_names))
 
     @property
     def eval_dataset_names(self) -> tuple[str, ...]:
@@ -105,6 +115,25 @@ class Config(AllKeys):
         return [self.of_agent(k) for k in range(self.num_agents)]
 
     @property
+    def rows_of_each(self) -> list[Config]:
+        """Per agent the configuration of the rows that it trains on: the common one with its own data sets."""
+        mappings: Sequence[Mapping[str, Any]] = self.agents or [{}] * self.num_agents
+        own = [{key: agent[key] for key in ROWS_KEYS if key in agent} for agent in mappings]
+        return [self.model_copy(update={**changed, "agents": ()}) for changed in own]
+
+    @property
+    def data_seeds(self) -> list[int]:
+        """Per agent the seed of the order of its rows: `data_seed`, else the common `seed`."""
+        seeds = [own.data_seed for own in self.each_agent]
+        return [self.seed if seed is None else seed for seed in seeds]
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether agents train on different rows, or on the same ones in different orders."""
+        rows = [tuple(getattr(own, key) for key in ROWS_KEYS) for own in self.rows_of_each]
+        return len({*zip(rows, self.data_seeds, strict=True)}) > 1
+
+    @property
     def learning_rates(self) -> str:
         """The learning rates of the agents in words: `0.001`, or `0.001, 0.002` where they differ."""
         return ", ".join(dict.fromkeys(f"{own.learning_rate:g}" for own in self.each_agent))
@@ -133,6 +162,8 @@ class Config(AllKeys):
         if key == "seed":  # the common one orders the rows as well, and an agent's own may equal it
             alike = len({each.seed for each in both}) == 1
             return [own.get("seed") for own in self.agents or [{}] * self.num_agents] if alike else self.seed
+        if key == "data_seed":
+            return self.data_seeds
         return [getattr(own, key) for own in self.each_agent]
 
 

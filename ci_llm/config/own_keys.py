@@ -8,11 +8,15 @@ from typing import Any, Final
 from ci_llm.config.precedence import STRONGER
 from ci_llm.config.schema import AgentKeys, BaseModelKeys, DataKeys, EvaluationKeys, Keys, ObjectiveKeys, TrainingKeys
 
+#: Which rows an agent trains on.
+ROWS_KEYS: Final = ("dataset_name", "dataset_subset", "dataset_split", "max_train_samples")
 #: What an agent may have of its own, beside `name`.
 OWN_KEYS: Final = (
     *("learning_rate", "lr_scheduler_type", "num_warmup_steps", "num_warmup_steps_ratio", "weight_decay"),
     *("max_grad_norm", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout"),
     *("dropconnect_p", "seed", "row_weights"),
+    *ROWS_KEYS,
+    "data_seed",
 )
 NAME: Final = "name"
 
@@ -20,9 +24,10 @@ _WHY_COMMON: Final[Mapping[str, str]] = {
     "num_agents": "it is the length of the list",
     "initialize_adapters_rand": "an agent's own start is keyed by its seed",
     "init_from": "it names the folder of all adapters, one for each agent",
-    "max_seq_length": "all agents read the same tokens",
-    "batch_size": "all agents take the same rows in one pass",
-    "global_batch_size": "all agents take the same rows in one pass",
+    "max_seq_length": "one length bounds the rows of all agents",
+    "batch_size": "all agents take as many rows in one pass",
+    "global_batch_size": "all agents take as many rows in one pass",
+    "dataset_weights": "give an agent a data set of its own by dataset_name",
     "max_train_steps": "all agents take their steps together",
     "epochs": "all agents take their steps together",
 }
@@ -30,7 +35,7 @@ _WHY_GROUP: Final[Mapping[type[Keys], str]] = {
     BaseModelKeys: "one frozen base carries all agents",
     AgentKeys: "it is about all agents together",
     ObjectiveKeys: "it is about all agents together",
-    DataKeys: "all agents read the same rows",
+    DataKeys: "the data of all agents are read alike",
     TrainingKeys: "all agents take their steps together, with one optimizer",
     EvaluationKeys: "all agents are evaluated together",
 }

@@ -138,7 +138,7 @@ _MISS = object()
 
 def takes_list(field: FieldInfo) -> bool:
     """Whether the value of the key may be a list itself."""
-    return any(kind.item is not None for kind in kinds_of(field))
+    return any(kind.item is not None or kind.may_be_several for kind in kinds_of(field))
 
 
 def read_value(field: FieldInfo, raw: Raw) -> object:

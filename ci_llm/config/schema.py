@@ -45,6 +45,7 @@ Sources = Annotated[PathText, BeforeValidator(_joined), SeveralMark()]
 Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Count = Annotated[int, Ge(1)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
 Size = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
@@ -245,7 +246,8 @@ class TrainingKeys(Keys):
         "uniform", "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1"
     )
     fused_optimizer: bool = rounding(True, "AdamW in one fused kernel; false: the plain one")
-    seed: Annotated[int, Ge(0), Lt(2**32)] = exact(42, "seed of everything random")
+    seed: Seed = exact(42, "seed of everything random")
+    data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed")
 
 
 class EvaluationKeys(Keys):
@@ -395,7 +397,7 @@ class AllKeys(
 
 
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
-DUMPED_IF_SET = ("agents", "row_weights", "schedule_steps", "drop_nonfinite_agents")
+DUMPED_IF_SET = ("agents", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents")
 
 #: Keys without effect, and why. The reason is logged once if the value is not the default.
 NO_EFFECT: dict[str, str] = {

@@ -72,7 +72,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "preprocessing_num_workers": ("processes that tokenise", "leave it out: tokens are cached after the first run"),
     "overwrite_cache": ("a switch against stale tokens", "leave it out: the cache is keyed by data and template"),
     "dataloader_drop_last": ("a switch that drops the last short batch", _ALL_ROWS),
-    "data_seed": ("a seed for the order of the data", _ALL_ROWS),
     "group_by_length": ("a switch that sorts rows by length", _EVERY_ROW),
     "packing": ("a switch against packed rows", _PACKED),
     "sample_packing": (

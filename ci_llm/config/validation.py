@@ -87,11 +87,18 @@ def _clashes(c: Config) -> Iterator[Clash]:
 
 def _data_clashes(c: Config) -> Iterator[Clash]:
     """Keys about the data that exclude one another."""
-    if c.dataset_weights is not None and len(c.dataset_weights) != len(c.dataset_names):
+    numbers = {len(own.dataset_names) for own in c.rows_of_each}
+    if c.dataset_weights is not None and (odd := sorted(numbers - {len(c.dataset_weights)})):
         yield Clash(
             ("dataset_weights", "dataset_name"),
-            f"dataset_weights has {len(c.dataset_weights)} for {len(c.dataset_names)} data sets",
+            f"dataset_weights has {len(c.dataset_weights)} for {odd[0]} data sets",
             "give each data set of dataset_name one weight",
+        )
+    if c.has_own_rows and c.diversity != "none":
+        yield Clash(
+            ("diversity",),
+            f"diversity {c.diversity} compares agents on the same rows, and these train on different ones",
+            "set diversity to none, or let all agents train on the same rows",
         )
     ways = [
         keys for keys in (("messages_column",), ("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)

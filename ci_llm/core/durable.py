@@ -98,13 +98,24 @@ def write_bytes(path: Path | str, data: Bytes, *, staging: Path | None = None, d
     Raises:
         OSError: the disk refuses one of the operations.
     """
+    write_parts(path, [data], staging=staging, disk=disk)
+
+
+def write_parts(
+    path: Path | str, parts: Iterable[Bytes], *, staging: Path | None = None, disk: Filesystem = DISK
+) -> None:
+    """`write_bytes` of concatenated parts, which may be made one by one while they are written.
+
+    Raises:
+        OSError: the disk refuses one of the operations; and what `parts` raises. The file is then as it was.
+    """
     path = Path(path)
     # A random name: two writers of one file must not write into the same unfinished one.
     partial = (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
     try:
-        write_new(partial, [data], disk=disk)
+        write_new(partial, parts, disk=disk)
         disk.rename(partial, path)
-    except OSError:
+    except Exception:
         with contextlib.suppress(OSError):  # the first error matters; the next start removes what remains
             disk.unlink(partial)
         raise

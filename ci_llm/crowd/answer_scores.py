@@ -6,7 +6,7 @@ Legend: K agents, n questions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from ci_llm.crowd.generation import Decoding, num_positions
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
-from ci_llm.crowd.scoring import paired_gain
+from ci_llm.crowd.scoring import own_rows, paired_gain
 from ci_llm.crowd.uncertainty import Uncertainty, of_text
 from ci_llm.data.encoder import Example
 
@@ -114,10 +114,12 @@ class AnswerScores:
     Attributes:
         right: [K+2, n] bool: K agents, the crowd, the vote.
         example: the first question; None if there is none.
+        own: per agent the questions that score it, if agents are evaluated on rows of their own; empty: all questions.
     """
 
     right: Tensor
     example: Solved | None = None
+    own: tuple[slice, ...] = ()
 
     @classmethod
     def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
@@ -126,10 +128,21 @@ class AnswerScores:
         example = next((part.example for part in listed if part.example is not None), None)
         return cls(torch.cat([part.right for part in listed], dim=1), example)
 
+    @classmethod
+    def of_sets(cls, sets: Sequence[AnswerScores], of_agent: Sequence[int]) -> AnswerScores:
+        """The questions of several sets, each of which scores the agents that it belongs to.
+
+        Args:
+            of_agent: the number of each agent's set.
+        """
+        return replace(cls.joined(sets), own=own_rows([part.right.shape[1] for part in sets], of_agent))
+
     def record(self) -> dict[str, Any]:
-        """`n` and `exact_match` of `evaluation.json`; the gains are paired over rows, with 95 % intervals."""
+        """`n` and `exact_match` of `evaluation.json`; the gains are paired over all rows, with 95 % intervals."""
         *agents, crowd, vote = self.right.double()
-        means = [float(agent.mean()) for agent in agents]
+        means = [
+            float(agent[own].mean()) for agent, own in zip(agents, self.own or [slice(None)] * len(agents), strict=True)
+        ]
         best = agents[means.index(max(means))]
         return {
             "n": self.right.shape[1],

@@ -119,7 +119,7 @@ class Export:
         configs = [self.adapter.config] if self.adapter else saved.configs
         trained = ""
         if saved.run_config is not None:
-            names = parse_config(saved.run_config, "config.yaml").dataset_names
+            names = parse_config(saved.run_config, "config.yaml").all_dataset_names
             trained = f" for {saved.step} optimizer steps on `{', '.join(map(public_name, names))}`"
         return CardFacts(
             base=saved.base.name,

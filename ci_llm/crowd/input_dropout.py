@@ -29,7 +29,7 @@ class InputDropout:
         self._shares, self._keys = list(shares), keys
         self.micro_step: tuple[int, ...] | None = None
 
-    def apply(self, rows: Tensor, layer: str, first: int) -> Tensor:
+    def apply(self, rows: Tensor, layer: str, first: int, spans: Sequence[slice] | None = None) -> Tensor:
         """The rows after dropout.
 
         Args:
@@ -37,9 +37,13 @@ class InputDropout:
             layer: name of the layer; with step and agent it keys the draw, so that activation checkpointing draws the
                 same when it computes the layer again.
             first: index of the first of these agents.
+            spans: [K] the tokens of each agent in `rows` [1, N, in], if agents have rows of their own.
         """
         if self._keys is None:
             return nn.functional.dropout(rows, self._shares[0])
+        if spans is not None:
+            given = rows.detach()[0]
+            return rows * torch.cat([self._mask(given[span], layer, k) for k, span in enumerate(spans)])
         return rows * torch.stack([self._mask(own, layer, k) for k, own in enumerate(rows.detach(), first)])
 
     def _mask(self, like: Tensor, layer: str, agent: int) -> Tensor:

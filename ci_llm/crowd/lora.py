@@ -10,7 +10,7 @@ A [K, r, in], B [K, out, r], W [out, in].
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NoReturn
 
@@ -144,6 +144,8 @@ class AgentGroup:
         drops: whether they read their input after dropout.
         stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
         masks: DropConnect masks of the same shapes, or None.
+        tokens: where the tokens of the only agent lie in an input [1, N, in] of agents with rows of their own; None:
+            the input holds the same number for every agent.
     """
 
     first: int
@@ -152,16 +154,23 @@ class AgentGroup:
     drops: bool = False
     stacked: tuple[Tensor, Tensor] | None = None
     masks: tuple[Tensor, Tensor] | None = None
+    tokens: slice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of `tensor` [K, ...] that belongs to these agents."""
-        return tensor[self.first : self.end]
+        """The part of `tensor` [K, ...] that belongs to these agents, or that of [1, N, ...] with their tokens."""
+        return tensor[self.first : self.end] if self.tokens is None else tensor[:, self.tokens]
 
     def only(self, agent: int) -> AgentGroup:
         """The same for one of its agents, as the first and only one of a crowd."""
         part = slice(agent - self.first, agent - self.first + 1)
         stacked, masks = (pair and (pair[0][part], pair[1][part]) for pair in (self.stacked, self.masks))
         return replace(self, first=0, end=1, stacked=stacked, masks=masks)
+
+    def on(self, spans: Sequence[slice]) -> Iterator[AgentGroup]:
+        """Each of these agents by itself, if it has tokens in an input whose agents have rows of their own."""
+        for k in range(self.first, self.end):
+            if spans[k].start < spans[k].stop:
+                yield replace(self.only(k), first=k, end=k + 1, tokens=spans[k])
 
     def at_rest(self) -> AgentGroup:
         """The same without dropout and DropConnect."""
@@ -331,6 +340,8 @@ class StackedLoRALinear(nn.Module):
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
         active_agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
+        spans: [K] the tokens of each agent in an input in which every agent has rows of its own, one agent after the
+            other; None: all agents have the same rows.
     """
 
     def __init__(self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, name: str) -> None:
@@ -343,6 +354,7 @@ class StackedLoRALinear(nn.Module):
         self.lora_B = nn.ParameterDict()
         self.groups: tuple[AgentGroup, ...] = ()
         self.active_agent: int | None = None
+        self.spans: Sequence[slice] | None = None
 
     @property
     def weight(self) -> _WeightMetadata:
@@ -358,12 +370,15 @@ class StackedLoRALinear(nn.Module):
             # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
             first, agents = self.active_agent, 1
             groups = tuple(group.only(first) for group in groups if group.first <= first < group.end)
+        elif self.spans is not None:
+            agents, groups = 1, tuple(own for group in groups for own in group.on(self.spans))
         if not self.training:
             groups = tuple(group.at_rest() for group in groups)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         rows = x.to(dtype).reshape(agents, -1, self.in_features)
         drops = any(group.drops for group in groups)
-        dropped = self.dropout.apply(rows, self.name, first) if drops else None
+        self._require_all_tokens(rows)
+        dropped = self.dropout.apply(rows, self.name, first, self.spans) if drops else None
         y = self._apply_both(rows, dropped, groups, first)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -384,7 +399,16 @@ class StackedLoRALinear(nn.Module):
                 z = group.of(_input(group, x, dropped))
                 part = part + _LowRank.apply(z, group, *self._parameters_of(group, first))
             parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=int(self.spans is not None))
+
+    def _require_all_tokens(self, rows: Tensor) -> None:
+        """A layer that reads other tokens than all of them cannot tell whose they are."""
+        if self.spans is not None and rows.shape[1] != (tokens := max(span.stop for span in self.spans)):
+            raise ModelError(
+                f"{self.name} reads {rows.shape[1]} of {tokens} tokens: it is not known whose they are",
+                where="agents with rows of their own",
+                hint="name the layers to adapt by lora_target_modules, or let all agents train on the same rows",
+            )
 
     def _parameters_of(self, group: AgentGroup, first: int) -> list[Tensor]:
         names = [f"agent{k}" for k in range(first + group.first, first + group.end)]

@@ -9,15 +9,17 @@ Legend: K agents, S targets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ci_llm.crowd.diversity import TermInputs, find_form
-from ci_llm.crowd.model import CrowdOutput
+from ci_llm.crowd.model import AgentOutputs, CrowdOutput
 from ci_llm.crowd.row_weights import bootstrap_weights
-from ci_llm.data.batches import Batch
+from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,13 @@ class StepLoss:
         total: [] what the backward pass begins with.
         task: [K] cross-entropy of each agent, for the log.
         diversity: [] the diversity term times S, for the log.
+        targets: [K] the targets of each agent, if agents have rows of their own; empty: all have those of the batch.
     """
 
     total: Tensor
     task: Tensor
     diversity: Tensor
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,19 @@ class Objective:
     seed: int = 42
     bootstrap: tuple[tuple[int, int] | None, ...] = ()
 
-    def __call__(self, output: CrowdOutput, batch: Batch, step: int) -> StepLoss:
-        """The loss of one micro-batch.
+    def __call__(self, output: CrowdOutput | AgentOutputs, batch: Batch | AgentBatches, step: int) -> StepLoss:
+        """The loss of one micro-batch; where agents have rows of their own, what each has alone, added up.
 
         Args:
             step: the optimizer step, which keys the random directions.
 
         Raises:
-            BadInput: there is no such diversity form.
+            BadInput: there is no such diversity form, or it compares agents, and these have rows of their own.
         """
+        if isinstance(batch, AgentBatches):
+            assert isinstance(output, AgentOutputs)
+            return self._of_each(output, batch)
+        assert isinstance(output, CrowdOutput)
         log_probs, form = output.log_probs, find_form(self.diversity)
         task = -log_probs.sum(1)
         inputs = TermInputs(
@@ -79,12 +87,36 @@ class Objective:
         )
         with torch.set_grad_enabled(form.rewarded and torch.is_grad_enabled()):
             term = form.term(inputs)
-        total = self._weighted(log_probs, batch) if self.bootstrap else task.sum()
+        total = _weighted(log_probs, batch, self.bootstrap) if self.bootstrap else task.sum()
         if form.rewarded:
             total = total - self.weight * log_probs.shape[0] * term
         return StepLoss(total, task.detach(), term.detach())
 
-    def _weighted(self, log_probs: Tensor, batch: Batch) -> Tensor:
-        """[] the summed cross-entropy with every row's weight for every agent."""
-        weights = bootstrap_weights(self.bootstrap, batch.sample_ids).to(log_probs)
-        return -(log_probs * weights[:, batch.target_rows]).sum()
+    def _of_each(self, outputs: AgentOutputs, batches: AgentBatches) -> StepLoss:
+        if find_form(self.diversity).rewarded:
+            raise BadInput(
+                f"diversity {self.diversity} compares agents on the same rows",
+                where="agents with rows of their own",
+                hint="take diversity none",
+            )
+        tasks, totals = [], []
+        for k, (output, batch) in enumerate(zip(outputs.each, batches.each, strict=True)):
+            if output is None or batch is None:
+                tasks.append(torch.zeros(1, device=batches.present[0].targets.device))
+                continue
+            task, keys = -output.log_probs.sum(1), self.bootstrap[k : k + 1]
+            totals.append(_weighted(output.log_probs, batch, keys) if any(keys) else task.sum())
+            tasks.append(task.detach())
+        targets = tuple(0 if batch is None else batch.num_targets for batch in batches.each)
+        total = torch.stack(totals).sum()
+        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), targets)
+
+
+def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | None]) -> Tensor:
+    """[] the summed cross-entropy of agents [K, S] with every row's weight for every agent.
+
+    Args:
+        keys: see `Objective.bootstrap`.
+    """
+    weights = bootstrap_weights(keys, batch.sample_ids).to(log_probs)
+    return -(log_probs * weights[:, batch.target_rows]).sum()

@@ -10,8 +10,9 @@ Legend: K agents, S targets, V vocabulary, n rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,11 +35,14 @@ class Scores:
         right: [K+1, n] bool, exact match.
         nll: [K+1, n] fp64, nats summed over the targets of the row.
         tokens: [n] int64, targets of the row.
+        own: per agent the rows that score it, if agents are evaluated on rows of their own; empty: all rows. The crowd
+            is scored by all rows.
     """
 
     right: Tensor
     nll: Tensor
     tokens: Tensor
+    own: tuple[slice, ...] = ()
 
     @classmethod
     def joined(cls, parts: Iterable[Scores]) -> Scores:
@@ -50,18 +54,38 @@ class Scores:
             torch.cat([p.tokens for p in listed]),
         )
 
+    @classmethod
+    def of_sets(cls, sets: Sequence[Scores], of_agent: Sequence[int]) -> Scores:
+        """The rows of several sets, each of which scores the agents that it belongs to.
+
+        Args:
+            of_agent: the number of each agent's set.
+        """
+        together = cls.joined(sets)
+        return replace(together, own=own_rows([part.right.shape[1] for part in sets], of_agent))
+
     @property
     def exact_match(self) -> list[float]:
         """Share of rows that match: K agents, then the crowd."""
+        if self.own:
+            lines = zip(self.right, (*self.own, slice(None)), strict=True)
+            return [float(line[rows].double().mean()) for line, rows in lines]
         return self.right.double().mean(1).tolist()
 
     @property
     def mean_nll(self) -> list[float]:
         """Nats per target token: K agents, then the crowd."""
+        if self.own:
+            lines = zip(self.nll, (*self.own, slice(None)), strict=True)
+            return [float(line[rows].double()[None].sum(1) / self.tokens[rows].sum()) for line, rows in lines]
         return (self.nll.double().sum(1) / self.tokens.sum()).tolist()
 
+    def rows(self, chosen: slice) -> Scores:
+        """Some of the rows, by which everybody is scored."""
+        return Scores(self.right[:, chosen], self.nll[:, chosen], self.tokens[chosen])
+
     def gain(self, over: str) -> dict[str, float | None]:
-        """The crowd's exact match minus that of the agents' mean or of the best agent, paired over rows.
+        """The crowd's exact match minus that of the agents' mean or of the best agent, paired over all rows.
 
         Args:
             over: "mean" or "best". The best agent is chosen on these same rows, which favours the agent.
@@ -73,6 +97,12 @@ class Scores:
         agents = right[:-1]
         other = agents.mean(0) if over == "mean" else agents[int(agents.mean(1).argmax())]
         return paired_gain(right[-1], other)
+
+
+def own_rows(counts: Sequence[int], of_agent: Sequence[int]) -> tuple[slice, ...]:
+    """Per agent the rows of its set, where sets of so many rows follow one another."""
+    ends = [*accumulate(counts)]
+    return tuple(slice(ends[number] - counts[number], ends[number]) for number in of_agent)
 
 
 def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:

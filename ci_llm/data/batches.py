@@ -7,9 +7,9 @@ micro-batch is made, never which one it is.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ci_llm.data.order import Plan, share
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.interrupts import ignore_signals
 
 
@@ -34,6 +34,13 @@ class PackableRows(Protocol):
     """A data set of tokenised rows, the same row for the same number in every process."""
 
     def __getitem__(self, number: int, /) -> Packable: ...
+
+
+class RowsOfEach(Protocol):
+    """Agents with data sets of their own."""
+
+    @property
+    def each(self) -> Sequence[PackableRows]: ...
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,55 @@ class Batch:
         return ((name, value) for name, value in values if isinstance(value, Tensor))
 
 
+@dataclass(frozen=True)
+class AgentBatches:
+    """One micro-batch of agents that have rows of their own.
+
+    Attributes:
+        each: K micro-batches, ragged: agents may have other numbers of rows and tokens; None for an agent that has no
+            row in it.
+    """
+
+    each: tuple[Batch | None, ...]
+
+    @property
+    def present(self) -> list[Batch]:
+        """The micro-batches of the agents that have one."""
+        return [batch for batch in self.each if batch is not None]
+
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        """The rows of one agent after the other, by the numbers of its own data set."""
+        return tuple(row for batch in self.present for row in batch.sample_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the agent that has the most: a bound on micro-batches is one per agent."""
+        return max(batch.num_rows for batch in self.present)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all agents together."""
+        return sum(batch.num_tokens for batch in self.present)
+
+    @property
+    def num_targets(self) -> int:
+        """Of all agents together."""
+        return sum(batch.num_targets for batch in self.present)
+
+    def to(self, device: torch.device | str) -> AgentBatches:
+        """The batches on `device`; from pinned memory the copies do not wait."""
+        return AgentBatches(tuple(batch and batch.to(device) for batch in self.each))
+
+    def pinned(self) -> AgentBatches:
+        """The batches in page-locked memory."""
+        return AgentBatches(tuple(batch and batch.pinned() for batch in self.each))
+
+
+#: What one micro-step trains on.
+MicroBatch = Batch | AgentBatches
+
+
 def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
     """Lay the rows end to end.
 
@@ -133,23 +189,48 @@ def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, 
     return inputs, index
 
 
+#: The rows of one micro-batch, and their numbers. Loader workers hand over arrays and not tensors: tensors would travel
+#: through shared memory, of which containers give 64 MB, and one file descriptor each.
+_Found = tuple[list[Packable], list[int]]
+
+
 @dataclass(frozen=True)
-class _Steps:
-    """Step number -> the rows of this process's micro-batches of that step; what the loader's workers hold.
+class _Deal:
+    """Which part of a step is whose."""
 
-    Workers hand over arrays and not tensors: tensors would travel through shared memory, of which containers
-    give 64 MB, and one file descriptor each.
-    """
-
-    dataset: PackableRows
-    plan: Plan
     process_index: int
     num_processes: int
     micro_batch_size: int
 
-    def __getitem__(self, step: int) -> tuple[int, list[tuple[list[Packable], list[int]]]]:
-        shares = share(self.plan.rows(step), self.process_index, self.num_processes, self.micro_batch_size)
-        return step, [([self.dataset[row] for row in rows], rows) for rows in shares]
+    def of(self, dataset: PackableRows, plan: Plan, step: int) -> list[_Found]:
+        """The rows of this process's micro-batches of the step."""
+        parts = plan.dealt(step, self.process_index, self.num_processes, self.micro_batch_size)
+        return [([dataset[row] for row in rows], rows) for rows in parts]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Step number -> the rows of this process's micro-batches of that step; what the loader's workers hold."""
+
+    dataset: PackableRows
+    plan: Plan
+    deal: _Deal
+
+    def __getitem__(self, step: int) -> tuple[int, list[_Found]]:
+        return step, self.deal.of(self.dataset, self.plan, step)
+
+
+@dataclass(frozen=True)
+class _StepsOfAgents:
+    """The same for agents with rows of their own: a micro-batch has those of every agent, None where one has none."""
+
+    dataset: RowsOfEach
+    plans: AgentPlans
+    deal: _Deal
+
+    def __getitem__(self, step: int) -> tuple[int, list[tuple[_Found | None, ...]]]:
+        agents = zip(self.dataset.each, self.plans.each, strict=True)
+        return step, [*zip_longest(*(self.deal.of(rows, plan, step) for rows, plan in agents))]
 
 
 def _as_is(item: Any) -> Any:
@@ -157,8 +238,8 @@ def _as_is(item: Any) -> Any:
 
 
 def stream(
-    dataset: PackableRows,
-    plan: Plan,
+    dataset: PackableRows | RowsOfEach,
+    plan: Plan | AgentPlans,
     start_step: int,
     stop_step: int,
     *,
@@ -167,7 +248,7 @@ def stream(
     micro_batch_size: int,
     num_workers: int,
     pin_memory: bool,
-) -> Generator[tuple[int, list[Batch]], None, None]:
+) -> Generator[tuple[int, list[Any]], None, None]:
     """Yield (step, this process's micro-batches of that step) for start_step <= step < stop_step.
 
     Order and content do not depend on `num_workers`, and a stream from step s is the tail of any longer one.
@@ -175,9 +256,14 @@ def stream(
     `next`, so that a caller can have them forked before it starts threads; they ignore the signals that stop
     or save a run, and end with the stream or when it is closed. No random number is drawn from the global
     generators.
+
+    Args:
+        plan: of all agents together, or `AgentPlans`: `dataset` then has rows of each agent, and the stream yields
+            `AgentBatches`.
     """
+    kind: Any = _Steps if isinstance(plan, Plan) else _StepsOfAgents
     loader: DataLoader[Any] = DataLoader(
-        _Steps(dataset, plan, process_index, num_processes, micro_batch_size),  # type: ignore[arg-type]
+        kind(dataset, plan, _Deal(process_index, num_processes, micro_batch_size)),
         batch_size=None,
         sampler=range(start_step, stop_step),
         num_workers=num_workers,
@@ -185,12 +271,16 @@ def stream(
         worker_init_fn=ignore_signals,
         generator=torch.Generator(),
     )
-    return _packed(iter(loader), pin_memory)
+    return _packed(iter(loader), pin_memory, pack if isinstance(plan, Plan) else _pack_each)
 
 
 def _packed(
-    steps: Iterator[tuple[int, list[tuple[list[Packable], list[int]]]]], pin_memory: bool
-) -> Generator[tuple[int, list[Batch]], None, None]:
+    steps: Iterator[tuple[int, list[Any]]], pin_memory: bool, packed: Callable[..., MicroBatch]
+) -> Generator[tuple[int, list[Any]], None, None]:
     for step, micro_batches in steps:
-        batches = [pack(examples, rows) for examples, rows in micro_batches]
+        batches = [packed(*found) for found in micro_batches]
         yield step, [batch.pinned() for batch in batches] if pin_memory else batches
+
+
+def _pack_each(*found: _Found | None) -> AgentBatches:
+    return AgentBatches(tuple(None if own is None else pack(*own) for own in found))

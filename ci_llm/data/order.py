@@ -88,11 +88,33 @@ class Plan:
         return -(-self.num_rows // self.global_batch_size)
 
     def rows(self, step: int) -> list[int]:
-        """Dataset rows of the 0-based optimizer step `step`, in the order in which they are dealt out."""
+        """Dataset rows of the 0-based optimizer step `step`, in the order in which they are dealt out.
+
+        Each costs a permutation: `num_rows_of` counts them, and `dealt` finds those of one process, for less.
+        """
+        epoch, positions = self._positions(step)
+        return self._at(positions, epoch)
+
+    def num_rows_of(self, step: int) -> int:
+        """How many rows the 0-based step takes."""
+        return len(self._positions(step)[1])
+
+    def dealt(self, step: int, process_index: int, num_processes: int, micro_batch_size: int) -> list[list[int]]:
+        """The rows of one process's micro-batches of the step: `share` of `rows(step)`, of which only these are found.
+
+        So a process does the same work however many there are.
+        """
+        epoch, positions = self._positions(step)
+        return [self._at(part, epoch) for part in share(positions, process_index, num_processes, micro_batch_size)]
+
+    def _positions(self, step: int) -> tuple[int, range]:
+        """(epoch of the step, its positions in the shuffled epoch)."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.global_batch_size
-        stop = min(start + self.global_batch_size, self.num_rows)
-        return [permute(at, self.num_rows, seed=self.seed, epoch=epoch) for at in range(start, stop)]
+        return epoch, range(start, min(start + self.global_batch_size, self.num_rows))
+
+    def _at(self, positions: Sequence[int], epoch: int) -> list[int]:
+        return [permute(at, self.num_rows, seed=self.seed, epoch=epoch) for at in positions]
 
     def samples_seen(self, step: int) -> int:
         """Rows trained on, all processes together, when `step` optimizer steps are done."""
@@ -102,6 +124,36 @@ class Plan:
     def epoch(self, step: int) -> float:
         """Epochs done when `step` optimizer steps are done: 0.0 at the start, 1.0 after `steps_per_epoch`."""
         return self.samples_seen(step) / self.num_rows
+
+
+@dataclass(frozen=True)
+class AgentPlans:
+    """The plans of agents that have rows or an order of their own: step s of a run is step s of each of them.
+
+    The agents take their steps together, and each has its own epochs: one with fewer rows begins more of them.
+
+    Attributes:
+        each: the plan of every agent.
+    """
+
+    each: tuple[Plan, ...]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Of the agent with the most rows."""
+        return max(plan.steps_per_epoch for plan in self.each)
+
+    def rows(self, step: int) -> list[int]:
+        """The rows of every agent, one agent after the other; a number is one of the agent's own data set."""
+        return [row for plan in self.each for row in plan.rows(step)]
+
+    def num_rows_of(self, step: int) -> int:
+        """How many rows all agents take together."""
+        return sum(plan.num_rows_of(step) for plan in self.each)
+
+    def epoch(self, step: int) -> float:
+        """Epochs done by the agent with the most rows, which has done the fewest."""
+        return min(plan.epoch(step) for plan in self.each)
 
 
 def share(rows: Sequence[int], process_index: int, num_processes: int, micro_batch_size: int) -> list[list[int]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import datasets
 from datasets import Dataset
 
 from ci_llm.config import Config
+from ci_llm.config.own_keys import ROWS_KEYS
 from ci_llm.data.columns import NamedColumns, form_of_columns
 from ci_llm.data.files import EVAL_SPLITS, Splits, empty, is_on_hub, open_splits
 from ci_llm.data.mixture import mix
@@ -21,7 +22,7 @@ HELD_OUT_AT_MOST = 400
 
 
 def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
-    """The rows to train on, or the rows to evaluate on, with their columns recognised.
+    """The rows to train on, or the rows to evaluate on, with their columns recognised; those of all agents together.
 
     Evaluation takes `eval_dataset_name` or `eval_split`. By default it takes the split test or validation if there
     is one, and otherwise rows that training leaves out, the same rows on every call.
@@ -29,13 +30,39 @@ def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
     Raises:
         DataError: there is no such data set or split, it is empty, or no column can be used.
     """
-    if split == "train":
-        parts = [_training_rows(config, name) for name in config.dataset_names]
-        return parts[0] if len(parts) == 1 else mix(parts, config.dataset_weights, config.seed)
-    if config.eval_dataset_names:
-        parts = [_validation_rows(config, name) for name in config.eval_dataset_names]
-    else:
-        parts = [_evaluation_rows(config, name) for name in config.dataset_names]
+    different = {id(rows): rows for rows in load_rows_of_each(config, split)}
+    return _joined([*different.values()], config)
+
+
+def load_rows_of_each(config: Config, split: Literal["train", "eval"]) -> list[Rows]:
+    """The rows of every agent; those of agents that share a data set are one object.
+
+    `eval_dataset_name` is the same for all agents. Without it an agent is evaluated on rows of its own data set.
+
+    Raises:
+        DataError: see `load_rows`.
+    """
+    if split == "eval" and config.eval_dataset_names:
+        return [
+            _joined([_validation_rows(config, name) for name in config.eval_dataset_names], config)
+        ] * config.num_agents
+    known: dict[Hashable, Rows] = {}
+    each = [(tuple(getattr(own, key) for key in ROWS_KEYS), own) for own in config.rows_of_each]
+    for key, own in each:
+        if key not in known:
+            known[key] = _rows_of(own, split)
+    return [known[key] for key, _ in each]
+
+
+def _rows_of(config: Config, split: Literal["train", "eval"]) -> Rows:
+    """The rows of a configuration without own data sets of agents."""
+    if split == "eval":
+        return _joined([_evaluation_rows(config, name) for name in config.dataset_names], config)
+    parts = [_training_rows(config, name) for name in config.dataset_names]
+    return parts[0] if len(parts) == 1 else mix(parts, config.dataset_weights, config.seed)
+
+
+def _joined(parts: Sequence[Rows], config: Config) -> Rows:
     return parts[0] if len(parts) == 1 else mix(parts, None, config.seed)
 
 
@@ -98,7 +125,7 @@ def _evaluation_rows(config: Config, name: str) -> Rows:
         where = f"{_where(name, config.dataset_split)}, held out"
         return _selected(config, training, where, *_spread_evenly(config, held_out))
     split = _eval_split(config, splits) or config.dataset_split
-    return _whole_split(config, splits, name, split, trained_on=split == config.dataset_split)
+    return _whole_split(config, splits, name, split, [config] if split == config.dataset_split else [])
 
 
 def _validation_rows(config: Config, name: str) -> Rows:
@@ -106,16 +133,20 @@ def _validation_rows(config: Config, name: str) -> Rows:
     splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
     known = [config.eval_split] if config.eval_split else [*EVAL_SPLITS, config.dataset_split, *splits]
     split = next((each for each in known if each in splits), known[0])
-    trained_on = name in config.dataset_names and split == config.dataset_split
-    return _whole_split(config, splits, name, split, trained_on=trained_on)
+    trained = [own for own in config.rows_of_each if name in own.dataset_names and split == own.dataset_split]
+    return _whole_split(config, splits, name, split, trained)
 
 
-def _whole_split(config: Config, splits: Splits, name: str, split: str, *, trained_on: bool) -> Rows:
-    """Rows of a split to evaluate on, of which nothing is held out."""
+def _whole_split(config: Config, splits: Splits, name: str, split: str, trained: Sequence[Config]) -> Rows:
+    """Rows of a split to evaluate on, of which nothing is held out.
+
+    Args:
+        trained: the configurations by which the same split is trained on.
+    """
     data = _split(splits, split, "eval_split", name)
     numbers, notes = _spread_evenly(config, range(len(data)))
-    limit = len(data) if config.max_train_samples is None else config.max_train_samples
-    count = sum(number < limit for number in numbers) if trained_on else 0
+    limits = [len(data) if own.max_train_samples is None else own.max_train_samples for own in trained]
+    count = sum(number < max(limits, default=0) for number in numbers)
     return _selected(config, data, _where(name, split), numbers, notes).evaluated_although_trained_on(count)
 
 

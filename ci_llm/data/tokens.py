@@ -6,6 +6,7 @@ comes before it. Rows too long are cut at the end; rows with nothing left to lea
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.core.durable import make_folders, write_parts
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.encoder import Example as Example
 from ci_llm.data.rows import Row, Rows
@@ -28,9 +29,11 @@ from ci_llm.errors import DataError
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 2
+FORMAT = 3
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.bool_())), ("row", pa.int64())])
 ROWS_PER_CHUNK = 1000
+#: Of the last record batch: its metadata say what was found in all rows.
+FACTS = b"ci_llm"
 SHOWN_CHARACTERS = 1000
 
 
@@ -97,12 +100,17 @@ class TokenizedRows:
 
     @cached_property
     def _table(self) -> Any:
-        return pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+        return self._file.read_all()
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads(self._table.schema.metadata[b"ci_llm"])
+        _, metadata = self._file.get_batch_with_custom_metadata(self._file.num_record_batches - 1)
+        facts: dict[str, Any] = json.loads(metadata[FACTS])
         return facts
+
+    @cached_property
+    def _file(self) -> Any:
+        return pa.ipc.open_file(pa.memory_map(str(self.path)))
 
 
 def tokenize(
@@ -132,7 +140,7 @@ def tokenize(
     path = cache_folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     with main_first or nullcontext():
         if not path.exists():
-            _write(path, _table(rows, encoder, max_seq_length))
+            _write(path, rows, encoder, max_seq_length)
     return TokenizedRows(rows, path)
 
 
@@ -144,13 +152,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(xxhash.xxh3_128_hexdigest(whole.encode()))
 
 
-def _write(path: Path, table: Any) -> None:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+def _write(path: Path, rows: Rows, encoder: Encoder, max_seq_length: int) -> None:
+    tally = Tally(max_seq_length)
+    kept = tally.kept(rows, encoder)
+    first = next(kept, None)
+    if first is None:
+        raise tally.nothing_left(rows)
     try:
         make_folders(path.parent)
-        write_bytes(path, memoryview(sink.getvalue()))
+        write_parts(path, _arrow_file(_batches(rows, encoder, tally, first, kept)))
     except OSError as error:
         raise DataError(
             f"The tokenised rows cannot be kept: {error.strerror}.",
@@ -159,21 +169,54 @@ def _write(path: Path, table: Any) -> None:
         ) from error
 
 
-def _table(rows: Rows, encoder: Encoder, max_seq_length: int) -> Any:
-    tally = Tally(max_seq_length)
-    kept = tally.kept(rows, encoder)
-    first = next(kept, None)
-    if first is None:
-        raise tally.nothing_left(rows)
+class _Written(io.RawIOBase):
+    """A file for Arrow to write to. `take` gives what was written since the last call, so memory holds no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        self._parts.append(bytes(data))
+        self._size += len(self._parts[-1])
+        return len(self._parts[-1])
+
+    def take(self) -> list[bytes]:
+        taken, self._parts = self._parts, []
+        return taken
+
+
+def _arrow_file(batches: Iterator[tuple[Any, dict[bytes, str] | None]]) -> Iterator[bytes]:
+    """The bytes of an Arrow file of record batches with their metadata."""
+    written = _Written()
+    with pa.ipc.new_file(written, SCHEMA) as writer:
+        for batch, metadata in batches:
+            writer.write_batch(batch, custom_metadata=metadata)
+            yield from written.take()
+    yield from written.take()
+
+
+def _batches(
+    rows: Rows, encoder: Encoder, tally: Tally, first: tuple[int, Example], rest: Iterator[tuple[int, Example]]
+) -> Iterator[tuple[Any, dict[bytes, str] | None]]:
+    """Batches of rows, and last an empty one with what is known only when all rows are tokenised."""
     digest = xxhash.xxh3_128()
-    chunks = list(_chunks(chain([first], kept), digest))
+    for chunk in _chunks(chain([first], rest), digest):
+        yield chunk, None
     lines = [
         encoder.describe(rows[first[0]]),
         *tally.lines(),
         f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
     ]
-    facts = json.dumps({"fingerprint": digest.hexdigest(), "lines": lines, "warnings": [*tally.warnings()]})
-    return pa.Table.from_batches(chunks).replace_schema_metadata({"ci_llm": facts})
+    facts = {"fingerprint": digest.hexdigest(), "lines": lines, "warnings": [*tally.warnings()]}
+    yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
 
 
 def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
+from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.rows import Rows
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
@@ -80,10 +82,10 @@ class CheckContext:
     scratch: Path = field(init=False)  # disk; on all processes: accelerate
     processes: Processes = field(init=False)  # port
     shape: Shape = field(init=False)  # architecture
-    rows: Rows | None = None  # data
-    eval_rows: Rows = field(init=False)  # data
-    examples: TokenizedRows = field(init=False)  # template
-    eval_examples: TokenizedRows = field(init=False)  # template
+    rows: Sequence[Rows] = ()  # of every agent; data
+    eval_rows: Sequence[Rows] = field(init=False)  # of every agent; data
+    examples: Sequence[TokenizedRows] = field(init=False)  # of every agent; template
+    eval_examples: EvaluationRows = field(init=False)  # template
     lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
     uses_stand_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
@@ -109,6 +111,16 @@ class CheckContext:
         """The effective batch of the real run."""
         c = self.config
         return c.global_batch_size or c.batch_size * self.processes.count * c.gradient_accumulation_steps
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Rows to train on: of all agents, or of each that has its own. Those that are left out later count."""
+        return [len(rows) for rows in (self.rows if self.config.has_own_rows else self.rows[:1])]
+
+    @property
+    def num_eval_rows(self) -> int:
+        """Rows of an evaluation."""
+        return sum(len(rows) for rows in {id(rows): rows for rows in self.eval_rows}.values())
 
     @property
     def micro_batch(self) -> int:

@@ -49,9 +49,9 @@ def _number_of_saves(context: CheckContext) -> int:
 
 def _total_steps(context: CheckContext) -> int | None:
     """Optimizer steps of the real run; None if epochs decide and the rows are not known."""
-    if context.rows is None:
+    if not context.rows:
         return context.config.max_train_steps
-    return plan_ahead(context.config, len(context.rows), context.rows_per_step)[1]
+    return plan_ahead(context.config, context.num_rows, context.rows_per_step)[1]
 
 
 def time_needed(context: CheckContext) -> str:
@@ -73,10 +73,11 @@ def time_needed(context: CheckContext) -> str:
 def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     """(seconds of one optimizer step, how that is known)."""
     found = context.trace
-    rows = min(context.rows_per_step, len(context.rows)) if context.rows else context.rows_per_step
-    tokens = rows * context.lengths.mean
-    if context.measured.tokens_per_s:
-        return tokens / context.measured.tokens_per_s, "measured"
+    per_step = context.rows_per_step
+    of_each = [min(per_step, number) for number in context.num_rows] if context.rows else [per_step]
+    if context.measured.tokens_per_s:  # those of each agent count, if each has its own
+        return sum(of_each) * context.lengths.mean / context.measured.tokens_per_s, "measured"
+    tokens = max(of_each) * context.lengths.mean
     if found is None:
         return None, "this architecture cannot be traced"
     flops = found.flops * tokens / (context.micro_batch * context.longest_tokens)
@@ -101,10 +102,10 @@ def _flops_per_s(context: CheckContext) -> float:
 def _evaluation_seconds(context: CheckContext, steps: int) -> float:
     """Seconds of all evaluations at most: answers may end early."""
     config, measured = context.config, context.measured
-    if context.rows is None:
+    if not context.rows:
         return 0.0
     times = 1 + ((steps - 1) // config.eval_steps if config.eval_steps else 0)
-    rows = len(context.eval_rows)
+    rows = context.num_eval_rows
     rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * context.processes.count))
     answering = rounds * config.max_new_tokens_eval * measured.token_generated_s
     return times * rows * measured.row_evaluated_s + answering

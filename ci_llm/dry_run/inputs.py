@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import require_positions
+from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.encoder import Example
 from ci_llm.data.rows import Rows
-from ci_llm.data.sources import load_rows
+from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.dry_run.architecture import find_shape
 from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext, Lengths
@@ -37,27 +39,37 @@ def architecture(context: CheckContext) -> str:
 
 def data(context: CheckContext) -> str:
     """The data set is there, has columns that can be used, and rows to train on and to evaluate on."""
-    context.rows = load_rows(context.config, "train")
-    context.eval_rows = load_rows(context.config, "eval")
-    return f"{context.rows.description[0]}; {len(context.eval_rows)} to evaluate on"
+    context.rows = load_rows_of_each(context.config, "train")
+    context.eval_rows = load_rows_of_each(context.config, "eval")
+    found = dict.fromkeys(rows.description[0] for rows in context.rows)
+    return f"{'; '.join(found)}; {context.num_eval_rows} to evaluate on"
 
 
 def template(context: CheckContext) -> str:
     """Rows become tokens, and the learned part of them is found under the chat template in force."""
-    assert context.rows is not None
     tokenizer = _tokenizer(context)
     if not context.shape.offline:
         use_chat_template(tokenizer, context.config.chat_template)
     wanted = max(SAMPLED_ROWS, TOY_STEPS * context.toy_batch * context.processes.count)
-    context.examples = tokenized(context, context.rows, tokenizer, wanted)
-    context.eval_examples = tokenized(context, context.eval_rows, tokenizer, TOY_EVAL_ROWS * context.processes.count)
-    source, *lines = context.examples.description[len(context.rows.description) :]
+    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.count)
+    if not context.shape.offline:
+        context.lengths = _lengths(context.examples)
+    different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
+    return "\n".join(line for found in different.values() for line in _told(context, wanted, *found))
+
+
+def _told(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
+    """What became of the rows of one data set."""
+    source, *lines = examples.description[len(rows.description) :]
     if context.shape.offline:
         source = "tokens of the embedded base, as the base's own tokenizer is not at hand"
-    else:
-        context.lengths = lengths_of([context.examples[number] for number in range(len(context.examples))])
-    number = wanted if wanted < len(context.rows) else "all"
-    return "\n".join([f"{source}; of {number} rows:", *lines, *context.examples.warnings])
+    number = wanted if wanted < len(rows) else "all"
+    return [f"{source}; of {number} rows:", *lines, *examples.warnings]
+
+
+def _lengths(each: Sequence[TokenizedRows]) -> Lengths:
+    different = {id(examples): examples for examples in each}.values()
+    return lengths_of([examples[number] for examples in different for number in range(len(examples))])
 
 
 def lengths_of(sampled: Sequence[Example]) -> Lengths:
@@ -80,6 +92,23 @@ def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
             where=f"model_name: {name}",
             hint="put tokenizer.json and tokenizer_config.json beside config.json",
         ) from error
+
+
+def tokenize_samples(
+    context: CheckContext,
+    tokenizer: PreTrainedTokenizerBase,
+    number: int,
+    number_evaluated: int,
+    max_seq_length: int | None = None,
+) -> None:
+    """Tokenise some rows of every agent, to train on and to evaluate on."""
+
+    def tokens(rows: Rows, number: int) -> TokenizedRows:
+        return tokenized(context, rows, tokenizer, number, max_seq_length)
+
+    context.examples = once_each(context.rows, partial(tokens, number=number))
+    evaluated = once_each(context.eval_rows, partial(tokens, number=number_evaluated))
+    context.eval_examples = EvaluationRows.of(evaluated)
 
 
 def tokenized(

@@ -19,10 +19,11 @@ from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.base import Base, load_base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
+from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext
-from ci_llm.dry_run.inputs import tokenized
+from ci_llm.dry_run.inputs import tokenize_samples
 from ci_llm.dry_run.report import count, duration, size
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
@@ -31,7 +32,7 @@ from ci_llm.run.context import Run
 from ci_llm.run.job import conclude, contents, save
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.resume import newest_source
-from ci_llm.run.setup import build_crowd, join, set_determinism
+from ci_llm.run.setup import build_crowd, join, set_determinism, training_rows
 
 TERMINATED = "signal:SIGTERM"
 GENERATED_TOKENS = 8
@@ -48,7 +49,7 @@ def model(context: CheckContext) -> str:
     config = context.toy_config()
     manager, log = context.open_run_folder(config)
     crowd = build_crowd(config, base)
-    crowd.prompter = Prompter(base.tokenizer, form_of(context.examples.rows))
+    crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
     run = context.run = join(
         config,
         context.processes,
@@ -57,7 +58,7 @@ def model(context: CheckContext) -> str:
         log,
         base,
         crowd,
-        context.examples,
+        training_rows(config, context.examples),
         context.eval_examples,
     )
     run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
@@ -77,10 +78,7 @@ def _base(context: CheckContext) -> tuple[Base, str]:
                 raise
     context.uses_stand_in = True
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
-    assert context.rows is not None
-    length = min(config.max_seq_length, 512)
-    context.examples = tokenized(context, context.rows, tokenizer, SAMPLED_ROWS, length)
-    context.eval_examples = tokenized(context, context.eval_rows, tokenizer, TOY_EVAL_ROWS, length)
+    tokenize_samples(context, tokenizer, SAMPLED_ROWS, TOY_EVAL_ROWS, min(config.max_seq_length, 512))
     remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
     return load_base("embedded", config.model_dtype, device, config.quantization), remark
 
@@ -192,7 +190,8 @@ def _terminated(context: CheckContext, batches: Batches) -> Batches:
 def diversity(context: CheckContext) -> str:
     """The diversity term is zero for agents that are alike, positive for others, and has a finite gradient."""
     run = context.run
-    rows = [run.rows[number] for number in range(min(2, len(run.rows)))]
+    examples = first_rows(run.rows)
+    rows = [examples[number] for number in range(min(2, len(examples)))]
     batch = pack(rows, range(len(rows))).to(run.crowd.device)
     kept = run.crowd.agents.weights.clone()
     generator = generator_for(run.config.seed, "dry run")
@@ -227,8 +226,9 @@ def generation(context: CheckContext) -> str:
     """The crowd writes, with its cache, the tokens that full passes of all agents and their aggregate choose."""
     run = context.run
     assert run.crowd.prompter is not None
-    examples = [run.rows[number] for number in range(min(2, len(run.rows)))]
-    prompts = [example.input_ids[: last_answer(example).start].tolist() for example in examples]
+    examples = first_rows(run.rows)
+    asked = [examples[number] for number in range(min(2, len(examples)))]
+    prompts = [example.input_ids[: last_answer(example).start].tolist() for example in asked]
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator=run.config.aggregator)
     with run.processes.autocast():
         start = time.monotonic()

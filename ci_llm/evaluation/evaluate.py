@@ -310,7 +310,7 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
 
 def _record(job: _Job, step: int, scores: Scores, right: AnswerScores | None) -> dict[str, Any]:
     config = job.config
-    task = job.request.choice.data or config.dataset_name
+    task = job.request.choice.data or config.task
     forced = evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
     record = {**merge_records(forced, right), "step": step}
     if right is not None:

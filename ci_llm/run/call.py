@@ -53,7 +53,7 @@ def train(
     ) as interrupts:
         if not launch.forwards_sigterm:
             die_with_parent(next(iter(read.config.stop_signals), "SIGTERM"))
-        names = read.config.model_name, *read.config.dataset_names, *read.config.eval_dataset_names
+        names = read.config.model_name, *read.config.all_dataset_names, *read.config.eval_dataset_names
         unreachable = go_offline_if_unreachable(*names)
         offline = [f"the hub is unreachable, only its local cache is used ({unreachable})"] if unreachable else []
         set_library_defaults()

@@ -16,8 +16,8 @@ from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.order import Plan
-from ci_llm.data.tokens import TokenizedRows
+from ci_llm.data.agent_rows import EvaluationRows, TrainingRows
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
@@ -54,15 +54,15 @@ class Run:
     crowd: Crowd
     objective: Objective
     optimizer: torch.optim.Optimizer
-    rows: TokenizedRows
-    eval_rows: TokenizedRows
+    rows: TrainingRows
+    eval_rows: EvaluationRows
     processes: Processes
     interrupts: Interrupts
     manager: CheckpointManager
     log: RunLog
     status: RunStatus
     state: TrainState
-    plan: Plan
+    plan: Plan | AgentPlans
     total_steps: int
     learning_rates: Sequence[Callable[[int], float]]
     max_grad_norms: Sequence[float | None]

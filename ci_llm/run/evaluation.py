@@ -13,6 +13,7 @@ from ci_llm.core.work import working
 from ci_llm.crowd.answer_scores import AnswerScores, Questions, Solved, score_answers
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores, score
+from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.run.out_of_memory import MemoryRelief, unless_out_of_memory
@@ -29,12 +30,15 @@ class Evaluator:
     """Scores agents and crowd; each process takes its share of the rows.
 
     Args:
-        rows: of the evaluation.
+        rows: of the evaluation. Where agents have sets of their own, all answer each set, batch by batch as the agents
+            would alone whose set it is; the sets then score these agents, and all of them the crowd.
         vote: asks before each batch whether the run shall stop.
         memory: decides what is done when a batch does not fit.
     """
 
-    def __init__(self, config: Config, crowd: Crowd, rows: TokenizedRows, vote: StopVote, memory: MemoryRelief) -> None:
+    def __init__(
+        self, config: Config, crowd: Crowd, rows: EvaluationRows, vote: StopVote, memory: MemoryRelief
+    ) -> None:
         self._config, self._crowd, self._rows = config, crowd, rows
         self._vote, self._memory = vote, memory
 
@@ -49,20 +53,36 @@ class Evaluator:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
 
+        sets = []
+        for rows in self._rows.sets:
+            if (found := self._scores_on(rows, step, micro_batch_size)) is None:
+                return None
+            sets.append(found)
+        return sets[0] if self._rows.are_common else Scores.of_sets(sets, self._rows.of_agent)
+
+    def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
         def work(rounds: Rounds) -> Scores | None:
-            batches = (pack([self._rows[i] for i in part], part) for part in rounds.batches)
+            batches = (pack([rows[i] for i in part], part) for part in rounds.batches)
             return score(self._crowd, batches, self._config.aggregator, stop=rounds.stop_requested_here)
 
-        found = self._on_all_processes("score", step, len(self._rows), 4 * micro_batch_size, work)
+        found = self._on_all_processes("score", step, len(rows), 4 * micro_batch_size, work)
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
-        """Scores of generated answers; None if the rows ask nothing, or a stop was asked for. A collective.
+        """Scores of generated answers; None if any set of rows asks nothing, or a stop was asked for. A collective.
 
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        asked = self._questions(self._config.generation_eval_samples)
+        sets = []
+        for rows in self._rows.sets:
+            if (found := self._answers_on(rows, step, micro_batch_size)) is None:
+                return None
+            sets.append(found)
+        return sets[0] if self._rows.are_common else AnswerScores.of_sets(sets, self._rows.of_agent)
+
+    def _answers_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> AnswerScores | None:
+        asked = self._questions(rows, self._config.generation_eval_samples)
         if not len(asked):
             return None
         logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
@@ -81,11 +101,11 @@ class Evaluator:
 
     @cached_property
     def _example_asked(self) -> Questions:
-        return self._questions(min(1, self._config.generation_eval_samples))
+        return self._questions(self._rows.sets[0], min(1, self._config.generation_eval_samples))
 
-    def _questions(self, count: int) -> Questions:
+    def _questions(self, rows: TokenizedRows, count: int) -> Questions:
         assert self._crowd.prompter is not None
-        return Questions.of(self._rows, self._crowd.prompter, self._crowd, count, self._config.max_seq_length)
+        return Questions.of(rows, self._crowd.prompter, self._crowd, count, self._config.max_seq_length)
 
     def _score_answers(self, asked: Questions, step: int, batch_size: int) -> AnswerScores | None:
         config, prompter = self._config, self._crowd.prompter
@@ -171,3 +191,25 @@ def result_metrics(record: Mapping[str, Any]) -> dict[str, float]:
         named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
         metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
     return metrics
+
+
+def sets_record(scores: Scores, rows: EvaluationRows) -> dict[str, Any]:
+    """`sets` of evaluation.json, where agents have sets of their own: how every agent does on each of them."""
+    if rows.are_common:
+        return {}
+    records, start = [], 0
+    for number, evaluated in enumerate(rows.sets):
+        part = scores.rows(slice(start, start := start + len(evaluated)))
+        *agents, crowd = part.exact_match
+        *agents_nll, crowd_nll = part.mean_nll
+        records.append(
+            {
+                "rows": evaluated.rows.where,
+                "n": len(evaluated),
+                "rows_trained_on": evaluated.rows.trained_on,
+                "agents": [k for k, own in enumerate(rows.of_agent) if own == number],
+                "exact_match": {"agents": agents, "crowd": crowd},
+                "nll": {"agents": agents_nll, "crowd": crowd_nll},
+            }
+        )
+    return {"sets": records}

@@ -50,11 +50,11 @@ class Interval:
         self._tokens += tokens
         self._steps += 1
 
-    def add(self, num_targets: int, sums: Sequence[float], norms: Tensor, left_out: Sequence[int] = ()) -> None:
+    def add(self, targets: Sequence[int], sums: Sequence[float], norms: Tensor, left_out: Sequence[int] = ()) -> None:
         """Add a step that was trained on.
 
         Args:
-            num_targets: target tokens of the step.
+            targets: [K + 1] target tokens of the step: of each agent, then of all.
             sums: [K + 1] over them: cross-entropy of each agent in nats, then the diversity.
             norms: [K] the gradient norm of each agent.
             left_out: agents that did not move in it, whose loss or gradient was not finite, or overflowed.
@@ -63,7 +63,7 @@ class Interval:
         for i, value in enumerate(sums):
             if math.isfinite(value) and i not in left_out:
                 self._sums[i] += value
-                self._targets[i] += num_targets
+                self._targets[i] += targets[i]
         finite = torch.isfinite(norms)
         if left_out:
             finite[list(left_out)] = False

@@ -22,9 +22,10 @@ from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
-from ci_llm.logs.hardware import HardwareMonitor
+from ci_llm.logs.hardware import monitored
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
@@ -34,7 +35,7 @@ from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
 from ci_llm.run.emergency_save import EmergencySave
-from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics
+from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics, sets_record
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
@@ -42,7 +43,7 @@ from ci_llm.run.recovery import Requests, apply_requests, in_force, read_request
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
-from ci_llm.run.setup import Loaded, build, check_folder, plan_ahead, schedules
+from ci_llm.run.setup import Loaded, build, check_folder, lengths_of, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import Validation
 
@@ -204,7 +205,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
     restored = run.checkpoint.restore(source)
     run.state = restored.state
-    run.plan, run.total_steps = plan_ahead(run.config, len(run.rows), run.state.rows_per_step)
+    run.plan, run.total_steps = plan_ahead(run.config, lengths_of(run.rows), run.state.rows_per_step)
     run.learning_rates = schedules(run.config, run.total_steps)
     if run.is_finished and not start.is_own:
         raise nothing_to_train(run.state.step, run.total_steps, source.folder)
@@ -263,14 +264,21 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
+    of_each = " of each agent" if isinstance(run.plan, AgentPlans) else ""
     logger.info(
-        f"batch     {rows} rows per step: {processes.count} process(es) x {passes} micro-step(s) of at most"
-        f" {run.micro_batch_size}; {steps} steps, {run.plan.epoch(steps):.3g} epochs"
+        f"batch     {rows} rows per step{of_each}: {processes.count} process(es) x {passes} micro-step(s) of"
+        f" at most {run.micro_batch_size}; {steps} steps, {_epochs(run.plan, steps)} epochs"
     )
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
     logger.info(f"optimizer AdamW, learning_rate {config.learning_rates}, {kinds}")
     run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
+
+
+def _epochs(plan: Plan | AgentPlans, steps: int) -> str:
+    """Epochs after so many steps: of all agents, or of each."""
+    plans = plan.each if isinstance(plan, AgentPlans) else [plan]
+    return ", ".join(f"{own.epoch(steps):.3g}" for own in plans)
 
 
 def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> int:
@@ -297,7 +305,9 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         return run.state.step
 
     with (
-        _hardware_monitored(run.config, run.manager, run.processes),
+        monitored(
+            run.config.run_folder, run.manager.holds_lease, wanted=run.config.monitor_gpu and run.processes.is_main
+        ),
         watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
         EmergencySave(
             *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
@@ -307,17 +317,6 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
     ):
         yield
-
-
-@contextmanager
-def _hardware_monitored(config: Config, manager: CheckpointManager, processes: Processes) -> Iterator[None]:
-    monitor = HardwareMonitor(config.run_folder, still_held=manager.holds_lease)
-    if config.monitor_gpu and processes.is_main:
-        monitor.start()
-    try:
-        yield
-    finally:
-        monitor.stop()
 
 
 def save(run: Run) -> None:
@@ -357,7 +356,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     Returns:
         the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
     """
-    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.rows.trained_on)}")
+    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
     scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     latest = {} if scores is None else evaluation_metrics(scores)
     if latest:
@@ -388,7 +387,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
     """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
     logger.info(score_table(record))
     config = run.config
-    card = final_card(record, run.crowd, config.dataset_names, step)
+    card = final_card(record, run.crowd, config.all_dataset_names, step)
     with run.heartbeat.resting():
         require_written(run.manager, run.processes)
         added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}
@@ -400,9 +399,10 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
-    config, trained_on = run.config, run.eval_rows.rows.trained_on
+    config, trained_on = run.config, run.eval_rows.trained_on
     return {
-        **merge_records(evaluation_record(scores, config.dataset_name, config.aggregator, trained_on), answers),
+        **merge_records(evaluation_record(scores, config.task, config.aggregator, trained_on), answers),
+        **sets_record(scores, run.eval_rows),
         **({"names": config.agent_names} if config.agents else {}),
         **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
         "step": step,

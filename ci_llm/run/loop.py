@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
-from ci_llm.data.batches import Batch, stream
+from ci_llm.data.batches import MicroBatch, stream
+from ci_llm.data.order import AgentPlans
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
@@ -30,7 +31,7 @@ from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-Batches: TypeAlias = Iterator[tuple[int, list[Batch]]]
+Batches: TypeAlias = Iterator[tuple[int, list[MicroBatch]]]
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Sums:
     """What this process computed in one optimizer step; the ballot adds it over all processes."""
 
     num_targets: int
-    sums: Tensor  # [K + 2]: cross-entropy per agent, diversity, packed tokens
+    sums: Tensor  # [K + 2]: cross-entropy per agent, diversity, packed tokens; `_num_sums` says when there are more
     nonfinite: Tensor  # [K] bool: whether an agent's loss or gradient is not finite here
 
 
@@ -57,14 +58,14 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
     stop = evaluate(run) if run.evaluation_missed else None
     for step, micro_batches in batches if stop is None and not run.is_finished else ():
         run.pace.begin_step()
-        rows = run.plan.rows(step)
-        known_bad = run.state.recovery.is_bad_batch(step, rows)
+        known_bad = run.state.recovery.is_bad_batch(step, run.plan.rows)
         verdict = agree_on_gradients(run, step, [] if known_bad else micro_batches)
         dropped = run.nonfinite.dropped(run.state.recovery)
         findings = findings_of(verdict, run.state.loss_scale, known_bad=known_bad, dropped=dropped)
         norms = apply_gradients(run, step, verdict, findings.left_out)
-        run.state = run.state.advance(len(rows), findings.tokens, findings.left_out, findings.overflowed)
-        run.state = run.nonfinite.respond(run.state, rows, findings)
+        num_rows = run.plan.num_rows_of(step)
+        run.state = run.state.advance(num_rows, findings.tokens, findings.left_out, findings.overflowed)
+        run.state = run.nonfinite.respond(run.state, run.plan.rows, findings)
         run.status.step = run.state.step
         run.pace.end_step(run.manager.last_result)
         run.heartbeat.tick()
@@ -97,7 +98,7 @@ def steps(run: Run) -> Batches:
     )
 
 
-def agree_on_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Verdict:
+def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Verdict:
     """Compute this process's gradients of the step and vote on them; repeat it in smaller parts where memory ran out.
 
     Raises:
@@ -115,11 +116,11 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Verdi
         run.status.micro_batch_size = run.micro_batch_size
 
 
-def compute_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Sums:
+def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Sums:
     """Forward and backward of every micro-batch; gradients of summed losses add up in the crowd's storage."""
     run.crowd.train()
     run.crowd.agents.begin_step(step)
-    sums = torch.zeros(run.crowd.num_agents + 2, dtype=torch.float64, device=run.crowd.device)
+    sums = torch.zeros(_num_sums(run), dtype=torch.float64, device=run.crowd.device)
     for number, batch in enumerate(micro_batches):
         run.heartbeat.tick()
         # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the same.
@@ -129,20 +130,26 @@ def compute_gradients(run: Run, step: int, micro_batches: list[Batch]) -> Sums:
         with run.processes.autocast():
             loss = run.objective(run.crowd(batch), batch, step)
         (loss.total * (run.state.loss_scale or 1.0)).backward()
-        sums += torch.cat([loss.task, loss.diversity[None], loss.task.new_full((1,), batch.num_tokens)])
+        targets = [loss.task.new_tensor(loss.targets)] if loss.targets else []
+        sums += torch.cat([loss.task, *targets, loss.diversity[None], loss.task.new_full((1,), batch.num_tokens)])
     nonfinite = nonfinite_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
     return Sums(sum(batch.num_targets for batch in micro_batches), sums, nonfinite)
 
 
 def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[int]) -> Tensor:
-    """Reduce, take the mean over all targets of the step, clip each agent; the optimizer moves those not left out.
+    """Reduce, take the mean over an agent's targets of the step, clip each; the optimizer moves those not left out.
 
     Returns:
         [K] the gradient norm of every agent before clipping, on the device, which is not waited for.
     """
     agents = run.crowd.agents
     run.processes.reduce_flat_(agents.gradients)
-    agents.gradients.div_(max(verdict.num_targets, 1) * (run.state.loss_scale or 1.0))
+    scale, targets = run.state.loss_scale or 1.0, targets_of(run, verdict)
+    if len({*targets}) == 1:
+        agents.gradients.div_(max(targets[0], 1) * scale)
+    else:
+        for gradient, count in zip(agents.gradients, targets, strict=True):
+            gradient.div_(max(count, 1) * scale)
     norms = agents.clip(run.max_grad_norms)
     agents.leave_out(left_out)
     for k, group in enumerate(run.optimizer.param_groups):
@@ -153,15 +160,16 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
 
 def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
     """Show how far the run is; one line of metrics per `logging_steps`, with means since the line before it."""
-    losses = [total / max(verdict.num_targets, 1) for total in verdict.sums[:-2]]
-    step = run.state.step
+    targets, step = targets_of(run, verdict), run.state.step
+    losses = [total / max(count, 1) for total, count in zip(verdict.sums, targets, strict=False)]
     run.interval.count(findings.tokens)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
     run.log.progress(run.position([] if findings.bad_batch else losses))
     run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
-        run.interval.add(verdict.num_targets, verdict.sums[:-1], norms, findings.left_out)
+        sums = (*verdict.sums[: len(targets)], verdict.sums[-2])
+        run.interval.add((*targets, verdict.num_targets), sums, norms, findings.left_out)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
@@ -172,6 +180,8 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     if run.config.agents:
         for k, rate in enumerate(run.learning_rates):
             metrics[f"train/agent{k}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
+    if isinstance(run.plan, AgentPlans):
+        metrics |= {f"train/agent{k}/epoch": plan.epoch(step) for k, plan in enumerate(run.plan.each)}
     if not findings.bad_batch:
         run.learning.look(norms.tolist())
     report_learning(run)
@@ -231,13 +241,25 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
     return figures
 
 
+def targets_of(run: Run, verdict: Verdict) -> list[int]:
+    """[K] the targets of every agent in a step, of all processes."""
+    agents = run.crowd.num_agents
+    return [int(count) for count in verdict.sums[agents:-2]] or [verdict.num_targets] * agents
+
+
+def _num_sums(run: Run) -> int:
+    """Numbers in `Sums.sums`: agents with rows of their own also have targets of their own, behind their losses."""
+    agents = run.crowd.num_agents
+    return agents + 2 + agents * isinstance(run.plan, AgentPlans)
+
+
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
     """What this process says about the step; without sums, that it ran out of memory."""
     agents = run.crowd.num_agents
     return Ballot(
         num_targets=sums.num_targets if sums else 0,
         nonfinite=sums.nonfinite if sums else [False] * agents,
-        sums=sums.sums if sums else [0.0] * (agents + 2),
+        sums=sums.sums if sums else [0.0] * _num_sums(run),
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,
         save=save_wanted or (run.processes.is_main and run.manager.should_save(step + 1)),

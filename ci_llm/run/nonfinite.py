@@ -110,12 +110,12 @@ class NonFiniteResponse:
         """The agents that are left out of every step from here on."""
         return tuple(k for k, agent in enumerate(recovery.agents) if agent.is_exhausted(self._bounds))
 
-    def respond(self, state: TrainState, rows: Sequence[int], findings: Findings) -> TrainState:
+    def respond(self, state: TrainState, rows: Callable[[int], Sequence[int]], findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
 
         Args:
             state: after the step.
-            rows: of the step.
+            rows: of a step.
 
         Returns:
             the state with the recovery state that follows.
@@ -124,7 +124,7 @@ class NonFiniteResponse:
             NonFinite: no response is left inside the run. The weights are those of the last good steps.
         """
         if findings.bad_batch:
-            return replace(state, recovery=self._skip(state, BadBatch(state.step - 1, tuple(rows))))
+            return replace(state, recovery=self._skip(state, BadBatch(state.step - 1, tuple(rows(state.step - 1)))))
         step, before = state.step - 1, state.recovery
         dropped = self.dropped(before)
         after = before.after(step, findings.nonfinite, self._bounds, (*findings.overflowed, *dropped))

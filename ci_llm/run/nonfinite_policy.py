@@ -8,7 +8,7 @@ attempt ends. If every agent is nonfinite in a step, the batch is taken for the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -139,9 +139,14 @@ class RecoveryState:
         """Rows per process and micro-step where the configuration asks for `batch_size`."""
         return min(batch_size, self.micro_batch_size or batch_size)
 
-    def is_bad_batch(self, step: int, rows: Sequence[int]) -> bool:
-        """Whether every agent was nonfinite on these rows at this step before."""
-        return bool(self.bad_batches) and BadBatch(step, tuple(rows)) in self.bad_batches
+    def is_bad_batch(self, step: int, rows: Callable[[int], Sequence[int]]) -> bool:
+        """Whether every agent was nonfinite at this step before, on the same rows.
+
+        Args:
+            rows: of a step; they cost time, and are asked for only if the step was bad.
+        """
+        known = [batch.rows for batch in self.bad_batches if batch.step == step]
+        return bool(known) and tuple(rows(step)) in known
 
     def after(
         self, step: int, nonfinite: Sequence[int], bounds: Bounds, overflowed: Sequence[int] = ()

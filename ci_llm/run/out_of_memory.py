@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TypeVar
 
 import psutil
@@ -21,7 +22,8 @@ from ci_llm.config import Config
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.base import Base
 from ci_llm.crowd.model import Crowd
-from ci_llm.data.batches import Batch, pack
+from ci_llm.data.agent_rows import AgentRows, TrainingRows
+from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import OutOfMemory
 from ci_llm.run.state import TrainState
@@ -45,11 +47,21 @@ def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
     return None, complaint
 
 
-def in_parts(rows: TokenizedRows, micro_batches: list[Batch], size: int) -> list[Batch]:
-    """The same rows in the same order, in micro-batches of at most `size` rows."""
+def in_parts(rows: TrainingRows, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
+    """The same rows in the same order, in micro-batches of at most `size` rows, or of each agent's own."""
     if all(batch.num_rows <= size for batch in micro_batches):
         return micro_batches
-    numbers = [number for batch in micro_batches for number in batch.sample_ids]
+    if isinstance(rows, AgentRows):
+        each = [
+            _packed_anew(own, [batch.each[k] for batch in micro_batches if isinstance(batch, AgentBatches)], size)
+            for k, own in enumerate(rows.each)
+        ]
+        return [AgentBatches(together) for together in zip_longest(*each)]
+    return [*_packed_anew(rows, [batch for batch in micro_batches if isinstance(batch, Batch)], size)]
+
+
+def _packed_anew(rows: TokenizedRows, micro_batches: Sequence[Batch | None], size: int) -> list[Batch]:
+    numbers = [number for batch in micro_batches if batch is not None for number in batch.sample_ids]
     parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
     return [pack([rows[number] for number in part], part) for part in parts]
 

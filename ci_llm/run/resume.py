@@ -27,7 +27,7 @@ from ci_llm.crowd.base import Base, short_name
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.recognise import require_checkpoint, require_run
-from ci_llm.data.tokens import TokenizedRows
+from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.run.new_run import other_ways
@@ -106,7 +106,7 @@ class RunCheckpoint:
     base: Base
     crowd: Crowd
     optimizer: torch.optim.Optimizer
-    rows: TokenizedRows
+    rows: TrainingRows
     tokenizer_files: Mapping[str, bytes]
     last_good: LastGood
     processes: Processes

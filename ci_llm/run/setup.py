@@ -9,8 +9,8 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -28,12 +28,13 @@ from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinc
 from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.prompts import Prompter, form_of, tokenizer_files
+from ci_llm.crowd.prompts import Prompter, PromptForm, form_of, tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.chat_template import use_chat_template
-from ci_llm.data.order import Plan
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.rows import Rows
-from ci_llm.data.sources import load_rows
+from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
@@ -78,11 +79,21 @@ def check_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What takes long to load, and what runs of the same base and data can share, one after the other."""
+    """What takes long to load, and what runs of the same base and data can share, one after the other.
+
+    Attributes:
+        rows, eval_rows: of every agent; those that share a data set have one object.
+    """
 
     base: Base
-    rows: TokenizedRows
-    eval_rows: TokenizedRows
+    rows: list[TokenizedRows]
+    eval_rows: list[TokenizedRows]
+
+    def for_agents(self, count: int) -> Loaded:
+        """The same for so many agents, where it was loaded for one."""
+        return (
+            self if len(self.rows) == count else replace(self, rows=self.rows * count, eval_rows=self.eval_rows * count)
+        )
 
 
 def load(config: Config, processes: Processes) -> Loaded:
@@ -92,7 +103,8 @@ def load(config: Config, processes: Processes) -> Loaded:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     require_positions(load_architecture(config.model_name), config.max_seq_length)
-    found = load_rows(config, "train"), load_rows(config, "eval")  # first: a missing file costs no loading of the base
+    # First of all: a missing file costs no loading of the base.
+    found = load_rows_of_each(config, "train"), load_rows_of_each(config, "eval")
     base = load_base(config.model_name, config.model_dtype, processes.device, config.quantization)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
@@ -100,8 +112,7 @@ def load(config: Config, processes: Processes) -> Loaded:
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}"
     )
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
-    eval_rows = _tokenized(config, base, processes, found[1])  # answers alone are evaluated, whatever is learned
-    return Loaded(base, rows, eval_rows)
+    return Loaded(base, rows, _tokenized(config, base, processes, found[1]))
 
 
 def build(
@@ -121,17 +132,45 @@ def build(
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    loaded = loaded or load(config, processes)
-    base, rows, eval_rows = loaded.base, loaded.rows, loaded.eval_rows
+    loaded = (loaded or load(config, processes)).for_agents(config.num_agents)
+    base, rows = loaded.base, loaded.rows
+    eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base)
-    crowd.prompter = Prompter(base.tokenizer, form_of(rows.rows))
-    for line in rows.description:
-        logger.info(f"data      {line}")
-    for line in rows.warnings:
-        logger.warning(f"data      {line}")
-    if eval_rows.rows.num_trained_on:
-        logger.info(f"data      {eval_rows.rows.description[-1]}")
-    return join(config, processes, interrupts, manager, log, base, crowd, rows, eval_rows)
+    crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
+    _describe_rows(config, rows, eval_rows)
+    return join(config, processes, interrupts, manager, log, base, crowd, training_rows(config, rows), eval_rows)
+
+
+def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
+    """The rows of a run: those of every agent, or those of all if they take the same in the same order."""
+    return AgentRows(tuple(each)) if config.has_own_rows else each[0]
+
+
+def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
+    """How the crowd words a prompt; where the rows of agents have different forms, as those of the first agent."""
+    forms = [form_of(rows) for rows in each]
+    if len({*forms}) > 1:
+        others = [name for name, form in zip(config.agent_names, forms, strict=True) if form != forms[0]]
+        logger.warning(
+            f"data      the crowd takes a prompt as {forms[0]}, as in the rows of {config.agent_names[0]};"
+            f" {', '.join(others)} were trained on {({*forms} - {forms[0]}).pop()}"
+        )
+    return forms[0]
+
+
+def _describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
+    different = {id(rows): rows for rows in each}
+    for number, rows in different.items():
+        if len(different) > 1:
+            names = [name for name, own in zip(config.agent_names, each, strict=True) if id(own) == number]
+            logger.info(f"data      {', '.join(names)}:")
+        for line in rows.description:
+            logger.info(f"data      {line}")
+        for line in rows.warnings:
+            logger.warning(f"data      {line}")
+    for evaluated in eval_rows.sets:
+        if evaluated.rows.num_trained_on:
+            logger.info(f"data      {evaluated.rows.description[-1]}")
 
 
 def join(
@@ -142,14 +181,14 @@ def join(
     log: RunLog,
     base: Base,
     crowd: Crowd,
-    rows: TokenizedRows,
-    eval_rows: TokenizedRows,
+    rows: TrainingRows,
+    eval_rows: EvaluationRows,
 ) -> Run:
     """The run at step 0, of parts that are ready."""
     rows_per_step = config.global_batch_size or (
         config.batch_size * processes.count * config.gradient_accumulation_steps
     )
-    plan, total_steps = plan_ahead(config, len(rows), rows_per_step)
+    plan, total_steps = plan_ahead(config, lengths_of(rows), rows_per_step)
     optimizer = _optimizer(config, crowd)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
@@ -229,9 +268,20 @@ def _first_state(config: Config, rows_per_step: int) -> TrainState:
     )
 
 
-def plan_ahead(config: Config, num_rows: int, rows_per_step: int) -> tuple[Plan, int]:
-    """Order and length of a run, from the rows per step, which are those of step 1 for good."""
-    plan = Plan(num_rows, rows_per_step, config.seed)
+def lengths_of(rows: TrainingRows) -> list[int]:
+    """The number of rows of every agent that has its own, or of all."""
+    return [len(own) for own in rows.each] if isinstance(rows, AgentRows) else [len(rows)]
+
+
+def plan_ahead(config: Config, num_rows: Sequence[int], rows_per_step: int) -> tuple[Plan | AgentPlans, int]:
+    """Order and length of a run. Epochs are those of the agent with the most rows: all take their steps together.
+
+    Args:
+        num_rows: see `lengths_of`.
+        rows_per_step: of all agents, or of each; those of step 1 for good.
+    """
+    plans = [Plan(number, rows_per_step, seed) for number, seed in zip(num_rows, config.data_seeds, strict=False)]
+    plan = AgentPlans(tuple(plans)) if len(plans) > 1 else plans[0]
     # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
     by_epochs = math.ceil(round(config.epochs * plan.steps_per_epoch, 6))
     return plan, config.max_train_steps or max(1, by_epochs)
@@ -307,16 +357,21 @@ _LORA: Final = {
 
 
 def _tokenized(
-    config: Config, base: Base, processes: Processes, rows: Rows, *, train_on_prompt: bool = False
-) -> TokenizedRows:
-    return tokenize(
-        rows,
-        base.tokenizer,
-        max_seq_length=config.max_seq_length,
-        train_on_prompt=train_on_prompt,
-        cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
-        main_first=processes.main_first(),
-    )
+    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, train_on_prompt: bool = False
+) -> list[TokenizedRows]:
+    """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
+
+    def tokens(rows: Rows) -> TokenizedRows:
+        return tokenize(
+            rows,
+            base.tokenizer,
+            max_seq_length=config.max_seq_length,
+            train_on_prompt=train_on_prompt,
+            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+            main_first=processes.main_first(),
+        )
+
+    return once_each(each, tokens)
 
 
 def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:

@@ -108,7 +108,7 @@ class Conductor:
         rows_per_step = config.global_batch_size or (
             config.batch_size * processes.count * config.gradient_accumulation_steps
         )
-        _, steps = plan_ahead(config, len(loaded.rows), rows_per_step)
+        _, steps = plan_ahead(config, [len(loaded.rows[0])], rows_per_step)
         fit = partial(trials_per_pass, config, self._reading.spaces, keys.agents_per_pass, keys.trials or 1)
         return steps, processes.on_main(lambda: fit(loaded, processes))
 

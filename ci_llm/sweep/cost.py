@@ -52,8 +52,8 @@ def trials_per_pass(
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
     """How many of the largest trials fit beside the base, which is in memory; None if that is not known."""
-    chosen = range(0, len(loaded.rows), max(1, len(loaded.rows) // _SAMPLED))
-    lengths = lengths_of([loaded.rows[number] for number in chosen])
+    [rows] = loaded.rows
+    lengths = lengths_of([rows[number] for number in range(0, len(rows), max(1, len(rows) // _SAMPLED))])
     tokens = lengths.longest_in_batch(config.batch_size)
     learned = max(1, min(tokens - 1, round(lengths.learned * tokens)))
     shape, largest = load_architecture(config.model_name), dict(_largest(spaces))

@@ -40,6 +40,18 @@ def written(tmp_path: Path, text: str) -> Path:
         ),
         (["agents=[{lr: 1e-3}, {}]", "lora_rank=[2,4]"], ({"learning_rate": 1e-3, "lora_rank": 2}, {"lora_rank": 4})),
         (["learning_rate=[5e-3]"], ({"learning_rate": 5e-3},)),
+        (
+            ["dataset_name=[[a.jsonl],[b.jsonl,c.jsonl]]"],
+            ({"dataset_name": "a.jsonl"}, {"dataset_name": "b.jsonl,c.jsonl"}),
+        ),
+        (
+            ["max_train_samples=[10,null]", "dataset_split=[train,all]"],
+            ({"max_train_samples": 10, "dataset_split": "train"}, {"max_train_samples": None, "dataset_split": "all"}),
+        ),
+        (
+            ["data_seed=[1,2]", "dataset_subset=[main,socratic]"],
+            ({"data_seed": 1, "dataset_subset": "main"}, {"data_seed": 2, "dataset_subset": "socratic"}),
+        ),
     ],
 )
 def test_lists_and_mappings_give_agents_their_own_settings(arguments: list[str], agents: Any) -> None:
@@ -94,11 +106,27 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
     ("text", "expected"),
     [
         ("agents: [{leraning_rate: 1e-3}]", ["leraning_rate is no key", "did you mean learning_rate?"]),
-        ("agents: [{batch_size: 4}]", ["batch_size cannot differ between agents", "the same rows in one pass"]),
+        ("agents: [{batch_size: 4}]", ["batch_size cannot differ between agents", "as many rows in one pass"]),
         ("agents: [{model_name: x}]", ["model_name cannot differ", "one frozen base carries all agents"]),
-        ("agents: [{max_seq_length: 9}]", ["max_seq_length cannot differ", "read the same tokens"]),
+        ("agents: [{max_seq_length: 9}]", ["max_seq_length cannot differ", "bounds the rows of all"]),
         ("agents: [{save_steps: 9}]", ["save_steps cannot differ", "a run has one of it"]),
-        ("agents: [{dataset_name: x}]", ["dataset_name cannot differ between agents"]),
+        (
+            "agents: [{eval_dataset_name: x}]",
+            ["eval_dataset_name cannot differ", "the data of all agents are read alike"],
+        ),
+        (
+            "agents: [{dataset_weights: [1]}]",
+            ["dataset_weights cannot differ", "a data set of its own by dataset_name"],
+        ),
+        ("max_train_samples: [4, 0]", ["max_train_samples is '0', but takes a whole number"]),
+        (
+            "dataset_name: [[a, b], [c]]\ndataset_weights: [1, 2]",
+            ["dataset_weights has 2 for 1 data sets", "give each data set"],
+        ),
+        (
+            "data_seed: [1, 2]\ndiversity: joint",
+            ["diversity joint compares agents on the same rows", "set diversity to none"],
+        ),
         ("agents: [{num_agents: 2}]", ["num_agents cannot differ", "the length of the list"]),
         ("agents: [{lr: -1}]", ["learning_rate (written lr) is '-1', but takes a number above 0"]),
         ("agents: [{lr: 1, learning_rate: 2}]", ["learning_rate (as lr and learning_rate) is given twice"]),
@@ -111,7 +139,7 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
         ("agents: [{lr: 1}, {}]\nnum_agents: 3", ["num_agents is '3', but agents", "has 2 agents", "num_agents=2"]),
         ("lr: [1, 2]\nlora_rank: [1, 2, 3]", ["lora_rank has 3 values, and lr", "has 2", "one value for each agent"]),
         ("agents: [{lr: 1}, {}]\nlr: [1, 2]", ["learning_rate", "is given twice"]),
-        ("batch_size: [2, 4]", ["batch_size is ['2', '4']", "cannot differ between agents: all agents take the same"]),
+        ("batch_size: [2, 4]", ["batch_size is ['2', '4']", "cannot differ between agents: all agents take as many"]),
         ("lr_scheduler_type: [cosine, greedy]", ["lr_scheduler_type greedy follows the loss"]),
     ],
 )
@@ -161,3 +189,27 @@ def test_differences_are_told_by_what_they_mean_and_not_by_how_they_are_written(
     (change,) = Config(seed=[1, 2]).diff(Config(agents=[{"seed": 1}, {"seed": 2}], seed=7))
     assert (change.key, change.old, change.new) == ("seed", 42, 7)
     assert not as_list.diff(Config(learning_rate=[1e-3, 2e-3], agents=[{"name": "a"}, {"name": "b"}]))
+
+
+def test_each_agent_has_the_rows_and_the_order_of_its_own_keys() -> None:
+    config = Config(dataset_name="a,b", agents=[{"dataset_name": "c"}, {}, {"max_train_samples": 5, "seed": 1}], seed=9)
+    assert [own.dataset_names for own in config.rows_of_each] == [("c",), ("a", "b"), ("a", "b")]
+    assert [own.max_train_samples for own in config.rows_of_each] == [None, None, 5]
+    assert {own.seed for own in config.rows_of_each} == {9}, "an agent's seed is not that of its rows"
+    assert config.data_seeds == [9, 9, 9]
+    assert (config.task, config.all_dataset_names) == ("c,a,b", ("c", "a", "b"))
+    assert config.has_own_rows
+    assert Config(data_seed=[1, 2]).data_seeds == [1, 2]
+    assert Config(data_seed=[1, 2]).has_own_rows
+    assert Config(agents=[{"data_seed": 3}, {}], data_seed=4).data_seeds == [3, 4]
+    for common in (Config(), Config(seed=[1, 2]), Config(data_seed=7), Config(agents=[{"dataset_name": "c"}] * 2)):
+        assert not common.has_own_rows
+
+
+def test_another_data_set_of_an_agent_is_told_as_a_difference() -> None:
+    both = Config(dataset_name=[["a"], ["b"]]), Config(dataset_name=[["a"], ["c"]])
+    (change,) = both[0].diff(both[1])
+    assert (change.key, change.old, change.new, change.kind) == ("dataset_name", ["a", "b"], ["a", "c"], "free")
+    (change,) = Config(data_seed=[1, 2]).diff(Config(num_agents=2))
+    assert (change.old, change.new, change.kind) == ([1, 2], [42, 42], "sample-exact")
+    assert "data_seed" not in Config().dump()

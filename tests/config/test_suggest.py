@@ -43,7 +43,6 @@ def test_a_slip_is_put_right(typed: str, meant: str) -> None:
         "test_batch_size",
         "min_learning_rate",
         "lora_learning_rate",
-        "data_seed",
         "checkpoint",  # is no checkpoint_dir
         "max_steps_per_epoch",
         "learn",

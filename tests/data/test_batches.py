@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Generator
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.data.batches import Batch, pack, padded, stream
-from ci_llm.data.order import Plan
+from ci_llm.data.batches import AgentBatches, Batch, pack, padded, stream
+from ci_llm.data.order import AgentPlans, Plan
 from tools.testbed.events import DEADLINE_S
 
 
@@ -173,3 +174,53 @@ def test_workers_go_when_the_stream_is_closed_early() -> None:
     next(running)
     running.close()
     assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []
+
+
+# Agents with rows of their own
+
+PLANS = AgentPlans((Plan(50, 8, seed=3), Plan(11, 8, seed=3), Plan(50, 8, seed=4)))
+
+
+def steps_of_agents(first: int, last: int, **changes: Any) -> list[tuple[int, list[AgentBatches]]]:
+    how = {"process_index": 0, "num_processes": 1, "micro_batch_size": 3, "num_workers": 0} | changes
+    dataset = SimpleNamespace(each=[Rows()] * 3)
+    return list(stream(dataset, PLANS, first, last, pin_memory=False, **how))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_agent_gets_the_batches_that_it_gets_alone(num_workers: int) -> None:
+    found = steps_of_agents(1, 9, num_workers=num_workers)
+    assert [step for step, _ in found] == list(range(1, 9))
+    for k, plan in enumerate(PLANS.each):
+        alone = stream(
+            Rows(), plan, 1, 9, process_index=0, num_processes=1, micro_batch_size=3, num_workers=0, pin_memory=False
+        )
+        mine = [(step, [own for b in batches if (own := b.each[k]) is not None]) for step, batches in found]
+        assert_same(mine, list(alone))
+
+
+def test_agents_whose_epoch_ends_have_fewer_micro_batches() -> None:
+    ((_, batches),) = steps_of_agents(1, 2)  # the second agent has three of its eleven rows left
+    assert [[own and own.num_rows for own in batch.each] for batch in batches] == [
+        [3, 3, 3],
+        [3, None, 3],
+        [2, None, 2],
+    ]
+    assert [batch.num_rows for batch in batches] == [3, 3, 2]
+    first = batches[0]
+    assert first.num_tokens == sum(own.num_tokens for own in first.present)
+    assert first.num_targets == sum(own.num_targets for own in first.present)
+    assert first.sample_ids == tuple(row for own in first.present for row in own.sample_ids)
+    assert [own and own.input_ids.device.type for own in batches[1].to("meta").each] == ["meta", None, "meta"]
+
+
+def test_agents_take_the_same_rows_on_any_number_of_processes() -> None:
+    taken: dict[tuple[int, int], list[int]] = {}
+    for index in range(3):
+        for step, batches in steps_of_agents(0, 4, process_index=index, num_processes=3, micro_batch_size=2):
+            for batch in batches:
+                for k, own in enumerate(batch.each):
+                    taken.setdefault((k, step), []).extend(own.sample_ids if own else [])
+    assert {place: sorted(rows) for place, rows in taken.items()} == {
+        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS.each) for step in range(4)
+    }

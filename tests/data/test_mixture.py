@@ -13,7 +13,7 @@ from datasets import Dataset
 from ci_llm.config import Config, load_config
 from ci_llm.data.mixture import mix
 from ci_llm.data.rows import Rows
-from ci_llm.data.sources import load_rows, recognised
+from ci_llm.data.sources import load_rows, load_rows_of_each, recognised
 from ci_llm.errors import ConfigError, DataError
 
 
@@ -138,3 +138,37 @@ def test_commas_alone_name_a_data_set_that_does_not_exist() -> None:
 
 def test_a_home_that_nobody_has_is_no_traceback() -> None:
     assert Config(dataset_name="~no-such-user/a.csv").dataset_names == ("~no-such-user/a.csv",)
+
+
+# Agents with data sets of their own
+
+
+def test_agents_have_rows_of_their_own_and_share_what_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    for name in "ab":
+        data: list[dict[str, Any]] = [{"question": f"{name}{n}", "answer": "a"} for n in range(20)]
+        Dataset.from_list(data).to_parquet(tmp_path / f"{name}.parquet")
+    a, b = (str(tmp_path / f"{name}.parquet") for name in "ab")
+    config = Config(dataset_name=a, agents=[{}, {"dataset_name": b}, {"max_train_samples": 5}, {"dataset_name": a}])
+    each = load_rows_of_each(config, "train")
+    assert [by_source(rows) for rows in each] == [{"a": 18}, {"b": 18}, {"a": 5}, {"a": 18}]
+    assert each[0] is each[3]
+    evaluated = load_rows_of_each(config, "eval")
+    assert [by_source(rows) for rows in evaluated] == [{"a": 2}, {"b": 2}, {"a": 2}, {"a": 2}]
+    assert not {*questions(each[0])} & {*questions(evaluated[0])}
+    mixture = Config(agents=[{"dataset_name": [a, b]}, {"dataset_name": b}])
+    assert [by_source(rows) for rows in load_rows_of_each(mixture, "train")] == [{"a": 18, "b": 18}, {"b": 18}]
+    assert by_source(load_rows(Config(agents=[{"dataset_name": a}, {"dataset_name": b}]), "eval")) == {"a": 2, "b": 2}
+
+
+def test_a_common_set_knows_what_any_agent_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    data: list[dict[str, Any]] = [{"question": f"a{n}", "answer": "a"} for n in range(20)]
+    Dataset.from_list(data).to_parquet(tmp_path / "a.parquet")
+    a = str(tmp_path / "a.parquet")
+    config = Config(eval_dataset_name=a, agents=[{}, {"dataset_name": a, "max_train_samples": 7}])
+    evaluated = load_rows_of_each(config, "eval")
+    assert evaluated[0] is evaluated[1]
+    assert evaluated[0].num_trained_on == 7

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci_llm.data.order import Plan, permute, share
+from ci_llm.data import order
+from ci_llm.data.order import AgentPlans, Plan, permute, share
 
 steady = settings(derandomize=True)
 SEEDS = st.integers(min_value=-(2**63), max_value=2**64)
@@ -116,3 +117,60 @@ def test_shares_add_up_to_the_step(num_rows: int, num_processes: int, micro_batc
 
 def test_more_processes_than_rows() -> None:
     assert [share([5, 3], index, 4, 2) for index in range(4)] == [[[5]], [[3]], [], []]
+
+
+# Cost
+
+
+def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much work for a process of ten thousand as for one alone."""
+    found: list[int] = []
+
+    def counted(position: int, num_rows: int, *, seed: int, epoch: int) -> int:
+        found.append(position)
+        return permute(position, num_rows, seed=seed, epoch=epoch)
+
+    monkeypatch.setattr(order, "permute", counted)
+    for num_processes in (1, 100, 10_000):
+        plan = Plan(10**6, 8 * num_processes, seed=42)
+        both = AgentPlans((plan, Plan(10**5, 8 * num_processes, seed=1)))
+        for step in (0, 3, plan.steps_per_epoch - 1):
+            assert plan.num_rows_of(step) == min(8 * num_processes, 10**6 - step * 8 * num_processes)
+            assert both.num_rows_of(step) == sum(own.num_rows_of(step) for own in both.each)
+            assert found == []
+            index = num_processes // 2
+            dealt = plan.dealt(step, index, num_processes, 4)
+            assert sum(map(len, dealt)) == len(found) <= 8
+            assert all(len(part) <= 4 for part in dealt)
+            found.clear()
+
+
+@steady
+@given(
+    num_rows=st.integers(1, 60),
+    batch=st.integers(1, 20),
+    processes=st.integers(1, 5),
+    micro=st.integers(1, 4),
+    step=st.integers(0, 40),
+)
+def test_what_is_dealt_is_the_share_of_the_step(
+    num_rows: int, batch: int, processes: int, micro: int, step: int
+) -> None:
+    plan = Plan(num_rows, batch, seed=7)
+    assert plan.num_rows_of(step) == len(plan.rows(step))
+    for index in range(processes):
+        assert plan.dealt(step, index, processes, micro) == share(plan.rows(step), index, processes, micro)
+
+
+# Agents
+
+
+def test_agents_take_steps_together_and_have_epochs_of_their_own() -> None:
+    plans = AgentPlans((Plan(10, 4, seed=1), Plan(7, 4, seed=1), Plan(10, 4, seed=2)))
+    for step in range(12):
+        assert plans.rows(step) == [row for plan in plans.each for row in plan.rows(step)]
+        assert plans.num_rows_of(step) == len(plans.rows(step))
+    assert plans.steps_per_epoch == 3
+    assert [plan.epoch(4) for plan in plans.each] == [1.4, 2.0, 1.4]
+    assert plans.epoch(4) == 1.4
+    assert plans.each[0].rows(0) != plans.each[2].rows(0)

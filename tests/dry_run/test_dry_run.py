@@ -116,6 +116,18 @@ def test_the_embedded_default_passes(server: ForkServer, tmp_path: Path) -> None
     assert "260 steps" in found.lines["time"]
 
 
+def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) -> None:
+    texts = tmp_path.parent / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{number} is a number. " * 3}) + "\n" for number in range(40)))
+    agents = f"agents=[{{}}, {{dataset_name: {texts}, data_seed: 3}}, {{max_train_samples: 9}}]"
+    found = told(server, tmp_path, agents, "max_train_steps=null", "epochs=1", "global_batch_size=4")
+    assert found.codes == [0], found.text
+    assert found.of("ok") == HERE
+    assert "rows of text from" in found.lines["data"]
+    assert found.lines["template"].count("first row, learned in") == 3
+    assert "375 steps" in found.lines["time"]
+
+
 def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
     found = told(server, tmp_path, ranks=2)
     assert found.codes == [0, 0], found.text

@@ -24,7 +24,7 @@ STEPS = [  # targets; summed losses of two agents and of the diversity; gradient
 def after(*steps: tuple[int, list[float], list[float]], into: Interval | None = None) -> Interval:
     counted = into or Interval(2, CPU)
     for targets, sums, norms in steps:
-        counted.add(targets, sums, torch.tensor(norms))
+        counted.add([targets] * 3, sums, torch.tensor(norms))
     return counted
 
 
@@ -98,8 +98,16 @@ def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.Monkey
 def test_an_agent_that_was_left_out_does_not_count_in_that_step() -> None:
     """Its loss may be finite although its gradient is not, and a huge norm is finite as well."""
     interval = Interval(2, torch.device("cpu"))
-    interval.add(10, [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
-    interval.add(10, [30.0, 90.0, 0.0], torch.tensor([3.0, 1e16]), left_out=(1,))
+    interval.add([10] * 3, [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
+    interval.add([10] * 3, [30.0, 90.0, 0.0], torch.tensor([3.0, 1e16]), left_out=(1,))
     means = interval.means()
     assert (means["train/agent0/loss"], means["train/agent1/loss"]) == (2.0, 2.0)
     assert (means["train/agent0/grad_norm"], means["train/agent1/grad_norm"]) == (2.0, 2.0)
+
+
+def test_agents_with_rows_of_their_own_have_means_over_their_own_tokens() -> None:
+    interval = Interval(2, CPU)
+    interval.add([10, 30, 40], [10.0, 60.0, 0.0], torch.tensor([1.0, 2.0]))
+    interval.add([20, 10, 30], [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
+    means = interval.means()
+    assert (means["train/agent0/loss"], means["train/agent1/loss"]) == (20 / 30, 80 / 40)

@@ -13,7 +13,8 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.attempts import read_failures
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import read_status
-from ci_llm.data.batches import pack
+from ci_llm.data.agent_rows import AgentRows
+from ci_llm.data.batches import AgentBatches, MicroBatch, pack
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 from tests.support.faults import Fault, fired, metrics, said, samples, train, weights
 from tools.testbed import tiny
@@ -133,6 +134,21 @@ def test_parts_hold_the_same_rows_in_the_same_order() -> None:
     parts = in_parts(tokenized, batches, 2)
     assert [part.sample_ids for part in parts] == [(3, 1), (4, 0), (2,)]
     assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
+
+
+def test_parts_of_agents_hold_the_rows_of_each_in_their_order() -> None:
+    rows = [tiny.example(5 + number) for number in range(5)]
+    packed = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2], [1])]
+    tokenized: Any = rows
+    batches: list[MicroBatch] = [AgentBatches((packed[0], packed[2])), AgentBatches((packed[1], None))]
+    of_each = AgentRows((tokenized, tokenized))
+    assert in_parts(of_each, batches, 3) is batches
+    parts = in_parts(of_each, batches, 2)
+    assert [[own and own.sample_ids for own in part.each] for part in parts if isinstance(part, AgentBatches)] == [
+        [(3, 1), (1,)],
+        [(4, 0), None],
+        [(2,), None],
+    ]
 
 
 def test_a_bug_does_not_count_as_out_of_memory(server: ForkServer, tmp_path: Path) -> None:

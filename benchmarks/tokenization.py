@@ -1,0 +1,92 @@
+"""What the first tokenisation of a data set needs: peak resident memory and rows per second, for growing data sets.
+
+`python -m benchmarks.tokenization [--rows N ...] [--folder D]`: question and answer as in the embedded task, from a
+JSON-lines file, on one thread. Each size runs in a process of its own, whose peak is asked from the system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+SIZES: Final = (10_000, 100_000, 1_000_000)
+HELD_OUT: Final = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=SIZES, help="sizes of the data sets")
+    parser.add_argument("--folder", type=Path, help="where data and tokens lie meanwhile; a temporary one by default")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure is not None:
+        print(json.dumps(measure(options.measure)))
+        return
+    print("     rows   MB of data   MB of tokens   peak MB: imports   loading   tokenising   rows/s")
+    for rows in options.rows:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            data = write(Path(folder, "data.jsonl"), rows)
+            found = in_child(data)
+            peaks = "   ".join(f"{found[name] / 1e6:9.0f}" for name in ("imports", "loading", "tokenising"))
+            sizes = f"{data.stat().st_size / 1e6:10.1f}   {found['tokens_bytes'] / 1e6:12.1f}"
+            print(f"{rows:9,d}   {sizes}   {peaks}   {rows / found['seconds']:9.0f}", flush=True)
+
+
+def write(path: Path, rows: int) -> Path:
+    """A file of so many different rows."""
+    from ci_llm import embedded
+
+    known = embedded.rows("train")
+    with path.open("w") as file:
+        for number, row in zip(range(rows), itertools.cycle(known), strict=False):
+            file.write(json.dumps({**row, "question": f"{number}. {row['question']}"}) + "\n")
+    return path
+
+
+def in_child(data: Path) -> dict[str, Any]:
+    """What `measure` finds in a new process."""
+    command = [sys.executable, "-m", "benchmarks.tokenization", "--measure", str(data)]
+    caches = {"HF_HOME": str(data.parent / "hub"), "HF_DATASETS_CACHE": str(data.parent / "cache")}
+    environment = os.environ | caches | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
+    return found
+
+
+def measure(data: Path) -> dict[str, Any]:
+    """Tokenise the data set as a run does; bytes of the peak of the resident set after each part, and seconds."""
+    from transformers import AutoTokenizer
+
+    from ci_llm import embedded
+    from ci_llm.config import Config
+    from ci_llm.data.sources import load_rows
+    from ci_llm.data.tokens import tokenize
+
+    found: dict[str, Any] = {"imports": peak_bytes()}
+    rows = load_rows(Config(dataset_name=str(data), val_set_size=HELD_OUT), "train")
+    found["loading"] = peak_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    start = time.perf_counter()
+    tokens = tokenize(rows, tokenizer, max_seq_length=512, cache_folder=data.parent / "tokens")
+    found |= {"seconds": time.perf_counter() - start, "tokens_bytes": tokens.path.stat().st_size}
+    assert len(tokens) == len(rows)
+    return found | {"tokenising": peak_bytes()}
+
+
+def peak_bytes() -> int:
+    """The largest resident set of this process so far, as Linux counts it: mapped files included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(peak) * 1024
+
+
+if __name__ == "__main__":
+    main()

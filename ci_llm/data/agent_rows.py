@@ -1,0 +1,85 @@
+"""Agents with data of their own: the tokenised rows that each trains on, and those that each is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import xxhash
+
+from ci_llm.data.rows import TrainedOn
+from ci_llm.data.tokens import TokenizedRows
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def once_each(items: Sequence[T], make: Callable[[T], U]) -> list[U]:
+    """What `make` makes of every item; of items that are one object it makes one."""
+    made = {number: make(item) for number, item in {id(item): item for item in items}.items()}
+    return [made[id(item)] for item in items]
+
+
+@dataclass(frozen=True)
+class AgentRows:
+    """The rows to train on of agents of which each has its own, or its own order of the same ones.
+
+    Attributes:
+        each: the rows of every agent; those of agents that share a data set are one object.
+    """
+
+    each: tuple[TokenizedRows, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what all agents learn from; that of the rows where all have the same, in whatever order."""
+        prints = [rows.fingerprint for rows in self.each]
+        return prints[0] if len({*prints}) == 1 else str(xxhash.xxh3_128_hexdigest(" ".join(prints).encode()))
+
+
+TrainingRows = TokenizedRows | AgentRows
+
+
+def first_rows(rows: TrainingRows) -> TokenizedRows:
+    """Those of all agents, or of the first."""
+    return rows.each[0] if isinstance(rows, AgentRows) else rows
+
+
+@dataclass(frozen=True)
+class EvaluationRows:
+    """The rows to evaluate on: one set for all agents, or several sets with the agents that each belongs to.
+
+    Every agent answers all of them, as the crowd does; a score of an agent is that of its own set.
+
+    Attributes:
+        sets: different sets.
+        of_agent: the number of each agent's set.
+    """
+
+    sets: tuple[TokenizedRows, ...]
+    of_agent: tuple[int, ...]
+
+    @classmethod
+    def of(cls, each: Sequence[TokenizedRows]) -> EvaluationRows:
+        """From the rows of every agent; equal ones are one set."""
+        prints = [rows.fingerprint for rows in each]
+        sets = {}
+        for rows in sorted(each, key=lambda rows: rows.rows.num_trained_on):
+            sets[rows.fingerprint] = rows  # of equal ones that of which most is trained on
+        found = [*dict.fromkeys(prints)]
+        return cls(tuple(sets[each] for each in found), tuple(map(found.index, prints)))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    @property
+    def are_common(self) -> bool:
+        """Whether one set scores all agents."""
+        return len(self.sets) == 1
+
+    @property
+    def trained_on(self) -> TrainedOn:
+        """Whether none, some or all of these rows are rows of the training of their agents."""
+        kinds: set[TrainedOn] = {rows.rows.trained_on for rows in self.sets}
+        return kinds.pop() if len(kinds) == 1 else "some"

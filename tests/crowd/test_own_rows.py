@@ -1,0 +1,229 @@
+"""Agents with rows of their own in one ragged pass: each has the bits that it has alone, and is what PEFT trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from ci_llm.crowd.base import load_base
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.errors import BadInput, ModelError
+from tests.crowd.test_adapters import peft_loss
+from tests.crowd.test_own_settings import ATTENTION, DROPPING, LARGE, MLP, SMALL
+from tools.testbed.tiny import base, batch
+
+EVERY_KIND: Final = (SMALL, LARGE, ATTENTION, MLP, DROPPING)
+#: Rows of three steps; an agent without a row in a micro-step sits it out.
+STEPS: Final = 3
+SHORT: Final = (batch((7,)), batch((9, 5)), batch((6, 4, 3)))
+LONG: Final = (batch((8, 15, 22)), batch((31,)), batch((12, 13)))
+OTHER: Final = (batch((11, 10)), batch((3, 17)), batch((19,)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(
+    model: Any,
+    entries: Sequence[dict[str, Any]],
+    steps: Sequence[Sequence[Sequence[Batch | None]]],
+    *,
+    route: Literal["packed", "padded"] = "packed",
+    bootstrap: Sequence[bool] = (),
+    checkpointing: bool = False,
+    sick: int | None = None,
+) -> list[dict[str, Tensor]]:
+    """Train as the loop does; `steps` are micro-steps of every step, with one batch per agent, or one for a lone one.
+
+    Returns:
+        what can be told about each agent: weights, moments, losses and norms of every step.
+    """
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
+    crowd.route = route
+    if checkpointing:
+        crowd.gradient_checkpointing_enable()
+    agents = crowd.agents
+    if sick is not None:
+        agents.weights[sick].fill_(float("nan"))
+    keys = tuple((own.seed, 0) if draws else None for own, draws in zip(agents.each, bootstrap, strict=False))
+    objective = Objective(bootstrap=keys if any(keys) else ())
+    optimizer = torch.optim.AdamW(
+        [{"params": [row], "lr": 1e-2 / own.rank} for row, own in zip(agents.rows, agents.each, strict=True)],
+        fused=True,
+    )
+    crowd.train()
+    told: list[dict[str, Tensor]] = [{} for _ in entries]
+    for step, micro_steps in enumerate(steps):
+        agents.begin_step(step)
+        targets, losses = [0] * len(entries), torch.zeros(len(entries), dtype=torch.float64)
+        for number, each in enumerate(micro_steps):
+            rows: Any = AgentBatches(tuple(each)) if len(entries) > 1 else each[0]
+            agents.begin_micro_step(step, 0, number)
+            loss = objective(crowd(rows), rows, step)
+            loss.total.backward()
+            losses += loss.task
+            targets = [n + (own.num_targets if own else 0) for n, own in zip(targets, each, strict=True)]
+        for gradient, count in zip(agents.gradients, targets, strict=True):
+            gradient.div_(count)
+        norms = agents.clip([0.5] * len(entries))
+        agents.leave_out([] if sick is None else [sick])
+        optimizer.step()
+        for k, facts in enumerate(told):
+            facts |= {f"loss {step}": losses[k].clone(), f"norm {step}": norms[k].clone()}
+    for k, facts in enumerate(told):
+        facts |= {name: tensor.clone() for name, tensor in agents.agent_tensors(k).items()}
+        facts |= {f"moment {name}": each for name, each in optimizer.state.get(agents.rows[k], {}).items()}
+    return told
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+def together(*rows: Sequence[Batch | None]) -> list[list[list[Batch | None]]]:
+    """Steps of one micro-step each, from the rows of every agent."""
+    return [[[own[step] for own in rows]] for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
+def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
+    model = base("llama", dtype)
+    (alone,) = train(model, [own], together(LONG))
+    others = [{**kind, "seed": 70 + n} for n, kind in enumerate(EVERY_KIND)]
+    companies = {
+        "three of its kind": (
+            1,
+            [own | {"seed": 90}, own, own | {"seed": 91}, own | {"seed": 92}],
+            (SHORT, LONG, OTHER, LONG),
+        ),
+        "other kinds": (3, [*others[:3], own], (SHORT, OTHER, SHORT, LONG)),
+        "eight": (0, [own, *others, *others[:2]], (LONG, SHORT, OTHER, OTHER, LONG, SHORT, LONG, SHORT)),
+    }
+    for name, (place, entries, rows) in companies.items():
+        assert not differences(alone, train(model, entries, together(*rows))[place]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gpt2", "gemma3"])
+def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
+    model = base(family, dtype)
+    for own in (SMALL, DROPPING):
+        (alone,) = train(model, [own], together(SHORT))
+        found = train(model, [LARGE, ATTENTION | {"target_modules": "all-linear"}, own], together(LONG, OTHER, SHORT))
+        assert not differences(alone, found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_same_holds_on_the_padded_route(dtype: torch.dtype) -> None:
+    model = base("bloom", dtype)
+    for own in (SMALL, DROPPING):
+        (alone,) = train(model, [own], together(SHORT), route="padded")
+        assert not differences(alone, train(model, [LARGE, own], together(LONG, SHORT), route="padded")[1])
+
+
+def test_agents_may_have_other_numbers_of_micro_steps_and_very_few_tokens() -> None:
+    for dtype in (torch.float32, torch.float64):
+        model, few = base("llama", dtype), batch((2,), 1)
+        mine = [[[few], [SHORT[0]]], [[few]], [[SHORT[2]], [few]]]
+        theirs = [[LONG[0]], [LONG[1], LONG[2]], [OTHER[0], OTHER[1], OTHER[2]]]
+        ragged = [
+            [
+                [own[at][0] if at < len(own) else None, other[at] if at < len(other) else None]
+                for at in range(max(len(own), len(other)))
+            ]
+            for own, other in zip(mine, theirs, strict=True)
+        ]
+        found = train(model, [SMALL, DROPPING], ragged)
+        assert not differences(train(model, [SMALL], mine)[0], found[0])
+        assert not differences(train(model, [DROPPING], [[[own] for own in step] for step in theirs])[0], found[1])
+
+
+def test_row_weights_and_recomputed_layers_change_no_bit_of_it() -> None:
+    model = base("llama", torch.float32)
+    entries, rows = [DROPPING, SMALL, LARGE], (LONG, SHORT, OTHER)
+    for k, own in enumerate(entries):
+        draws = [k == 1, k == 1, k == 1][:1]
+        (alone,) = train(model, [own], together(rows[k]), bootstrap=draws)
+        for checkpointing in (False, True):
+            found = train(model, entries, together(*rows), bootstrap=[False, True, False], checkpointing=checkpointing)
+            assert not differences(alone, found[k]), (k, checkpointing)
+
+
+def test_a_neighbour_that_is_nan_changes_no_bit() -> None:
+    model = base("llama", torch.float32)
+    (alone,) = train(model, [SMALL], together(SHORT))
+    found = train(model, [LARGE, SMALL], together(LONG, SHORT), sick=0)
+    assert found[0]["loss 0"].isnan()
+    assert not differences(alone, found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_on_the_embedded_base(dtype: torch.dtype) -> None:
+    model = load_base("embedded").model.to(dtype)
+    rows = [
+        (batch((31, 57, 44)), batch((101, 7)), batch((64,))),
+        (batch((18,)), batch((333,)), batch((40, 41, 42))),
+        (batch((90, 91)), batch((5,)), batch((77, 3))),
+    ]
+    entries = [SMALL, DROPPING, LARGE]
+    found = train(model, entries, together(*rows))
+    for k, own in enumerate(entries):
+        assert not differences(train(model, [own], together(rows[k]))[0], found[k]), k
+
+
+def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
+    model = base("phi")  # its norms compute in fp64, those of Llama in fp32
+    entries = [SMALL, LARGE, ATTENTION, MLP | {"target_modules": ("fc1", "fc2")}]
+    rows = (LONG, SHORT, OTHER, SHORT)
+    found = train(model, entries, together(*rows))
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
+    for k, settings in enumerate(crowd.agents.each):
+        config = crowd.adapter_files()[f"agent{k}/adapter_config"]
+        twin = peft.get_peft_model(
+            copy.deepcopy(model), peft.LoraConfig(**config | {"inference_mode": False}), autocast_adapter_dtype=False
+        )
+        start = {name.replace(".weight", ".default.weight"): t for name, t in crowd.agents.agent_tensors(k).items()}
+        assert not twin.load_state_dict(start, strict=False).unexpected_keys
+        trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2 / settings.rank)
+        for own in rows[k]:
+            optimizer.zero_grad()
+            peft_loss(twin.train(), own).backward()
+            torch.nn.utils.clip_grad_norm_(trained, 0.5)
+            optimizer.step()
+        wanted = dict(twin.named_parameters())
+        for name in crowd.agents.agent_tensors(k):
+            theirs = wanted[name.replace(".weight", ".default.weight")].data
+            torch.testing.assert_close(found[k][name], theirs, rtol=0, atol=1e-12)
+
+
+def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
+    crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
+    rows = AgentBatches((SHORT[0], LONG[0]))
+    with pytest.raises(BadInput, match="diversity joint compares agents on the same rows"):
+        Objective(diversity="joint", weight=0.1)(crowd(rows), rows, 0)
+
+
+def test_a_layer_that_reads_other_tokens_is_refused() -> None:
+    crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy")
+    layer = next(iter(crowd.agents.layers.values()))
+    with crowd._reading([slice(0, 3), slice(3, 9)]), pytest.raises(ModelError, match="reads 4 of 9 tokens"):
+        layer(torch.zeros(1, 4, layer.in_features, dtype=torch.float64))
+    assert layer.spans is None

@@ -1,0 +1,177 @@
+"""Runs whose agents have data of their own: alone and in company, killed and resumed, on one and two processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from ci_llm import embedded
+from tests.run.test_own_settings import facts_of, keys
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Cell, Fate, Trials, account, differences
+
+# References that trials share.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own rows")]
+
+#: 12 steps of 4 rows: epochs of 2, 5, 3 and 5 steps, with short last steps of one micro-batch or with one row.
+NAMES: Final = ("few", "many", "ordered", "again")
+CELL: Final = Cell(accumulation=2)
+
+
+def write(folder: Path, first: int, count: int, evaluated: Sequence[int]) -> Path:
+    """A data set with rows to evaluate on."""
+    folder.mkdir()
+    rows, test = embedded.rows("train"), embedded.rows("test")
+    chosen = {"train": rows[first : first + count], "test": [test[number] for number in evaluated]}
+    for split, written in chosen.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def entries(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("data")
+    one, two = write(folder / "one", 100, 7, range(3)), write(folder / "two", 200, 30, range(3, 8))
+    return [
+        f"{{name: few, seed: 1, dataset_name: {one}, lora_rank: 3, lora_alpha: 5, learning_rate: 1e-3}}",
+        f"{{name: many, seed: 2, dataset_name: {two}, max_train_samples: 17, lora_dropout: 0.2, dropconnect_p: 0.1}}",
+        "{name: ordered, seed: 3, data_seed: 3, max_train_samples: 12, row_weights: bootstrap}",
+        f"{{name: again, seed: 4, data_seed: 9, dataset_name: {two}, max_train_samples: 17, lora_rank: 8}}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("own rows"))
+
+
+@pytest.fixture(scope="module")
+def mixed(trials: Trials, entries: list[str]) -> Path:
+    """The folder of an undisturbed run of all of them."""
+    return complete(trials, CELL, *entries)
+
+
+def complete(trials: Trials, cell: Cell, *entries: str, **more: Any) -> Path:
+    folder = trials.new_folder()
+    assert trials.train(cell, folder, **keys(*entries), **more) == [0] * cell.ranks, (folder / "log").read_text()
+    return folder
+
+
+def without_epochs(facts: dict[str, Any]) -> dict[str, Any]:
+    """An agent alone has the epochs of the run."""
+    return {name: fact for name, fact in facts.items() if "/epoch at" not in name}
+
+
+@pytest.mark.parametrize("k", range(4), ids=NAMES)
+def test_an_agent_ends_as_it_would_alone(trials: Trials, mixed: Path, entries: list[str], k: int) -> None:
+    alone = without_epochs(facts_of(complete(trials, CELL, entries[k]), 0))
+    assert not differences(alone, without_epochs(facts_of(mixed, k)))
+    for part in ("lora_B", "exp_avg_sq", "train/loss at 12", "train/grad_norm at 12", "eval/nll at 8"):
+        assert any(part in name for name in alone), part
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_and_resumed(trials: Trials, mixed: Path, entries: list[str], workers: int) -> None:
+    cell, folder = Cell(accumulation=2, workers=workers), trials.new_folder()
+    fate = Fate("SIGKILL", 5, 1, committed=3)
+    assert trials.train(cell, folder, fate, save_steps=3, **keys(*entries)) == [-signal.SIGKILL]
+    assert trials.train(cell, folder, **keys(*entries)) == [0], (folder / "log").read_text()
+    assert "exactness: bitwise" in (folder / "run/training.log").read_text()
+    assert not differences(account(mixed), account(folder))
+
+
+def test_two_processes_killed_and_resumed(trials: Trials, entries: list[str]) -> None:
+    cell, own = Cell(ranks=2), keys(*entries)
+    undisturbed, folder = complete(trials, cell, *entries), trials.new_folder()
+    assert trials.train(cell, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **own) == [-signal.SIGKILL] * 2
+    assert trials.train(cell, folder, **own) == [0, 0], (folder / "log").read_text()
+    assert not differences(account(undisturbed), account(folder))
+
+
+def rows_of_steps(folder: Path) -> dict[int, list[int]]:
+    """The rows of every optimizer step, of all processes and agents, sorted."""
+    found: dict[int, list[int]] = {}
+    for file in sorted(folder.glob("process*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            found.setdefault(line["step"], []).extend(row for rows in line["rows"] for row in rows)
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+def test_on_another_number_of_processes_the_steps_keep_their_rows(
+    trials: Trials, mixed: Path, entries: list[str]
+) -> None:
+    folder = trials.new_folder()
+    fate = Fate("SIGTERM", 4)
+    assert trials.train(CELL, folder, fate, **keys(*entries)) == [0]
+    assert trials.train(Cell(ranks=2), folder, **keys(*entries)) == [0, 0], (folder / "log").read_text()
+    assert "exactness: sample-exact" in (folder / "run/training.log").read_text()
+    assert rows_of_steps(folder) == rows_of_steps(mixed)
+    assert sum(map(len, rows_of_steps(mixed).values())) == sum(
+        {"few": 6 * 7, "many": 2 * 17 + 8, "ordered": 4 * 12, "again": 2 * 17 + 8}.values()
+    )
+
+
+def test_what_the_run_leaves_tells_whose_rows_are_which(mixed: Path, entries: list[str]) -> None:
+    log = (mixed / "run/training.log").read_text()
+    for said in (
+        "7 rows of question + answer",
+        "few:",
+        "many, again:",
+        "batch     4 rows per step of each agent",
+        "12 steps, 6, 2.47, 4, 2.47 epochs",
+        "max_train_samples 17",
+    ):
+        assert said in log, said
+    evaluation = json.loads((mixed / "run/evaluation.json").read_text())
+    assert [each["agents"] for each in evaluation["sets"]] == [[0], [1, 3], [2]]
+    assert [each["n"] for each in evaluation["sets"]] == [3, 4, 4]
+    assert evaluation["teacher_forced"]["n"] == 11
+    assert [Path(name).name for name in evaluation["task"].split(",")] == ["one", "two", "embedded"]
+    own = evaluation["nll"]["agents"]
+    assert own == [evaluation["sets"][number]["nll"]["agents"][k] for k, number in enumerate((0, 1, 2, 1))]
+    assert len({*own}) == 4
+    metrics = [json.loads(line) for line in (mixed / "run/metrics.jsonl").read_text().splitlines()]
+    last = next(line for line in reversed(metrics) if "train/agent0/epoch" in line)
+    assert [round(last[f"train/agent{k}/epoch"], 2) for k in range(4)] == [6, 2.47, 4, 2.47]
+    assert last["epoch"] == last["train/agent1/epoch"]
+    meta = json.loads((mixed / "run/final_checkpoint/ci_llm_meta_config.json").read_text())
+    assert [agent["max_train_samples"] for agent in meta["agents"]] == [17, 17, 12, 17]
+    assert meta["agents"][3]["data_seed"] == 9
+
+
+def test_other_rows_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: Path, entries: list[str]) -> None:
+    for there, here, said in (
+        ("data_seed: 9", "data_seed: 8", "data_seed was [42, 42, 3, 9], is [42, 42, 3, 8]"),
+        (
+            "max_train_samples: 12",
+            "max_train_samples: 11",
+            "max_train_samples was [17, 17, 12, 17], is [17, 17, 11, 17]",
+        ),
+        ("two, max_train_samples: 17, lora_d", "one, max_train_samples: 17, lora_d", "the training rows are not those"),
+    ):
+        other = [entry.replace(there, here) for entry in entries]
+        assert other != entries
+        assert trials.train(CELL, mixed, max_train_steps=13, **keys(*other)) == [2]
+        assert said in (mixed / "log").read_text()
+
+
+def test_one_set_named_for_all_scores_all(trials: Trials, entries: list[str], tmp_path: Path) -> None:
+    common = write(tmp_path / "common", 300, 4, range(10, 14))
+    folder = complete(
+        trials, CELL, *entries[:2], eval_dataset_name=common, max_train_steps=2, generation_eval_samples=0
+    )
+    evaluation = json.loads((folder / "run/evaluation.json").read_text())
+    assert "sets" not in evaluation
+    assert evaluation["n"] == 4
+
+
+def test_without_max_train_steps_epochs_are_those_of_the_most_rows(trials: Trials, entries: list[str]) -> None:
+    folder = complete(
+        trials, CELL, *entries[:2], max_train_steps="null", epochs=1, generation_eval_samples=0, eval_steps="null"
+    )
+    assert "5 steps, 2.57, 1 epochs" in (folder / "run/training.log").read_text()
