@@ -39,8 +39,10 @@ from ci_llm.config.problems import Problem, given_twice, unknown
 from ci_llm.config.schema import Count, DataKeys
 from ci_llm.config.yaml_file import dump_value, read_flow
 
+#: Which rows are read, and in which order: the same for all trials, so that their scores compare.
+_ABOUT_ROWS: Final = frozenset({*DataKeys.__annotations__, "data_seed"})
 #: The keys that may have a space: what an agent may have of its own, except which rows it reads.
-SPACE_KEYS: Final = tuple(key for key in OWN_KEYS if key not in DataKeys.__annotations__)
+SPACE_KEYS: Final = tuple(key for key in OWN_KEYS if key not in _ABOUT_ROWS)
 DEFAULT_TRIALS: Final = 16
 _RANGE: Final = re.compile(r"(log|uniform)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
 _HOW: Final = "a list [a,b,c], log(low,high) or uniform(low,high)"
@@ -271,8 +273,9 @@ def _key(entry: Entry) -> str:
 def _cannot_differ(key: str, entry: Entry) -> Problem:
     if key == "agents":
         return Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out")
-    if key in DataKeys.__annotations__:
-        return Problem(entry.where, f"{key} cannot differ between trials: all read the same rows", "give it one value")
+    if key in _ABOUT_ROWS:
+        what = f"{key} cannot differ between trials: all read the same rows in the same order"
+        return Problem(entry.where, what, "give it one value")
     return Problem(entry.where, f"{key} cannot differ between trials: {why_common(key)}", "give it one value")
 
 

@@ -109,6 +109,7 @@ def test_the_sampler_and_the_number_of_trials_that_follow(words: list[str], samp
         ),
         (["lr=log(1e-4,1e-2)", "max_train_steps=log(2,4)"], "max_train_steps cannot differ between trials"),
         (["lr=log(1e-4,1e-2)", "eval_steps=[2,4]"], "eval_steps cannot differ between trials"),
+        (["lr=log(1e-4,1e-2)", "data_seed=[1,2]"], "data_seed cannot differ between trials: all read the same rows"),
         (["learning_rat=[1,2]", "lr=[1e-3,2e-3]"], "did you mean learning_rate?"),
         (["lr=[]"], "learning_rate has an empty space"),
         (["lr=log(1e-2,1e-4)"], "learning_rate has an empty space: 1e-2 to 1e-4"),
@@ -157,7 +158,7 @@ def test_optuna_absent_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_key_that_agents_may_have_of_their_own_may_have_a_space_but_which_rows_they_read() -> None:
     assert {"learning_rate", "lora_rank", "seed", "lora_target_modules"} <= {*SPACE_KEYS} <= {*OWN_KEYS}
-    assert not {"dataset_name", "max_train_samples"} & {*SPACE_KEYS}
+    assert not {"dataset_name", "max_train_samples", "data_seed"} & {*SPACE_KEYS}
 
 
 def test_values_of_a_range_can_be_typed() -> None:
