@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import optuna
@@ -53,7 +54,7 @@ BARE = ("report_to=none", "write_report=false", "save_steps=null", "save_interva
 #: Modules that "all-linear" adapts.
 EVALUATED_AT_A_TIME = 50
 
-Settings = Mapping[str, Any]
+WAYS = ("sweep", "pruned", "packed", "peft pruned", "peft")
 
 
 @dataclass
@@ -173,8 +174,9 @@ class Bench:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         factor = round(1 / KEEP)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=self.rungs[0], reduction_factor=factor)
-        sampler = optuna.samplers.GridSampler({"number": range(len(GRID))}, seed=self.config.seed)
-        study = optuna.create_study(direction="minimize", pruner=pruner, sampler=sampler)
+        study = optuna.create_study(direction="minimize", pruner=pruner)
+        for number in Random(self.config.seed).sample(range(len(GRID)), len(GRID)):
+            study.enqueue_trial({"number": number})
         ends: dict[int, float] = {}
         for _ in GRID:
             trial = study.ask()
@@ -195,24 +197,23 @@ def _rank(nll: float) -> float:
     return nll if math.isfinite(nll) else math.inf
 
 
-def measure(seed: int, folder: Path, steps: int, rows: int, per_pass: int, peft_runs: int) -> list[Way]:
-    """All ways with one seed.
+def measure(bench: Bench, names: Sequence[str], per_pass: int, peft_runs: int) -> list[Way]:
+    """The ways of these names with one seed.
 
     Args:
-        rows: of each evaluation.
         peft_runs: full runs of PEFT that are measured; the time of the others is taken to be the same.
     """
-    bench = Bench(seed, folder, steps, rows)
     everything = range(len(GRID))
-    ways = [bench.timed("sweep", lambda: bench.sweep(per_pass))]
-    ways.append(bench.timed("pruned", lambda: bench.pruned(lambda n: bench.single("pruned", n))))
-    ways.append(bench.timed("peft pruned", lambda: bench.pruned(lambda n: bench.peft_run(n, bench.rungs))))
     some = [*everything][:: max(1, len(GRID) // peft_runs)][:peft_runs]
-    found = bench.timed("peft", lambda: bench.one_by_one(lambda n: dict(bench.peft_run(n, [steps]))[steps], some))
-    ways.append(replace(found, cpu_s=found.cpu_s * len(GRID) / len(some)))
-    ways.append(bench.timed("packed", lambda: bench.one_by_one(lambda n: bench.whole("packed", n), everything)))
-    bench.processes.shutdown()
-    return ways
+    works: dict[str, Callable[[], tuple[int, dict[int, float]]]] = {
+        "sweep": lambda: bench.sweep(per_pass),
+        "pruned": lambda: bench.pruned(lambda n: bench.single("pruned", n)),
+        "packed": lambda: bench.one_by_one(lambda n: bench.whole("packed", n), everything),
+        "peft pruned": lambda: bench.pruned(lambda n: bench.peft_run(n, bench.rungs)),
+        "peft": lambda: bench.one_by_one(lambda n: dict(bench.peft_run(n, [bench.steps]))[bench.steps], some),
+    }
+    ways = [bench.timed(name, works[name]) for name in names]
+    return [replace(way, cpu_s=way.cpu_s * len(GRID) / len(some)) if way.name == "peft" else way for way in ways]
 
 
 def table(found: Mapping[int, Sequence[Way]]) -> str:
@@ -230,8 +231,9 @@ def table(found: Mapping[int, Sequence[Way]]) -> str:
 
 def _regret(ways: Sequence[Way], way: Way) -> float:
     """By the packed runs, which trained everything to its end; NaN for PEFT, unless all of its runs were measured."""
-    reference = next(each for each in ways if each.name == ("peft" if way.name.startswith("peft") else "packed"))
-    if way.chosen not in reference.scores or len(reference.scores) < len(GRID):
+    wanted = "peft" if way.name.startswith("peft") else "packed"
+    reference = next((each for each in ways if each.name == wanted), None)
+    if reference is None or len(reference.scores) < len(GRID):
         return math.nan
     return _rank(reference.scores[way.chosen]) - min(map(_rank, reference.scores.values()))
 
@@ -252,12 +254,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200, help="evaluation rows (default: 200)")
     parser.add_argument("--per-pass", type=int, default=16, help="trials of one pass of ours (default: 16)")
     parser.add_argument("--peft-runs", type=int, default=16, help="full PEFT runs that are measured (default: 16)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="those to measure (default: all)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            found[seed] = measure(seed, Path(folder), options.steps, options.rows, options.per_pass, options.peft_runs)
+            bench = Bench(seed, Path(folder), options.steps, options.rows)
+            found[seed] = measure(bench, options.ways, options.per_pass, options.peft_runs)
+            bench.processes.shutdown()
     print(f"\n{len(GRID)} settings, {options.steps} steps, one thread\n\n{table(found)}")
 
 
