@@ -1,7 +1,8 @@
 """What the first tokenisation of a data set needs: peak resident memory and rows per second, for growing data sets.
 
-`python -m benchmarks.tokenization [--rows N ...] [--folder D]`: question and answer as in the embedded task, from a
-JSON-lines file, on one thread. Each size runs in a process of its own, whose peak is asked from the system.
+`python -m benchmarks.tokenization [--rows N ...] [--form F] [--folder D]`: question and answer as in the embedded task,
+or the same rows as token ids (`--form tokens`, without the time of a tokenizer), from a JSON-lines file, on one thread.
+Each size runs in a process of its own, whose peak the system tells.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HELD_OUT: Final = 100
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=SIZES, help="sizes of the data sets")
+    parser.add_argument("--form", choices=["chat", "tokens"], default="chat", help="what a row is")
     parser.add_argument("--folder", type=Path, help="where data and tokens lie meanwhile; a temporary one by default")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -33,21 +35,30 @@ def main() -> None:
     print("     rows   MB of data   MB of tokens   peak MB: imports   loading   tokenising   rows/s")
     for rows in options.rows:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            data = write(Path(folder, "data.jsonl"), rows)
+            data = write(Path(folder, "data.jsonl"), rows, as_tokens=options.form == "tokens")
             found = in_child(data)
             peaks = "   ".join(f"{found[name] / 1e6:9.0f}" for name in ("imports", "loading", "tokenising"))
             sizes = f"{data.stat().st_size / 1e6:10.1f}   {found['tokens_bytes'] / 1e6:12.1f}"
             print(f"{rows:9,d}   {sizes}   {peaks}   {rows / found['seconds']:9.0f}", flush=True)
 
 
-def write(path: Path, rows: int) -> Path:
+def write(path: Path, rows: int, *, as_tokens: bool) -> Path:
     """A file of so many different rows."""
+    from transformers import AutoTokenizer
+
     from ci_llm import embedded
 
+    tokenizer = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     known = embedded.rows("train")
+    ids = tokenizer([f"{row['question']} {row['answer']}" for row in known])["input_ids"]
     with path.open("w") as file:
-        for number, row in zip(range(rows), itertools.cycle(known), strict=False):
-            file.write(json.dumps({**row, "question": f"{number}. {row['question']}"}) + "\n")
+        for number, row, tokens in zip(range(rows), itertools.cycle(known), itertools.cycle(ids), strict=False):
+            own = (
+                {"input_ids": [3 + number % 90, *tokens]}
+                if as_tokens
+                else {**row, "question": f"{number}. {row['question']}"}
+            )
+            file.write(json.dumps(own) + "\n")
     return path
 
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ci_llm"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
-    ("sweep",),
+    ("audit", "simulate", "sweep"),
     ("dry_run", "supervisor"),
     ("run", "evaluation", "integrations"),
     ("crowd", "logs", "report", "watch"),

@@ -18,12 +18,14 @@ from benchmarks import (
     checkpoint_writers,
     crowd,
     gsm8k,
+    sharded,
     step,
     sweep,
     uncertainty,
 )
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
 from ci_llm.crowd.scoring import Scores
+from tools.testbed.forkserver import ForkServer
 
 
 def test_turns_rotate_and_ratios_are_paired() -> None:
@@ -54,6 +56,16 @@ def test_the_three_trainers_of_the_step_benchmark_train_the_same(monkeypatch: py
     table = step.table(costs, rows=2)
     assert [len(listed) for listed in costs.values()] == [1, 1, 1]
     assert table.count("| 2 |") == 3
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_sharding_trains_the_same_on_half_of_the_layers(server: ForkServer) -> None:
+    """In two processes; `measure` compares their gradients."""
+    found = sharded.measure(server, 2, "tiny")
+    lines = sharded.table(found)
+    assert [line.split()[:2] for line in lines] == [["2", "none"], ["2", "layers"]]
+    (whole, part) = ({one["layers"] for one in found[way]} for way in ("none", "layers"))
+    assert {2 * each for each in part} == whole
 
 
 def scores(right: list[list[int]], nll: list[float]) -> Scores:

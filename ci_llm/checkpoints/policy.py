@@ -114,9 +114,16 @@ class FailureHistory:
         folders = folders_of(directory, step)
         manifest = read_manifest(folders[0])
         known: Any = manifest.info.get("endurance", {})
-        found = cls(**known)
-        ended_well = found.left or any(folder.name == FINAL for folder in folders)
-        return cls(found.seconds, found.failures + max(attempt - manifest.attempt - ended_well, 0))
+        ended_well = any(folder.name == FINAL for folder in folders)
+        return cls(**known).after(attempt - manifest.attempt, ended_well=ended_well)
+
+    def after(self, attempts: int, *, ended_well: bool = False) -> FailureHistory:
+        """The history so many attempts later, none of which has saved.
+
+        Args:
+            ended_well: the attempt that saved this came to the end of the run.
+        """
+        return FailureHistory(self.seconds, self.failures + max(attempts - (self.left or ended_well), 0))
 
     @property
     def mtbf_s(self) -> float:
@@ -130,12 +137,13 @@ class BestInterval:
 
     Args:
         clock: seconds, monotonic.
+        past: the failures before, where they are known already; otherwise `record` looks them up.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, past: FailureHistory | None = None) -> None:
         self._clock = clock
         self._began = clock()
-        self._past: FailureHistory | None = None
+        self._past = past
         self._stalls: list[float] = []
         self._saves: list[float] = []
         self._logged, self._lock = 0.0, threading.Lock()
@@ -150,7 +158,11 @@ class BestInterval:
         """
         if self._past is None:
             self._past = FailureHistory() if newest is None else FailureHistory.before(directory, newest, attempt)
-        return {"endurance": asdict(replace(self._so_far, left=left))}
+        return {"endurance": asdict(self.history(left=left))}
+
+    def history(self, *, left: bool) -> FailureHistory:
+        """What a save at this moment hands on. `left` as in `record`."""
+        return replace(self._so_far, left=left)
 
     def measured(self, stall_s: float, save_s: float) -> None:
         """Note one save: how long the training waited for it, and how long it took until it was read back."""

@@ -35,6 +35,10 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
+  ci-llm audit -- python THEIRS.py ...                run any training script again and again: does it resume
+                                                      exactly, and what diverges first
+  ci-llm simulate [--config FILE] [key=value ...]     a job on nodes that fail: goodput, lost work, the best interval
+
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
 
 --help after a command shows its options; --debug shows debug lines, and the traceback of an error."""
@@ -54,6 +58,8 @@ COMMANDS: Final = {
     "export": "ci_llm.cli.export:export",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
+    "audit": "ci_llm.cli.audit:audit",
+    "simulate": "ci_llm.cli.simulate:simulate",
 }
 
 

@@ -41,9 +41,13 @@ _LAUNCHERS: Final = (
 #: What Accelerate's launcher may ask for and this program does not support: the variable, its "no", and the reason.
 _UNSUPPORTED: Final = (
     ("ACCELERATE_USE_DEEPSPEED", "false", "it owns backward, step and checkpoint, which are this program's business"),
-    ("ACCELERATE_USE_FSDP", "false", "the trainable state is a few MB, and the frozen base is not sharded"),
+    ("ACCELERATE_USE_FSDP", "false", "it would reduce inside backward; base_sharding=layers shards the frozen base"),
     ("ACCELERATE_USE_MEGATRON_LM", "false", "it brings a training loop of its own"),
-    ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", "every process holds the whole base and trains on rows of its own"),
+    (
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+        "false",
+        "each process trains on its own rows; base_sharding=layers shards the base",
+    ),
     ("ACCELERATE_DYNAMO_BACKEND", "no", "packed rows differ in length from step to step, and are no faster compiled"),
 )
 _ACCELERATE_LAUNCH: Final = frozenset({"launch", "accelerate-launch", "accelerate.commands.launch"})

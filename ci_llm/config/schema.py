@@ -114,6 +114,9 @@ class BaseModelKeys(Keys):
     quantization: Literal["nf4", "int8"] | None = exact(
         None, "store the linear layers of the base in 4 bits (nf4) or 8 (int8); needs the extra ci-llm[quantization]"
     )
+    base_sharding: Literal["none", "layers"] = free(
+        "none", "layers: each process stores a part of every layer of the base, and gathers one layer at a time"
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] = exact(
         "no", "autocast precision of the forward pass; if not given, that of accelerate launch"
     )

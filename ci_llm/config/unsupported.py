@@ -10,6 +10,7 @@ _ONE_LOSS = "leave it out: every learned token weighs the same"
 _HELD_OUT = "eval_dataset_name=FILE, or eval_split=NAME for a split of dataset_name"
 _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
 _QUANTIZED = "quantization=nf4 or quantization=int8"
+_SHARDED = "base_sharding=layers: each process stores a part of the base's layers (docs/bases.md)"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
 _ADAMW = "leave it out: the optimizer is AdamW; fused_optimizer=false takes the plain one"
 _FUSED_KERNEL = "leave it out: packed rows take a fused kernel wherever it agrees with the base"
@@ -162,7 +163,11 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "devices": ("a number of processes", _LAUNCHER),
     "strategy": ("a way to share work between processes", _LAUNCHER),
     "deepspeed": ("a configuration of DeepSpeed", "leave it out: DeepSpeed owns backward, step and checkpoint"),
-    "fsdp": ("shards of the model", "leave it out: every process holds the base; FSDP owns backward and checkpoint"),
+    "fsdp": ("shards of the model", _SHARDED),
+    "fsdp_config": ("shards of the model", _SHARDED),
+    "tensor_parallel_size": ("parts of each product", _SHARDED),
+    "tp_size": ("parts of each product", _SHARDED),
+    "device_map": ("places for parts of the base", f"{_SHARDED}; {_QUANTIZED} makes it smaller"),
     "ddp_find_unused_parameters": ("a setting of DDP", "leave it out: gradients are reduced once, without DDP"),
     "ddp_timeout": ("a setting of DDP", "hang_timeout=SECONDS says when a run counts as hung"),
     # Options of the command line

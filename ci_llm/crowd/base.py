@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,7 +31,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.core.work import counted
-from ci_llm.crowd.quantized import Quantization, quantized_loading, stored_quantization
+from ci_llm.crowd.quantized import Quantization, QuantizedLinear, quantized_loading, stored_quantization
+from ci_llm.crowd.sharded_layers import ShardedLayers, gathered, is_sharded
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 
@@ -63,7 +65,12 @@ class Base:
 
     @property
     def num_parameters(self) -> int:
-        return int(self.model.num_parameters())  # it knows how many numbers a byte of a quantised layer holds
+        # It knows how many numbers a byte of a quantised layer holds, but for layers whose bytes are sharded.
+        count = int(self.model.num_parameters())
+        for layer in self.model.modules():
+            if isinstance(layer, QuantizedLinear) and is_sharded(layer.stored):
+                count += layer.in_features * layer.out_features - int(layer.stored.numel())
+        return count
 
 
 def short_name(name: str) -> str:
@@ -76,6 +83,7 @@ def load_base(
     model_dtype: str | None = None,
     device: torch.device | str = "cpu",
     quantization: Quantization | None = None,
+    layers: ShardedLayers | None = None,
 ) -> Base:
     """Load a causal language model.
 
@@ -84,6 +92,7 @@ def load_base(
         model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
         device: where the model goes.
         quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None: as they are.
+        layers: this process reads and keeps its part of the layers only; the call is a collective then.
 
     Raises:
         ModelError: the model is not found, not readable, not complete, or no causal language model.
@@ -93,10 +102,12 @@ def load_base(
     dtype = _dtype(model_dtype, torch.device(device))
     stored = stored_quantization(config)
     how = quantized_loading(quantization, stored, model_name, device)
+    if layers is not None:
+        how["distributed_config"] = {}
     try:
         with _weights_counted():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = _loading_class(config, layers).from_pretrained(
                 name,
                 config=config,
                 dtype=dtype,
@@ -111,10 +122,34 @@ def load_base(
         raise load_error(model_name, error) from error
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
+    if layers is not None:
+        layers.after_loading(model)
+        del model.config.distributed_config
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
     if not (quantization or stored):  # a quantised base is on its device since it was loaded
         model.to(device)
     return Base(model, tokenizer, name, fingerprint, rounded)
+
+
+def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> Any:
+    """The class of Transformers that loads the base; one that shards the layers before it reads their weights.
+
+    Transformers then reads of every sharded weight the part of this process only.
+    """
+    if layers is None:
+        return AutoModelForCausalLM
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    def prepare(_: type, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return distributed_config, device_map, None
+
+    def distribute(_: type, model: PreTrainedModel, *__: Any) -> PreTrainedModel:
+        layers.before_loading(model.requires_grad_(False))
+        return model
+
+    steps = {"prepare_distribute_model": classmethod(prepare), "maybe_distribute_model": classmethod(distribute)}
+    # Transformers knows how a checkpoint names its weights by the names of class and module.
+    return type(architecture.__name__, (architecture,), {**steps, "__module__": architecture.__module__})
 
 
 @contextmanager
@@ -196,7 +231,7 @@ def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
 
     Agents on the base do not count: it has the same fingerprint before and after they are attached. For a quantised
     base, the files of its checkpoint and the kind of quantisation are hashed instead, because versions of bitsandbytes
-    may round differently.
+    may round differently. Sharded layers are put together one tensor at a time: a collective.
 
     Args:
         rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in
@@ -215,7 +250,7 @@ def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: st
     for name, tensor in tensors:
         if rounded and tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
-        raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+        raw = gathered(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().data
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
     return digest.hexdigest()[:32]
 

@@ -161,6 +161,7 @@ def generate_ids(
             ),
             logits_processor=LogitsProcessorList([choice]),
             stopping_criteria=StoppingCriteriaList([StopOnRequest(stop), *([over] if is_over else [])]),
+            synced_gpus=False,  # processes with a sharded base keep in step by themselves
         )
     new = everything[:, ids.shape[1] :].unflatten(0, (num_agents, len(rows))).tolist()
     whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(agent)] for k, agent in enumerate(new)]
@@ -184,7 +185,8 @@ def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], p
         max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
     )
     with _blank_generation_config(model):
-        return model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted).logits[1][0]  # type: ignore[no-any-return]
+        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
+        return found.logits[1][0]  # type: ignore[no-any-return]
 
 
 def num_positions(model: PreTrainedModel) -> int:

@@ -144,8 +144,7 @@ class AgentGroup:
         drops: whether they read their input after dropout.
         stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
         masks: DropConnect masks of the same shapes, or None.
-        tokens: where the tokens of the only agent lie in an input [1, N, in] of agents with rows of their own; None:
-            the input holds the same number for every agent.
+        tokens: of the only agent, in an input [1, N, in] of agents with rows of their own; else None.
     """
 
     first: int
@@ -340,8 +339,7 @@ class StackedLoRALinear(nn.Module):
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
         active_agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
-        spans: [K] the tokens of each agent in an input in which every agent has rows of its own, one agent after the
-            other; None: all agents have the same rows.
+        spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
     """
 
     def __init__(self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, name: str) -> None:

@@ -6,31 +6,31 @@ Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import adapter_config, attach
 from ci_llm.crowd.asking import Answer, Choices, answers, decoding_of, prompter_of, stream, texts
-from ci_llm.crowd.attention import PACKED, Segments
+from ci_llm.crowd.attention import PACKED
 from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.generation import Decoding, Generated, TokenIds, generate_ids, is_padding_invariant
 from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
+from ci_llm.crowd.passes import Passes, both_passes
 from ci_llm.crowd.pretrained import open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
-from ci_llm.data.batches import AgentBatches, Batch, padded
+from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import ModelError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Crowd(nn.Module):
             self.agents.draw_masks_of_pass()
         if isinstance(batch, Batch):
             return self._output(self.states(batch), batch)
-        rows = zip(self.states_of_each(batch), batch.each, strict=True)
+        rows = zip(self._passes.states_of_each(batch), batch.each, strict=True)
         return AgentOutputs(tuple(None if own is None else self._output(states, own) for states, own in rows))
 
     def _output(self, states: Tensor, batch: Batch) -> CrowdOutput:
@@ -192,103 +192,17 @@ class Crowd(nn.Module):
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""
-        return self._packed(batch) if self.route == "packed" else self._padded(batch)
+        return self._passes.states(batch)
 
-    def states_of_each(self, batches: AgentBatches) -> Sequence[Tensor]:
-        """Final hidden states [1, N, D] of every agent on its own rows; N is 0 for an agent without any.
-
-        On the packed route the base runs once over the rows of all agents, and an agent has the bits that it has alone.
-        A rectangle of all rows would pad them to another length than alone, so the padded route takes a pass per agent.
-        """
-        if self.route == "packed":
-            return self._packed_each(batches)
-        nothing = self.agents.weights.new_zeros(1, 0, 1)
-        return [nothing if own is None else self._padded_alone(k, own) for k, own in enumerate(batches.each)]
-
-    def _packed(self, batch: Batch) -> Tensor:
-        ids, positions, bounds = self._with_spare(batch)
-        states = self._run(ids.expand(self.num_agents, -1), positions, bounds)
-        return states[:, : batch.num_tokens] if len(ids) > batch.num_tokens else states
-
-    def _packed_each(self, batches: AgentBatches) -> list[Tensor]:
-        laid = [self._with_spare(batch) for batch in batches.present]
-        counts = iter([len(ids) for ids, _, _ in laid])
-        sizes = [0 if batch is None else next(counts) for batch in batches.each]
-        ends = [*accumulate(sizes)]
-        starts = iter(end - size for end, size in zip(ends, sizes, strict=True) if size)
-        bounds = [start + bound for start, (_, _, own) in zip(starts, laid, strict=True) for bound in own[1:]]
-        ids, positions = torch.cat([own for own, _, _ in laid]), torch.cat([own for _, own, _ in laid])
-        with self._reading([slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]):
-            states = self._run(ids[None], positions, (0, *bounds))
-        parts = zip(states.split(sizes, dim=1), batches.each, strict=True)
-        return [part if batch is None else part[:, : batch.num_tokens] for part, batch in parts]
-
-    def _run(self, ids: Tensor, positions: Tensor, bounds: Sequence[int]) -> Tensor:
-        """Final hidden states of packed rows: ids [R, N], positions [N]."""
-        return self.model.base_model(  # type: ignore[no-any-return]
-            input_ids=ids, position_ids=positions[None], use_cache=False, segments=Segments(bounds)
-        ).last_hidden_state
-
-    def _with_spare(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """Ids, positions and bounds of the rows; spare tokens are one more row, which nothing reads."""
-        ids, positions, bounds = batch.input_ids, batch.position_ids, batch.bounds
-        if spare := self._spare(batch.num_tokens):
-            ids = F.pad(ids, (0, spare), value=self.pad_id)
-            positions = torch.cat([positions, positions.new_tensor(range(spare))])
-            bounds = (*bounds, bounds[-1] + spare)
-        return ids, positions, bounds
-
-    @contextmanager
-    def _reading(self, spans: Sequence[slice]) -> Iterator[None]:
-        """Tell the layers whose tokens their input holds: those of each agent by itself."""
-        layers = self.agents.layers.values()
-        for layer in layers:
-            layer.spans = spans
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.spans = None
-
-    def _spare(self, tokens: int) -> int:
-        """Tokens that have to be added, so that an agent's bits do not depend on how many agents there are.
-
-        Each product with the base takes the tokens of all agents at once. On a CPU the kernels for the last rows of a
-        product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.
-        """
-        return -tokens % 4 if self.model.dtype == torch.float64 else max(0, 4 - tokens)
-
-    def _padded_alone(self, k: int, batch: Batch) -> Tensor:
-        """Final hidden states [1, N, D] of one agent."""
-        inputs, index = self._rectangle(batch)
-        size = inputs["input_ids"].numel()
-        with self._reading([slice(0, size if agent == k else 0) for agent in range(self.num_agents)]):
-            states: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        return states[index][None]
-
-    def _padded(self, batch: Batch) -> Tensor:
-        inputs, (rows, columns) = self._rectangle(batch)
-        repeated = {name: each.repeat(self.num_agents, 1) for name, each in inputs.items()}
-        states = self.model.base_model(**repeated, use_cache=False).last_hidden_state
-        return states.unflatten(0, (self.num_agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
-
-    def _rectangle(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-        """The rows side by side, and the index that leads back; see `padded`."""
-        inputs, index = padded(batch, self.pad_id)
-        if spare := self._spare(inputs["input_ids"].shape[1]):
-            inputs = {name: F.pad(each, (0, spare)) for name, each in inputs.items()}
-        # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
-        # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
-        return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
+    @property
+    def _passes(self) -> Passes:
+        return Passes(self.model, self.agents, self.pad_id, packed=self.route == "packed")
 
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
-        self.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": self._both_passes})
-
-    def _both_passes(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of a layer's pass and of its pass in backward, which has to know whose tokens it reads as well."""
-        spans = next(iter(self.agents.layers.values())).spans
-        return nullcontext(), nullcontext() if spans is None else self._reading(spans)
+        self.model.activation_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": partial(both_passes, self.agents)}
+        )
 
     @overload
     def generate(

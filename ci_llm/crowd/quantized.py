@@ -28,6 +28,8 @@ _STORED_BY: Final = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}
 
 _STORED: Final = ("nf4", "fp4", "int8")
 
+BITS: Final[dict[Quantization, int]] = {"nf4": 4, "int8": 8}
+
 _DENSE_PARAMETERS: Final = ("Parameter", "FakeTensor", "DTensor")
 
 
@@ -98,7 +100,9 @@ class QuantizedLinear(nn.Module):
         layer: a quantised layer of bitsandbytes, which this one replaces and takes the storage from.
 
     Attributes:
-        stored: the numbers as bitsandbytes keeps them.
+        stored: the numbers as bitsandbytes keeps them; of a sharded layer all of them only during a pass.
+        stored_rows: how many rows `stored` has as a whole.
+        quant_state: scales and code of 4 bits; None for int8.
     """
 
     scale: Tensor  # of int8: the largest absolute value of each row, [out]
@@ -109,11 +113,24 @@ class QuantizedLinear(nn.Module):
         self.out_features: int = layer.out_features
         self.stored: Any = layer.weight
         self.stored.requires_grad_(False)
+        self.stored_rows: int = getattr(layer, "stored_rows", len(self.stored))
+        self._own_state: Any = None
         self.bias = layer.bias
         self._is_int8 = _STORED_BY[type(layer).__name__] == "int8"
         if self._is_int8:
             moved = self.stored.SCB is None  # the first pass through the layer moves it
             self.register_buffer("scale", layer.state.SCB if moved else self.stored.SCB)
+
+    @property
+    def quant_state(self) -> Any:
+        return self._own_state or getattr(self.stored, "quant_state", None)
+
+    def let_go(self) -> Tensor:
+        """Take the numbers away, for shards of them to come; the scales stay here. Returns the numbers."""
+        self._own_state, numbers = self.quant_state, self.stored.data
+        shape = (self.stored_rows, *numbers.shape[1:])
+        self.stored = nn.Parameter(torch.empty(shape, dtype=numbers.dtype, device="meta"), requires_grad=False)
+        return numbers  # type: ignore[no-any-return]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] as numbers of `dtype`, made anew at each call."""
@@ -122,13 +139,20 @@ class QuantizedLinear(nn.Module):
             return weight.to(dtype)
         from bitsandbytes.functional import dequantize_4bit
 
-        weight = dequantize_4bit(self.stored.data, self.stored.quant_state)
+        weight = dequantize_4bit(self.stored.data, self.quant_state)
         return weight.to(dtype)
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] for code that reads it by itself, in the precision it had before."""
-        return self.dequantize(self.scale.dtype if self._is_int8 else self.stored.quant_state.dtype)
+        """The weight [out, in] for code that reads it by itself, in the precision it had before.
+
+        Of a sharded layer there are numbers during a pass only; what is returned then has dtype and device, and is NaN.
+        """
+        dtype: torch.dtype = self.scale.dtype if self._is_int8 else self.quant_state.dtype
+        if hasattr(self.stored, "full_tensor"):
+            nan = torch.full((), float("nan"), dtype=dtype, device=self.stored.device)
+            return nan.expand(self.out_features, self.in_features)
+        return self.dequantize(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -136,7 +160,7 @@ class QuantizedLinear(nn.Module):
         return _Product.apply(x.to(dtype), self)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        kind = "int8" if self._is_int8 else self.stored.quant_state.quant_type
+        kind = "int8" if self._is_int8 else self.quant_state.quant_type
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {kind}"
 
 
@@ -155,6 +179,31 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.dequantize(ctx.dtype), None
 
 
+def keep_part(layer: nn.Module, index: int, count: int) -> None:
+    """If `layer` is one of bitsandbytes without numbers yet, let it keep one of `count` parts of those it is given.
+
+    Loading hands over a whole quantised weight. It is cut here and at once, so that no process ever holds them all.
+    """
+    from torch.distributed.tensor import Shard  # slow to import
+
+    kind = type(layer)
+    if not _is_of_bitsandbytes(layer):
+        return
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        if name == "weight" and (getattr(value, "quant_state", None) or getattr(value, "SCB", None) is not None):
+            size, start = Shard.local_shard_size_and_offset(len(value), count, index)
+            self.stored_rows, value.CB = len(value), None
+            value.data = value.data.narrow(0, start, size).clone()
+        kind.__setattr__(self, name, value)
+
+    layer.__class__ = type(kind.__name__, (kind,), {"__setattr__": assign, "__module__": kind.__module__})
+
+
+def _is_of_bitsandbytes(layer: nn.Module) -> bool:
+    return type(layer).__name__ in _STORED_BY and type(layer).__module__.startswith("bitsandbytes.")
+
+
 def replace_quantized_layers(model: PreTrainedModel) -> None:
     """Replace every quantised layer of bitsandbytes in `model` by a `QuantizedLinear` on the same storage.
 
@@ -165,7 +214,7 @@ def replace_quantized_layers(model: PreTrainedModel) -> None:
     if (stored := stored_quantization(model.config)) not in (None, *_STORED):
         raise _unknown_storage(model.name_or_path, f"the base is quantised by {stored}")
     for name, layer in list(model.named_modules()):
-        if type(layer).__name__ in _STORED_BY and type(layer).__module__.startswith("bitsandbytes."):
+        if _is_of_bitsandbytes(layer):
             model.set_submodule(name, QuantizedLinear(layer))
     _refuse_unknown_storage(model)
 

@@ -125,6 +125,10 @@ class Plan:
         """Epochs done when `step` optimizer steps are done: 0.0 at the start, 1.0 after `steps_per_epoch`."""
         return self.samples_seen(step) / self.num_rows
 
+    def epochs(self, step: int) -> list[float]:
+        """`epoch`, as the only one of its kind."""
+        return [self.epoch(step)]
+
 
 @dataclass(frozen=True)
 class AgentPlans:
@@ -153,7 +157,11 @@ class AgentPlans:
 
     def epoch(self, step: int) -> float:
         """Epochs done by the agent with the most rows, which has done the fewest."""
-        return min(plan.epoch(step) for plan in self.each)
+        return min(self.epochs(step))
+
+    def epochs(self, step: int) -> list[float]:
+        """Epochs done by every agent."""
+        return [plan.epoch(step) for plan in self.each]
 
 
 def share(rows: Sequence[int], process_index: int, num_processes: int, micro_batch_size: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from ci_llm.cluster.launch import Launch
-from ci_llm.errors import LaunchError
+from ci_llm.errors import LaunchError, PeerLost
 
 # A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
 # went silent, and for the main process while it works alone (`Processes.main_first`).
@@ -57,3 +57,16 @@ def leave() -> None:
     """Leave the process group, if this process is in one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """An error of a collective in the block means that a process is gone: a PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
+        raise PeerLost(
+            "a process of this run is gone or silent",
+            where=str(error).splitlines()[0],
+            hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
+        ) from error

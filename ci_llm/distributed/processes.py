@@ -31,8 +31,8 @@ from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
-from ci_llm.distributed.process_group import join, leave, rendezvous_errors
-from ci_llm.errors import CiLlmError, LaunchError, ModelError, PeerLost
+from ci_llm.distributed.process_group import join, leave, peer_errors, rendezvous_errors
+from ci_llm.errors import CiLlmError, LaunchError, ModelError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Processes:
 
     Attributes:
         accelerator: Accelerate's own, for the device, autocast and the trackers.
+        follow: called before every ballot: serves processes whose passes through a sharded base are not over.
         notes: lines for people about the way the run was started.
 
     Raises:
@@ -92,6 +93,7 @@ class Processes:
                 hint="create no Accelerator before Processes; start by torchrun or accelerate launch",
             )
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
+        self.follow: Callable[[], None] = lambda: None
         self._tokens: list[Path] = []
         logger.debug("process %d of %d on %s; %s", self.index, self.count, self.device, self.launch)
 
@@ -129,6 +131,7 @@ class Processes:
         Raises:
             PeerLost: a process is gone.
         """
+        self.follow()
         # On the CPU tensor of `encode` torch chooses gloo, also where the gradient goes over NCCL.
         votes = self.reduce_flat_(encode(ballot))
         reasons = self.gather_object(ballot.stop) if anybody_stops(votes) else []
@@ -144,7 +147,7 @@ class Processes:
             PeerLost: a process is gone.
         """
         if self.count > 1:
-            with _peer_errors():
+            with peer_errors():
                 dist.all_reduce(tensor)
         return tensor
 
@@ -152,7 +155,7 @@ class Processes:
         """The values of all processes, by index, on every process. A collective; not for the inner loop."""
         if self.count == 1:
             return [value]
-        with _peer_errors():
+        with peer_errors():
             gathered: list[T] = gather_object([value])
         return gathered
 
@@ -160,7 +163,7 @@ class Processes:
         """The main process's value, on every process. A collective."""
         if self.count == 1:
             return value
-        with _peer_errors():
+        with peer_errors():
             values: list[T] = broadcast_object_list([value])
         return values[0]
 
@@ -256,18 +259,6 @@ class Processes:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         return not leaving.is_alive()
-
-
-@contextmanager
-def _peer_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
-        raise PeerLost(
-            "a process of this run is gone or silent",
-            where=str(error).splitlines()[0],
-            hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
-        ) from error
 
 
 def runs_on_cpu() -> bool:

@@ -35,6 +35,17 @@ KNOWN: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
+    "meta-llama/Llama-3.1-70B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
     "google/gemma-2-2b": {
         "model_type": "gemma2",
         "vocab_size": 256000,

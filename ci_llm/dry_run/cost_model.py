@@ -22,13 +22,15 @@ from ci_llm.config import Config
 from ci_llm.crowd.base import DTYPES, load_error
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.quantized import stored_bytes
+from ci_llm.crowd.quantized import BITS, stored_bytes
+from ci_llm.crowd.sharded_layers import layers_of, weights_to_shard
 from ci_llm.data.batches import Batch
 from ci_llm.run.setup import lora_settings
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1
 AGENT_COPIES = 7  # weights, gradients, two moments; the last good weights and moments
+GATHERED_COPIES = 2  # of a layer: as it comes from the others, and the weights that are copied out of it
 ROWS_TRACED = 2  # of a larger batch so many are traced, and half of them; the rest follows by proportion
 
 
@@ -38,7 +40,7 @@ class Trace:
 
     Attributes:
         base_parameters: numbers of the frozen base.
-        base_bytes: what they take in the run's `model_dtype`.
+        base_bytes: what they take in the run's `model_dtype`, in one process.
         agent_parameters: trainable numbers of one agent.
         agents_bytes: weights, gradients and both moments of all agents, and their last good copy.
         activation_bytes: the most that is allocated besides, at any moment of forward and backward.
@@ -63,22 +65,38 @@ class Untraceable(Exception):
 
 
 def trace(
-    config: Config, shape: PreTrainedConfig, device: torch.device, *, rows: int, tokens: int, targets: int
+    config: Config,
+    shape: PreTrainedConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    tokens: int,
+    targets: int,
+    processes: int = 1,
 ) -> Trace:
     """Trace one micro-step of `rows` rows, each of `tokens` tokens of which `targets` are learned.
+
+    Args:
+        processes: of the run, which share the layers of the base with `base_sharding`.
 
     Raises:
         ModelError: the base is no causal language model, or `lora_target_modules` does not fit it.
         Untraceable: what the base does depends on numbers, which fake tensors do not have.
     """
     try:
-        return _trace(config, shape, device, rows, tokens, targets)
+        return _trace(config, shape, device, rows, tokens, targets, processes)
     except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
         raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
 
 
 def _trace(
-    config: Config, shape: PreTrainedConfig, device: torch.device, rows: int, tokens: int, targets: int
+    config: Config,
+    shape: PreTrainedConfig,
+    device: torch.device,
+    rows: int,
+    tokens: int,
+    targets: int,
+    processes: int,
 ) -> Trace:
     with FakeTensorMode():
         crowd = _crowd(config, shape, device)
@@ -89,13 +107,14 @@ def _trace(
             peak += (peak - smaller) * (rows - few) // (few - few // 2)
         trained = crowd.agents.weights
         saved, made_dense = _quantized(config, crowd)
+        elsewhere, gathered = _sharded(config, crowd, processes)
         own = {p for name, p in crowd.model.named_parameters() if not p.requires_grad}
         return Trace(
             base_parameters=sum(p.numel() for p in own),
-            base_bytes=sum(p.nbytes for p in own) - saved,
+            base_bytes=sum(p.nbytes for p in own) - saved - elsewhere,
             agent_parameters=trained.shape[1],
             agents_bytes=AGENT_COPIES * trained.nbytes,
-            activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense)),
+            activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense + gathered)),
             flops=flops * rows / few,
         )
 
@@ -109,6 +128,20 @@ def _quantized(config: Config, crowd: Crowd) -> tuple[int, int]:
     dense = [layer.weight.nbytes for layer in layers]
     stored = [stored_bytes(config.quantization, *layer.weight.shape) for layer in layers]
     return sum(dense) - sum(stored), max(dense)
+
+
+def _sharded(config: Config, crowd: Crowd, processes: int) -> tuple[int, int]:
+    """(bytes of the base that other processes store; bytes of the largest layer while it is gathered)."""
+    if config.base_sharding == "none" or processes == 1:
+        return 0, 0
+    layers = [weights_to_shard(layer, DTYPES.get(config.mixed_precision)) for layer in layers_of(crowd.model)]
+    stored = [sum(_stored_bytes(config, weight) for weight in weights) for weights in layers]
+    return sum(stored) * (processes - 1) // processes, GATHERED_COPIES * max(stored)
+
+
+def _stored_bytes(config: Config, weight: Tensor) -> int:
+    """Bytes of a weight without its scales, which are not sharded."""
+    return weight.nbytes if config.quantization is None else weight.numel() * BITS[config.quantization] // 8
 
 
 def base_dtype(config: Config, shape: PreTrainedConfig, device: torch.device) -> torch.dtype:

@@ -137,15 +137,26 @@ def estimate(context: CheckContext) -> str:
     learned = max(1, min(tokens - 1, round(context.lengths.learned * tokens)))
     device = context.processes.device
     try:
-        context.trace = trace(context.config, context.shape.config, device, rows=rows, tokens=tokens, targets=learned)
+        context.trace = trace(
+            *(context.config, context.shape.config, device),
+            rows=rows,
+            tokens=tokens,
+            targets=learned,
+            processes=context.processes.count,
+        )
     except Untraceable as error:
         return f"this architecture cannot be traced without weights: {error}"
     found = context.trace
     return (
         f"{count(found.base_parameters)} parameters, {context.config.num_agents} agents of"
         f" {count(found.agent_parameters)}; a micro-step of {_micro_batch(context)}"
-        f" takes {found.flops / 1e12:.2g} TFLOP"
+        f" takes {found.flops / 1e12:.2g} TFLOP{_unshared(context)}"
     )
+
+
+def _unshared(context: CheckContext) -> str:
+    alone = context.config.base_sharding == "layers" and context.processes.count == 1
+    return "\none process shares the base with nobody: start this check as the run will be started" if alone else ""
 
 
 def _micro_batch(context: CheckContext) -> str:

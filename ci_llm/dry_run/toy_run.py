@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.base import Base, load_base
+from ci_llm.crowd.base import Base
 from ci_llm.crowd.generation import Decoding
 from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.agent_rows import first_rows
@@ -32,7 +32,7 @@ from ci_llm.run.context import Run
 from ci_llm.run.job import conclude, contents, save
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.resume import newest_source
-from ci_llm.run.setup import build_crowd, join, set_determinism, training_rows
+from ci_llm.run.setup import build_crowd, join, open_base, set_determinism, training_rows
 
 TERMINATED = "signal:SIGTERM"
 GENERATED_TOKENS = 8
@@ -68,10 +68,10 @@ def model(context: CheckContext) -> str:
 
 def _base(context: CheckContext) -> tuple[Base, str]:
     """The base of the run; the embedded one where the weights would have to be downloaded, and cannot be."""
-    config, shape, device = context.config, context.shape, context.processes.device
+    config, shape = context.config, context.shape
     if not shape.offline:
         try:
-            return load_base(config.model_name, config.model_dtype, device, config.quantization), ""
+            return open_base(config, context.processes), ""
         except ModelError as error:
             # The embedded base stands in for weights that cannot be downloaded. A damaged local copy is a failure.
             if not (shape.from_hub and isinstance(error.__cause__, OSError)):
@@ -80,7 +80,7 @@ def _base(context: CheckContext) -> tuple[Base, str]:
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     tokenize_samples(context, tokenizer, SAMPLED_ROWS, TOY_EVAL_ROWS, min(config.max_seq_length, 512))
     remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
-    return load_base("embedded", config.model_dtype, device, config.quantization), remark
+    return open_base(config, context.processes, "embedded"), remark
 
 
 def two_steps(context: CheckContext) -> str:

@@ -100,6 +100,31 @@ def draw_curves(metrics: Metrics, resumed: Sequence[int] = ()) -> list[tuple[str
     return drawings
 
 
+def draw_lines(
+    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, across: str, unit: str, log: bool = False
+) -> str:
+    """Any curves over a common axis, each with its name.
+
+    Args:
+        across: what the axis from left to right shows.
+        unit: of the values.
+        log: whether that axis is logarithmic.
+    """
+
+    def draw(axes: Axes) -> None:
+        for number, (name, points) in enumerate(lines.items()):
+            colour = _AGENTS[number % len(_AGENTS)]
+            axes.plot(*zip(*points, strict=True), label=name, color=colour, marker="o", markersize=3)
+        if log:
+            axes.set_xscale("log")
+        axes.set_xlabel(across)
+        axes.set_ylabel(unit)
+        if len(lines) > 1:
+            axes.legend(fontsize=8)
+
+    return _drawn(draw, (4.4, 2.7), title)
+
+
 def draw_scores(scores: Sequence[Score]) -> str:
     """Exact match of everyone, with intervals."""
     return _drawn(partial(_dots, scores=scores), (4.4, 0.5 + 0.26 * len(scores)), "scores", _WIDE_LEFT)

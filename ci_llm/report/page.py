@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -66,6 +66,11 @@ def write_report(path: Path | str) -> Path:
 
 def render(facts: RunFacts) -> str:
     """The page, as HTML."""
+    return render_template("page.html.j2", _contents(facts))
+
+
+def render_template(name: str, contents: Mapping[str, Any]) -> str:
+    """A template of this package with these contents, in the style of the report."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -84,7 +89,7 @@ def render(facts: RunFacts) -> str:
         "count": count,
         "losses": losses,
     }
-    page: str = environment.get_template("page.html.j2").render(**_contents(facts))
+    page: str = environment.get_template(name).render(**contents)
     return page
 
 

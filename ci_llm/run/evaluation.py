@@ -74,19 +74,16 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
+        of_sets = [self._questions(rows, self._config.generation_eval_samples) for rows in self._rows.sets]
+        if not all(map(len, of_sets)):
+            return None
         sets = []
-        for rows in self._rows.sets:
-            if (found := self._answers_on(rows, step, micro_batch_size)) is None:
+        for asked in of_sets:
+            logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
+            if (found := self._score_answers(asked, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
         return sets[0] if self._rows.are_common else AnswerScores.of_sets(sets, self._rows.of_agent)
-
-    def _answers_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> AnswerScores | None:
-        asked = self._questions(rows, self._config.generation_eval_samples)
-        if not len(asked):
-            return None
-        logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
-        return self._score_answers(asked, step, micro_batch_size)
 
     def example(self, step: int) -> Solved | None:
         """The answer to one question, the same in every evaluation; None if there is none, or a stop was asked for. A

@@ -22,7 +22,6 @@ from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
-from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
@@ -264,21 +263,16 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
-    of_each = " of each agent" if isinstance(run.plan, AgentPlans) else ""
+    epochs = ", ".join(f"{epoch:.3g}" for epoch in run.plan.epochs(steps))
+    of_each = " of each agent" if "," in epochs else ""
     logger.info(
-        f"batch     {rows} rows per step{of_each}: {processes.count} process(es) x {passes} micro-step(s) of"
-        f" at most {run.micro_batch_size}; {steps} steps, {_epochs(run.plan, steps)} epochs"
+        f"batch     {rows} rows per step{of_each}: {processes.count} process(es) x {passes} micro-step(s) of at most"
+        f" {run.micro_batch_size}; {steps} steps, {epochs} epochs"
     )
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
     logger.info(f"optimizer AdamW, learning_rate {config.learning_rates}, {kinds}")
     run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
-
-
-def _epochs(plan: Plan | AgentPlans, steps: int) -> str:
-    """Epochs after so many steps: of all agents, or of each."""
-    plans = plan.each if isinstance(plan, AgentPlans) else [plan]
-    return ", ".join(f"{own.epoch(steps):.3g}" for own in plans)
 
 
 def _lease(manager: CheckpointManager, log: RunLog, start: Start, step: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.data.batches import MicroBatch, stream
-from ci_llm.data.order import AgentPlans
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
 from ci_llm.run.context import Run
@@ -120,7 +120,7 @@ def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> S
     """Forward and backward of every micro-batch; gradients of summed losses add up in the crowd's storage."""
     run.crowd.train()
     run.crowd.agents.begin_step(step)
-    sums = torch.zeros(_num_sums(run), dtype=torch.float64, device=run.crowd.device)
+    sums = torch.zeros(_num_sums(run.crowd.num_agents, run.plan), dtype=torch.float64, device=run.crowd.device)
     for number, batch in enumerate(micro_batches):
         run.heartbeat.tick()
         # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the same.
@@ -144,7 +144,7 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
     """
     agents = run.crowd.agents
     run.processes.reduce_flat_(agents.gradients)
-    scale, targets = run.state.loss_scale or 1.0, targets_of(run, verdict)
+    scale, targets = run.state.loss_scale or 1.0, targets_of(verdict, run.crowd.num_agents)
     if len({*targets}) == 1:
         agents.gradients.div_(max(targets[0], 1) * scale)
     else:
@@ -160,7 +160,7 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
 
 def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
     """Show how far the run is; one line of metrics per `logging_steps`, with means since the line before it."""
-    targets, step = targets_of(run, verdict), run.state.step
+    targets, step = targets_of(verdict, run.crowd.num_agents), run.state.step
     losses = [total / max(count, 1) for total, count in zip(verdict.sums, targets, strict=False)]
     run.interval.count(findings.tokens)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
@@ -181,7 +181,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         for k, rate in enumerate(run.learning_rates):
             metrics[f"train/agent{k}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
     if isinstance(run.plan, AgentPlans):
-        metrics |= {f"train/agent{k}/epoch": plan.epoch(step) for k, plan in enumerate(run.plan.each)}
+        metrics |= {f"train/agent{k}/epoch": epoch for k, epoch in enumerate(run.plan.epochs(step))}
     if not findings.bad_batch:
         run.learning.look(norms.tolist())
     report_learning(run)
@@ -241,16 +241,14 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
     return figures
 
 
-def targets_of(run: Run, verdict: Verdict) -> list[int]:
-    """[K] the targets of every agent in a step, of all processes."""
-    agents = run.crowd.num_agents
+def targets_of(verdict: Verdict, agents: int) -> list[int]:
+    """[K] the targets of every one of K agents in a step, of all processes."""
     return [int(count) for count in verdict.sums[agents:-2]] or [verdict.num_targets] * agents
 
 
-def _num_sums(run: Run) -> int:
+def _num_sums(agents: int, plan: Plan | AgentPlans) -> int:
     """Numbers in `Sums.sums`: agents with rows of their own also have targets of their own, behind their losses."""
-    agents = run.crowd.num_agents
-    return agents + 2 + agents * isinstance(run.plan, AgentPlans)
+    return agents + 2 + agents * isinstance(plan, AgentPlans)
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
@@ -259,7 +257,7 @@ def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot
     return Ballot(
         num_targets=sums.num_targets if sums else 0,
         nonfinite=sums.nonfinite if sums else [False] * agents,
-        sums=sums.sums if sums else [0.0] * _num_sums(run),
+        sums=sums.sums if sums else [0.0] * _num_sums(run.crowd.num_agents, run.plan),
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,
         save=save_wanted or (run.processes.is_main and run.manager.should_save(step + 1)),

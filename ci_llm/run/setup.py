@@ -23,13 +23,14 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
+from ci_llm.crowd.base import DTYPES, Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.prompts import Prompter, PromptForm, form_of, tokenizer_files
 from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.order import AgentPlans, Plan
@@ -105,11 +106,12 @@ def load(config: Config, processes: Processes) -> Loaded:
     require_positions(load_architecture(config.model_name), config.max_seq_length)
     # First of all: a missing file costs no loading of the base.
     found = load_rows_of_each(config, "train"), load_rows_of_each(config, "eval")
-    base = load_base(config.model_name, config.model_dtype, processes.device, config.quantization)
+    base = open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
+    shared = shards_told(base.model) if config.base_sharding == "layers" else ""
     logger.info(
-        f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}"
+        f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
     return Loaded(base, rows, _tokenized(config, base, processes, found[1]))
@@ -171,6 +173,20 @@ def _describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eva
     for evaluated in eval_rows.sets:
         if evaluated.rows.num_trained_on:
             logger.info(f"data      {evaluated.rows.description[-1]}")
+
+
+def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
+    """The base of a run. With `base_sharding` every process keeps its part of the layers, and this is a collective.
+
+    Args:
+        model_name: another base than that of `config`.
+    """
+    layers = None
+    if config.base_sharding == "layers" and processes.count > 1:
+        layers = ShardedLayers(processes.device, DTYPES.get(config.mixed_precision))
+        processes.follow = layers.follow
+    name = model_name or config.model_name
+    return load_base(name, config.model_dtype, processes.device, config.quantization, layers)
 
 
 def join(

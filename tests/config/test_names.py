@@ -111,7 +111,7 @@ ANSWERED: list[tuple[str, str]] = [
     ("label_smoothing_factor=0.1", "every learned token weighs the same"),
     ("group_by_length=true", "rows are packed"),
     ("deepspeed=ds.json", "DeepSpeed owns backward"),
-    ("fsdp=full_shard", "every process holds the base"),
+    ("fsdp=full_shard", "base_sharding=layers"),
     ("devices=4", "torchrun --nproc-per-node 4 train.py"),
     ("trust_remote_code=true", "code from a hub is never executed"),
     ("stage=dpo", "agents always learn from examples"),

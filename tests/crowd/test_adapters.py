@@ -17,6 +17,7 @@ from torch import Tensor
 from ci_llm.crowd import targets
 from ci_llm.crowd.lora import AgentGroup, LoraSettings, _FusedLinear, _LowRank
 from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.passes import Passes
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from tools.testbed.tiny import base, batch
@@ -400,7 +401,7 @@ def test_an_error_of_the_base_in_the_trial_is_one_message(monkeypatch: pytest.Mo
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("rope of a kind of its own")
 
-    monkeypatch.setattr(crowd, "_packed", fail)
+    monkeypatch.setattr(Passes, "_end_to_end", fail)
     assert crowd.choose_route() == "KeyError: 'rope of a kind of its own'"
     monkeypatch.setattr(crowd.model, "forward", fail)
     with pytest.raises(ModelError, match="cannot read a short batch with agents on it") as caught:
@@ -414,7 +415,7 @@ def test_out_of_memory_in_the_trial_is_raised_as_it_is(monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(crowd, "_packed", fail)
+    monkeypatch.setattr(Passes, "_end_to_end", fail)
     with pytest.raises(torch.OutOfMemoryError):
         crowd.choose_route()
 

@@ -15,6 +15,7 @@ from ci_llm.crowd.base import load_base
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.passes import reading
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput, ModelError
 from tests.crowd.test_adapters import peft_loss
@@ -224,6 +225,6 @@ def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
 def test_a_layer_that_reads_other_tokens_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy")
     layer = next(iter(crowd.agents.layers.values()))
-    with crowd._reading([slice(0, 3), slice(3, 9)]), pytest.raises(ModelError, match="reads 4 of 9 tokens"):
+    with reading(crowd.agents, [slice(0, 3), slice(3, 9)]), pytest.raises(ModelError, match="reads 4 of 9 tokens"):
         layer(torch.zeros(1, 4, layer.in_features, dtype=torch.float64))
     assert layer.spans is None

@@ -14,6 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm import embedded
 from ci_llm.config import Config
+from ci_llm.core import durable
+from ci_llm.data import tokens
 from ci_llm.data.columns import NamedColumns
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Rows
@@ -71,9 +73,9 @@ def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, t
     assert "5 rows of question + answer from here" in lines
     assert "1 rows cut at max_seq_length 40" in lines
     assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in lines
-    tokens = sum(len(example.input_ids) for example in found)
+    count = sum(len(example.input_ids) for example in found)
     targets = sum(int(example.supervised.sum()) for example in found)
-    assert f"{tokens} tokens in 3 rows, {targets} of them learned" in lines
+    assert f"{count} tokens in 3 rows, {targets} of them learned" in lines
 
 
 def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -120,6 +122,33 @@ def test_many_rows_are_read_from_several_chunks(tokenizer: PreTrainedTokenizerBa
     found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
     for number in (0, ROWS_PER_CHUNK - 1, ROWS_PER_CHUNK, ROWS_PER_CHUNK + 4):
         assert tokenizer.decode(found[number].input_ids) == f"<bos>text number {number}<eos>"
+
+
+def test_tokens_go_to_the_disk_while_rows_are_read(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So memory holds one chunk, however many rows there are."""
+    encoded = 0
+    at_writes: list[int] = []
+    encode, write = Encoder.encode, durable.DISK.write
+
+    def counted(encoder: Encoder, row: Any) -> Any:
+        nonlocal encoded
+        encoded += 1
+        return encode(encoder, row)
+
+    def noted(handle: int, data: Any) -> int:
+        at_writes.append(encoded)
+        return write(handle, data)
+
+    monkeypatch.setattr(tokens, "ROWS_PER_CHUNK", 10)
+    monkeypatch.setattr(Encoder, "encode", counted)
+    monkeypatch.setattr(durable.DISK, "write", noted)
+    many = [{"text": f"text number {number}"} for number in range(95)]
+    found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
+    assert sorted({*at_writes}) == [*range(10, 95, 10), 95]
+    assert len(found) == 95
+    assert found.description[-1].startswith("first row, learned in")
 
 
 def test_a_spawned_worker_opens_the_file_itself(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -240,7 +269,7 @@ def test_real_data_is_the_same_from_every_format(
     ]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
-    assert len({tokens.path.name for tokens in found}) == 1
+    assert len({each.path.name for each in found}) == 1
     assert len(found[0]) > 1000
     assert found[0].answers is not None
     assert all("####" in answer for answer in found[0].answers)

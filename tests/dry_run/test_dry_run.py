@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
@@ -39,6 +39,7 @@ NAMES = [check.name for check in CHECKS]
 HERE = [name for name in NAMES if torch.cuda.is_available() or not name.startswith("gpu ")]
 PRESETS = ROOT / "configs"
 NF4 = ["llama3.1_8b_nf4_gsm8k.yaml"]
+SHARDED = "llama3.1_70b_nf4_sharded_gsm8k.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) 
     assert found.of("ok") == HERE
     assert "rows of text from" in found.lines["data"]
     assert found.lines["template"].count("first row, learned in") == 3
-    assert "375 steps" in found.lines["time"]
+    assert "25 steps" in found.lines["time"]
 
 
 def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
@@ -133,6 +134,14 @@ def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None
     assert found.codes == [0, 0], found.text
     assert found.of("ok") == HERE
     assert "2 processes met" in found.lines["port"]
+
+
+def test_two_processes_check_a_base_that_they_share(server: ForkServer, tmp_path: Path) -> None:
+    alone, together = (told(server, tmp_path, "base_sharding=layers", ranks=ranks) for ranks in (1, 2))
+    assert alone.codes == [0], alone.text
+    assert "one process shares the base with nobody" in alone.text
+    assert together.codes == [0, 0], together.text
+    assert "nobody" not in together.text
 
 
 def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
@@ -245,7 +254,7 @@ def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: P
 
 @pytest.mark.parametrize(
     "preset",
-    sampled(["qwen2.5_0.5b_gsm8k.yaml", "gemma2_2b_gsm8k.yaml", "llama3.1_8b_gsm8k.yaml", *NF4], NF4),
+    sampled(["qwen2.5_0.5b_gsm8k.yaml", "gemma2_2b_gsm8k.yaml", "llama3.1_8b_gsm8k.yaml", *NF4, SHARDED], NF4),
 )
 def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -> None:
     text = (PRESETS / preset).read_text()
@@ -256,10 +265,24 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     config, device = load_config(PRESETS / preset), torch.device("cpu")
     shape = AutoConfig.for_model(**KNOWN[config.model_name])
     tokens = config.max_seq_length
-    found = trace(config, shape, device, rows=config.batch_size, tokens=tokens, targets=tokens // 2)
+    sizes = {"rows": config.batch_size, "tokens": tokens, "targets": tokens // 2}
+    found = trace(config, shape, device, **sizes, processes=4 if preset == SHARDED else 1)
     needed = found.device_bytes + CUDA_CONTEXT_BYTES
     assert needed < int(named[1]) * 1e9
     assert needed / 1e9 == pytest.approx(int(told[1]), abs=1)
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("null", 32), ("nf4", 4), ("int8", 8)])
+def test_the_estimate_counts_the_part_of_the_layers_that_a_process_stores(quantization: str, bits: int) -> None:
+    config = load_config(None, ["base_sharding=layers", f"quantization={quantization}"])
+    shape, sizes = AutoConfig.from_pretrained(BASE_FOLDER), {"rows": 1, "tokens": 8, "targets": 4}
+    alone, shared = (trace(config, shape, torch.device("cpu"), **sizes, processes=n) for n in (1, 4))
+    model = AutoModelForCausalLM.from_pretrained(BASE_FOLDER)
+    numbers = [sum(each.numel() for each in layer.parameters() if each.dim() > 1) for layer in model.model.layers]
+    assert alone.base_bytes - shared.base_bytes == sum(numbers) * bits // 8 * 3 // 4
+    gathered = 2 * max(numbers) * bits // 8
+    assert shared.activation_bytes - alone.activation_bytes == pytest.approx(1.1 * gathered, abs=1)
+    assert shared.base_parameters == alone.base_parameters
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:

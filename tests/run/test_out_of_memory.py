@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.attempts import read_failures
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_status import read_status
 from ci_llm.data.agent_rows import AgentRows
 from ci_llm.data.batches import AgentBatches, MicroBatch, pack
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
-from tests.support.faults import Fault, fired, metrics, said, samples, train, weights
+from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
 
@@ -42,14 +41,9 @@ def test_out_of_memory_by_the_kernel_changes_no_rows(ranks: int, server: ForkSer
     assert f"micro-batch {ROWS} -> {ROWS // 2} row(s), the effective batch of {ROWS * ranks} holds" in told
     assert read_status(tmp_path / "short" / "run").micro_batch_size in (1, 2, 4, 8, 16)
     assert samples(tmp_path / "short") == samples(tmp_path / "ample")
-    ample, short = (adapters(tmp_path / name) for name in ("ample", "short"))
-    assert {tensor.dtype for tensor in short.values()} == {torch.float64}
+    ample, short = (adapters(tmp_path / name, range(3)) for name in ("ample", "short"))
+    assert short.dtype == torch.float64
     torch.testing.assert_close(short, ample, rtol=0, atol=1e-6)
-
-
-def adapters(folder: Path) -> dict[str, torch.Tensor]:
-    state = load_checkpoint(folder / "run" / "final_checkpoint").state
-    return {f"{k} {name}": tensor for k in range(3) for name, tensor in state[f"agent{k}/adapter_model"].items()}
 
 
 def test_all_processes_repeat_the_step_and_checkpoints_hold_the_smaller_batch(

@@ -23,8 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.checkpoints import store
+from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
-from ci_llm.crowd import scoring
+from ci_llm.crowd import lora, scoring, sharded_layers
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
 from ci_llm.run import hang as hang_watch
@@ -145,6 +146,50 @@ def out_of_memory(fault: Fault) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(Crowd, "forward", strike)
+
+
+def in_a_product(fault: Fault, strike: Callable[[], None]) -> None:
+    """Strike in product number `amount` of the step with adapted layers, counted from 1 over forward and backward."""
+    done = Counter[int]()
+
+    def count(*_: object) -> None:
+        done[Now.step] += 1
+        if done[Now.step] == fault.amount and Now.strikes(fault):
+            strike()
+
+    for name in ("forward", "backward"):
+        wrap(lora._FusedLinear, name, count)
+        setattr(lora._FusedLinear, name, staticmethod(getattr(lora._FusedLinear, name)))
+
+
+def out_of_memory_in_a_product(fault: Fault) -> None:
+    """Memory runs out in the middle of a pass."""
+
+    def strike() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    in_a_product(fault, strike)
+
+
+def out_of_memory_while_following(fault: Fault) -> None:
+    """There is no memory for a layer that the process gathers for the others, to whom it has promised it."""
+
+    def strike(gather: sharded_layers._AgreedGather, *_: object, **__: object) -> None:
+        if gather._layers._follows and Now.strikes(fault):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    wrap(sharded_layers._AgreedGather, "allocate", strike)
+
+
+def kill_in_a_product(fault: Fault) -> None:
+    """The process gets a SIGKILL in the middle of a pass."""
+
+    def strike() -> None:
+        if fault.committed is not None:
+            wait_until_committed(Path("run"), fault.committed)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    in_a_product(fault, strike)
 
 
 def out_of_memory_in_evaluation(fault: Fault) -> None:
@@ -270,6 +315,9 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "no report": no_report,
     "short memory": short_memory,
     "out of memory": out_of_memory,
+    "out of memory in a product": out_of_memory_in_a_product,
+    "out of memory while following": out_of_memory_while_following,
+    "kill in a product": kill_in_a_product,
     "out of memory in an evaluation": out_of_memory_in_evaluation,
     "out of memory in the optimizer": out_of_memory_in_optimizer,
     "terminated after another": terminated_after_another,
@@ -383,6 +431,13 @@ def weights(folder: Path, agents: Sequence[int]) -> list[bytes]:
     """The adapters of these agents at the end of a run."""
     final = folder / "run" / "final_checkpoint"
     return [(final / f"agent{k}" / "adapter_model.safetensors").read_bytes() for k in agents]
+
+
+def adapters(folder: Path, agents: Sequence[int]) -> Tensor:
+    """The same as numbers, end to end."""
+    state = load_checkpoint(folder / "run" / "final_checkpoint").state
+    each = [sorted(state[f"agent{k}/adapter_model"].items()) for k in agents]
+    return torch.cat([tensor.flatten() for tensors in each for _, tensor in tensors])
 
 
 def said(folder: Path) -> str:

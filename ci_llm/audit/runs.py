@@ -1,0 +1,212 @@
+"""One run of the script under audit: its folder, its environment with the probe, its end, and what the probe wrote."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ci_llm.audit.records import Trace, read_traces
+from ci_llm.core.typed_json import load_json
+from ci_llm.errors import ConfigError
+from ci_llm.interrupts import signal_number
+from ci_llm.supervisor.shim import start_shim
+
+#: Placeholders in the words of the user.
+OUT: Final = "{out}"
+NEWEST: Final = "{newest}"
+INSIDE: Final = Path(__file__).parent / "inside"
+LARGEST_COPY: Final = 256 * 2**20
+_NOT_COPIED: Final = (".git", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache")
+_LAST_LINES: Final = 12
+_GRACE_S: Final = 30.0  # between SIGTERM and SIGKILL, where a command is ended
+
+
+#: (command, environment, folder, file of the output, seconds) -> (exit code, whether its time was over)
+Execute: TypeAlias = Callable[[Sequence[str], Mapping[str, str], Path, Path, float], tuple[int | None, bool]]
+
+
+def execute(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path, limit_s: float
+) -> tuple[int | None, bool]:
+    """Run a command, and all that it starts, to the end.
+
+    Returns:
+        its exit code, minus the number of a signal; and whether it was killed because its time was over.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+    control_end, control = os.pipe()
+    report, report_end = os.pipe()
+    with output.open("wb") as written:
+        shim = start_shim(
+            command,
+            environment,
+            grace_s=_GRACE_S,
+            control_fd=control_end,
+            report_fd=report_end,
+            stdout_fd=written.fileno(),
+            stderr_fd=written.fileno(),
+            folder=folder,
+        )
+    os.close(control_end)
+    os.close(report_end)
+    try:
+        told, over_time = _listen(report, control, limit_s)
+    finally:
+        os.close(control)  # where this is interrupted, the shim ends the command
+        os.close(report)
+        shim.wait()
+    facts = [fact for line in told.splitlines() if isinstance(fact := load_json(line), dict)]
+    if error := next((fact["error"] for fact in facts if "error" in fact), None):
+        raise ConfigError(f"the command cannot be started: {error}", where=command[0], hint="is it on the path?")
+    code = next((fact["returncode"] for fact in facts if "returncode" in fact), None)
+    return (code if isinstance(code, int) else None), over_time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the user asked for.
+
+    Attributes:
+        command: their words.
+        resume: words that are added where a run goes on; none for a script that looks for its checkpoints by itself.
+        newest: a pattern below the folder of a run; its newest match replaces {newest}.
+        steps: optimizer steps of a run.
+        limit_s: seconds of each process.
+        execute: runs a command.
+    """
+
+    command: Sequence[str]
+    resume: Sequence[str] = ()
+    newest: str = ""
+    steps: int = 30
+    kill_at: int | None = None
+    limit_s: float = 900.0
+    execute: Execute = execute
+
+    @property
+    def takes_folder(self) -> bool:
+        """Whether the command names where it writes; otherwise it runs in a copy of the working folder."""
+        return any(OUT in word for word in (*self.command, *self.resume))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one process of an audit ended.
+
+    Attributes:
+        code: exit code; minus the number of a signal.
+        over_time: it was ended because its time was over.
+        last_lines: of its output.
+    """
+
+    traces: Sequence[Trace]
+    code: int | None
+    seconds: float
+    over_time: bool
+    last_lines: str
+
+    @property
+    def succeeded(self) -> bool:
+        return self.code == 0 and not self.over_time
+
+
+class Place:
+    """The folder of one run and of those that go on from it."""
+
+    def __init__(self, scratch: Path, name: str, plan: Plan) -> None:
+        self._plan, self.folder = plan, scratch / name
+        self.folder.mkdir(parents=True)
+        if plan.takes_folder:
+            self._works_in, self.out = Path.cwd(), self.folder / "out"
+            self.out.mkdir()
+        else:
+            self._works_in = self.out = self.folder / "work"
+            copy_folder(Path.cwd(), self.out)
+
+    def run(
+        self, name: str, *, resumes: bool = False, strike: str = "", at: int = 0, steps: int | None = None
+    ) -> Ending:
+        """Run the script once.
+
+        Args:
+            name: of the record.
+            resumes: with the words for going on.
+            strike: name of the signal that the probe sends its own process.
+            at: the step after which it does.
+            steps: after which it is ended.
+        """
+        record = self.folder / name
+        record.mkdir()
+        words = [*self._plan.command, *(self._plan.resume if resumes else ())]
+        environment = {
+            "WANDB_MODE": "disabled",  # four runs are no experiment of theirs
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")])),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "CI_LLM_AUDIT_RECORD": str(record),
+            "CI_LLM_AUDIT_WATCH": str(self.out),
+            "CI_LLM_AUDIT_STEPS": str(self._plan.steps if steps is None else steps),
+            "CI_LLM_AUDIT_STRIKE": f"{signal_number(strike) if strike else 0}@{at}",
+        }
+        began = time.monotonic()
+        command = [self._filled(word) for word in words]
+        output = record / "output.txt"
+        code, over_time = self._plan.execute(command, environment, self._works_in, output, self._plan.limit_s)
+        said = output.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in said.splitlines() if line.strip()][-_LAST_LINES:]
+        return Ending(read_traces(record), code, time.monotonic() - began, over_time, "\n".join(lines))
+
+    def _filled(self, word: str) -> str:
+        word = word.replace(OUT, str(self.out))
+        if NEWEST not in word:
+            return word
+        found = sorted(self.out.glob(self._plan.newest), key=lambda path: path.stat().st_mtime_ns)
+        if not found:
+            raise ConfigError(
+                f"no checkpoint matches {self._plan.newest}",
+                where=str(self.out),
+                hint="--newest is a pattern below the folder in which the script writes, for instance 'out/step_*'",
+            )
+        return word.replace(NEWEST, str(found[-1]))
+
+
+def _listen(report: int, control: int, limit_s: float) -> tuple[bytes, bool]:
+    """What the shim reports until it is gone; after `limit_s` it is told to kill."""
+    until, told, over_time = time.monotonic() + limit_s, b"", False
+    while True:
+        left_s = None if over_time else max(0.0, until - time.monotonic())
+        if select.select([report], [], [], left_s)[0]:
+            data = os.read(report, 4096)
+            told += data
+            if not data:
+                return told, over_time
+        else:
+            over_time = True
+            os.write(control, bytes([signal_number("SIGKILL")]))
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the working folder, so that a script that writes beside itself writes beside its copy.
+
+    Raises:
+        ConfigError: it is too large for that.
+    """
+    size = 0
+    for folder, folders, names in os.walk(source):
+        folders[:] = [name for name in folders if name not in _NOT_COPIED]
+        size += sum(path.stat().st_size for path in (Path(folder, name) for name in names) if path.is_file())
+        if size > LARGEST_COPY:
+            raise ConfigError(
+                f"each run works in a copy of this folder, which is larger than {LARGEST_COPY >> 20} MiB",
+                where=str(source),
+                hint="write {out} where the script takes its output folder: python train.py --output_dir {out}",
+            )
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)

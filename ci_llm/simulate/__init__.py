@@ -1,0 +1,1 @@
+"""`ci-llm simulate`: the policies of this project, driven through years of failures in seconds."""

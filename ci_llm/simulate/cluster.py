@@ -1,0 +1,152 @@
+"""The cluster and the job of a simulation: its keys, and how they are read from YAML and a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from annotated_types import Ge, Le
+from pydantic import Field, ValidationError
+
+from ci_llm.checkpoints.policy import FIRST_S
+from ci_llm.config.parsing import COMMAND_LINE, Entry, UnreadableError, expected, hint, read_arguments, read_value
+from ci_llm.config.schema import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
+from ci_llm.config.suggest import nearest
+from ci_llm.config.yaml_file import dump_value, read_yaml
+from ci_llm.errors import ConfigError
+
+HELP: Final = "ci-llm simulate --help"
+HOUR: Final = 3600.0
+
+Wait: TypeAlias = Annotated[float, Ge(0), Le(10**9), DurationMark()]
+
+
+def _key(default: Any, doc: str) -> Any:
+    return Field(default, description=doc)
+
+
+class Cluster(Keys):
+    """What is simulated. Times are in seconds, or written as 90, 1h30m, 300d or HH:MM:SS."""
+
+    nodes: Count = _key(1, "nodes of the job; if one is lost, the job stands still")
+    work: Seconds = _key(2 * 24 * HOUR, "training time that the job needs without any trouble")
+    step: Seconds = _key(1.0, "one optimizer step")
+
+    node_mtbf: Seconds = _key(300 * 24 * HOUR, "mean time between the failures of one node")
+    job_mtbf: Seconds | None = _key(
+        None, "mean time between the failures of the whole job, instead of node_mtbf / nodes"
+    )
+    failures: Literal["exponential", "weibull", "correlated"] = _key("exponential", "how failures come")
+    weibull_shape: Positive = _key(0.7, "of weibull: below 1 what was repaired lately fails sooner")
+    burst: float = Field(3.0, ge=1, description="of correlated: mean number of failures that come together")
+    burst_within: Seconds = _key(600.0, "of correlated: time over which those are spread")
+    process_share: Share = _key(0.3, "share of failures that end the processes only; the supervisor relaunches")
+    silent_share: Share = _key(0.1, "share of failures that nobody is told of; the watchdog ends the job")
+    disk_lost_share: Share = _key(0.0, "share of failures that take the checkpoints on disk with them")
+    preemption: Seconds | None = _key(None, "mean time between preemptions; null: never")
+    notice: Wait = _key(120.0, "time between the signal of a preemption and the kill")
+    walltime: Seconds | None = _key(None, "limit of one job; null: none")
+
+    restart: Wait = _key(60.0, "from the launch of the processes to the first step")
+    base_mb: Amount = _key(0.0, "MB that every node reads from the shared storage when it starts")
+    queue: Wait = _key(60.0, "wait in the queue before a job runs again")
+    watchdog: Seconds = _key(120.0, "silence after which a silent failure is noticed")
+    person: Seconds = _key(4 * HOUR, "until a person has called the job again, where the policies give up")
+
+    state_mb: Positive = _key(134.0, "MB of a checkpoint")
+    storage_mb_per_s: Positive = _key(345.0, "MB per second of the shared storage")
+    stall: Wait = _key(0.0085, "time that the training waits for a save")
+    slowdown: Wait = _key(0.155, "time by which a save that is being written makes the steps longer, together")
+    mirror_lag: Seconds | None = _key(None, "time until a checkpoint has reached the mirror; null: no mirror")
+
+    save_interval: Seconds | Literal["auto"] = _key("auto", "time between saves; auto as save_interval_seconds: auto")
+    save_steps: Count | None = _key(None, "and at each multiple of so many steps")
+    max_retries: Size = _key(10, "of the supervisor")
+    max_requeues: Size = _key(100, "of one job")
+    price: Amount = _key(0.0, "of one node for one hour")
+    seed: Size = _key(42, "of the failures")
+    repeats: Count = _key(3, "simulated jobs per line")
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean seconds between failures of the job."""
+        return self.node_mtbf / self.nodes if self.job_mtbf is None else self.job_mtbf
+
+    @property
+    def start_s(self) -> float:
+        """From the launch to the first step, all nodes reading their base at the same time."""
+        return self.restart + self.nodes * self.base_mb / self.storage_mb_per_s
+
+    @property
+    def durable_s(self) -> float:
+        """How long a save takes until it is on the disk."""
+        return max(self.state_mb / self.storage_mb_per_s, self.stall)
+
+    @property
+    def first_interval_s(self) -> float:
+        """The interval before anything is measured."""
+        return FIRST_S if self.save_interval == "auto" else self.save_interval
+
+    def but(self, **values: object) -> Cluster:
+        """The same with other values."""
+        return Cluster.model_validate({**self.model_dump(), **values})
+
+
+def read_cluster(path: Path | None, words: Sequence[str], known: Mapping[str, float] | None = None) -> Cluster:
+    """The cluster that a file and a command line describe; the command line over the file over `known`.
+
+    Args:
+        words: `key=value`, `--key value`.
+        known: what was measured in a run.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    entries = [] if path is None else read_yaml(_text(path), str(path))
+    typed, strays = read_arguments(words, lambda _: "with a value")
+    problems = [f"{COMMAND_LINE}: {word!r} is neither a key nor a value" for word in strays]
+    given = {entry.name.replace("-", "_"): entry for entry in (*entries, *typed)}
+    values: dict[str, Any] = dict(known or {})
+    for name, entry in given.items():
+        try:
+            values[name] = read_value(Cluster.model_fields[name], entry.raw)
+        except KeyError:
+            near = nearest(name, Cluster.model_fields)
+            problems.append(f"{entry.where}: {name} is no key; {f'did you mean {near}?' if near else HELP}")
+        except UnreadableError:
+            problems.append(_misfit(name, entry))
+    return _validated(values, given, problems)
+
+
+def _validated(values: dict[str, Any], given: Mapping[str, Entry], problems: list[str]) -> Cluster:
+    try:
+        cluster = Cluster.model_validate({key: value for key, value in values.items() if key in Cluster.model_fields})
+    except ValidationError as error:
+        problems += [_misfit(str(detail["loc"][0]), given[str(detail["loc"][0])]) for detail in error.errors()]
+    if problems:
+        one = problems[0] if len(problems) == 1 else "".join(f"\n  {problem}" for problem in dict.fromkeys(problems))
+        raise ConfigError(one if len(problems) == 1 else f"{len(problems)} problems:{one}", hint=HELP)
+    return cluster
+
+
+def _misfit(name: str, entry: Entry) -> str:
+    field = Cluster.model_fields[name]
+    instead = hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
+    return f"{entry.where}: {name} is {entry.raw}, but takes {expected(field)}; {instead}"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the cluster cannot be read: {error}", where=str(path), hint="name a YAML file") from error
+
+
+def describe_keys() -> str:
+    """All keys with their defaults, for --help."""
+    fields = Cluster.model_fields
+    wide = max(map(len, fields))
+    return "\n".join(
+        f"  {name:<{wide}}  {field.description} (default {dump_value(field.default)})" for name, field in fields.items()
+    )

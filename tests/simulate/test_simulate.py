@@ -1,0 +1,76 @@
+"""`ci-llm simulate`: ten lines of YAML, what a run has measured, a table, an object for scripts, a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.simulate.cluster import Cluster, read_cluster
+from ci_llm.simulate.observed import observe
+from tests.report.folders import leave_run
+
+YAML = """# one's own cluster
+nodes: 500
+node_mtbf: 300d
+failures: weibull
+restart: 1m30s
+queue: 5m
+state_mb: 2000
+storage_mb_per_s: 1000
+price: 2.5
+work: 12h
+"""
+SHORT = ["work=2h", "repeats=2", "step=20", "job_mtbf=30m", "stall=5"]
+
+
+def test_a_cluster_is_ten_lines_and_the_command_line_overrules_them(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(YAML)
+    cluster = read_cluster(tmp_path / "cluster.yaml", ["--price", "4", "work=1d"], {"restart": 7.0, "step": 3.0})
+    assert (cluster.nodes, cluster.failures, cluster.queue) == (500, "weibull", 300.0)
+    assert (cluster.restart, cluster.step, cluster.price, cluster.work) == (90.0, 3.0, 4.0, 86400.0)
+    assert cluster.mtbf_s == 300 * 86400 / 500
+    assert cluster.durable_s == 2.0
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "nodess=3", "step=x", "silent_share=2", "stray"]) == 2
+    said = capsys.readouterr().err
+    for part in ("4 problems", "did you mean nodes?", "step is 'x'", "of at least 0", "'stray' is neither"):
+        assert part in said
+
+
+def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SHORT, "price=2"]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "auto (ours)",
+        "every 300 s",
+        "failures twice as often",
+        "best: ",
+        "Daly's formula",
+        "bound: ",
+        "cost",
+    ):
+        assert part in said
+
+
+def test_the_same_for_scripts_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["simulate", "--json", *SHORT, "--page", str(page), "--largest", "20"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["lines"][0]["name"] == "auto (ours)"
+    assert told["best"]["goodput"] == max(line["goodput"] for line in told["lines"])
+    text = page.read_text()
+    assert text.count("<svg") == 3
+    assert "every 300 s" in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+
+
+def test_a_run_tells_how_often_it_failed_and_how_long_it_took(tmp_path: Path) -> None:
+    known = observe(leave_run(tmp_path / "run"))
+    assert known["step"] > 0
+    assert {*known} <= {*Cluster.model_fields}
+    assert read_cluster(None, [], known).step == known["step"]
