@@ -41,7 +41,8 @@ from ci_llm.data.order import Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import run_among
-from ci_llm.run.setup import Loaded, load, schedule
+from ci_llm.run.loading import Loaded, load
+from ci_llm.run.setup import schedule
 from ci_llm.sweep import trials
 from ci_llm.sweep.sweep import Sweep
 

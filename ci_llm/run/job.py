@@ -37,12 +37,13 @@ from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics, sets_record
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
+from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
 from ci_llm.run.report import final_card, leave_page, next_steps, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source
-from ci_llm.run.setup import Loaded, build, check_folder, lengths_of, plan_ahead, schedules
+from ci_llm.run.setup import build, check_folder, lengths_of, plan_ahead, schedules
 from ci_llm.run.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import Validation
 

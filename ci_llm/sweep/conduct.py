@@ -19,8 +19,9 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import meet, run_among
+from ci_llm.run.loading import Loaded, load
 from ci_llm.run.report import leave_page
-from ci_llm.run.setup import Loaded, load, plan_ahead
+from ci_llm.run.setup import plan_ahead
 from ci_llm.run.shutdown import command_line, end_at_once, reason_of
 from ci_llm.sweep.best import leave_best
 from ci_llm.sweep.cost import described, trials_per_pass

@@ -15,7 +15,7 @@ from ci_llm.dry_run.cost_model import Untraceable, trace
 from ci_llm.dry_run.inputs import lengths_of
 from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError
-from ci_llm.run.setup import Loaded
+from ci_llm.run.loading import Loaded
 from ci_llm.sweep.trials import Plan
 
 #: Share of the free memory that a pack may take by the estimate.

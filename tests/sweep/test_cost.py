@@ -11,7 +11,7 @@ from ci_llm.cluster.launch import read_launch
 from ci_llm.config.sweep import read_sweep
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
-from ci_llm.run.setup import Loaded, load
+from ci_llm.run.loading import Loaded, load
 from ci_llm.sweep import cost
 from ci_llm.sweep.trials import Plan
 
