@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ci_llm.integrations.trainer import TrainerCheckpoints as TrainerCheckpoints
     from ci_llm.interrupts import Interrupts as Interrupts
     from ci_llm.run.call import train as train
+    from ci_llm.sweep.sweep import Sweep as Sweep
 
 _MODULES = {
     "CheckpointManager": "ci_llm.checkpoints.manager",
@@ -43,6 +44,7 @@ _MODULES = {
     "LoraSettings": "ci_llm.crowd.lora",
     "Prompter": "ci_llm.crowd.prompts",
     "StatefulSampler": "ci_llm.data.sampler",
+    "Sweep": "ci_llm.sweep.sweep",
     "TrainerCheckpoints": "ci_llm.integrations.trainer",
     "latest_state": "ci_llm.integrations.accelerate",
     "load_base": "ci_llm.crowd.base",

@@ -23,6 +23,7 @@ from benchmarks import (
     record,
     sharded,
     step,
+    sweep,
     uncertainty,
 )
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
@@ -229,3 +230,17 @@ def test_the_programs_of_the_generation_benchmark_choose_the_same_tokens(monkeyp
     assert [len(listed) for listed in costs.values()] == [1, 1, 1]
     assert "| ours |" in told
     assert "1.00 x" in told
+
+
+def test_the_regret_of_a_way_is_taken_from_the_runs_that_all_went_to_their_end() -> None:
+    """PEFT's from PEFT's own; none where not all of them were measured."""
+    whole = {number: 1.0 + number / 10 for number in range(len(sweep.GRID))}
+    packed, ours = sweep.Way("packed", 40.0, 0, whole), sweep.Way("sweep", 10.0, 2, {2: 1.2})
+    theirs, pruned = sweep.Way("peft", 80.0, 0, {0: 1.0}), sweep.Way("peft pruned", 20.0, 3, {3: 1.3})
+    rows = sweep.table({42: [ours, packed, theirs, pruned]}).splitlines()[2:]
+    assert rows == [
+        "| sweep | 10.0 | 1.00 | 0.2000 | rank 4 at 0.00164 |",
+        "| packed | 40.0 | 4.00 | 0.0000 | rank 4 at 0.0005 |",
+        "| peft | 80.0 | 8.00 |  | rank 4 at 0.0005 |",
+        "| peft pruned | 20.0 | 2.00 |  | rank 4 at 0.00297 |",
+    ]

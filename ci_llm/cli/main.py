@@ -18,6 +18,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm train ...                                    the same
   python dry_run_sanity_check.py [...]                try out whether it will work here (ci-llm check)
   python safe_train.py [...] [-- command ...]         supervise a training and relaunch it (ci-llm supervise)
+  ci-llm sweep [--dry-run] [...] 'key=[a,b,c]'         try settings of agents: the best go on, the others leave
   ci-llm status [RUN | key=value ...]                 the state of a run: exit code 0 completed,
                                                       75 interrupted, 3 running, 1 failed or vanished
   ci-llm watch RUN ...                                runs side by side while they train, until they end
@@ -50,6 +51,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
 COMMANDS: Final = {
     "train": "ci_llm.cli.train:train",
     "check": "ci_llm.cli.train:check",
+    "sweep": "ci_llm.cli.sweep:sweep",
     "status": "ci_llm.cli.status:status",
     "watch": "ci_llm.cli.watch:watch",
     "supervise": "ci_llm.cli.supervise:supervise",

@@ -78,8 +78,11 @@ def _supervise(options: Options) -> int:
 def _target(options: Options) -> Target:
     script = _script(options)
     words: list[str] | None = [] if is_own_script(script) else None
+    sweeps = False
     if options.command:
         words = own_words(options.command)
+        if words is None and (words := own_words(options.command, "sweep")) is not None:
+            sweeps = True
     if words is None:
         from ci_llm.supervisor.external_script import ExternalScript
 
@@ -87,10 +90,12 @@ def _target(options: Options) -> Target:
     if useless := options.external_script_options():
         raise _no_options_for_own_run(options, useless)
     from ci_llm.supervisor.own_run import OwnRun
+    from ci_llm.supervisor.sweep_run import SweepRun
 
     command = options.command or (sys.executable, str(script))
     extra = [*(["--config", str(options.config)] if options.config else []), *options.words]
-    return OwnRun([*command, *extra], [*words, *extra], grace_s=options.grace_s)
+    target = SweepRun if sweeps else OwnRun
+    return target([*command, *extra], [*words, *extra], grace_s=options.grace_s)
 
 
 def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:
@@ -121,17 +126,20 @@ def is_own_script(script: Path) -> bool:
         return False
 
 
-def own_words(command: Sequence[str]) -> list[str] | None:
+def own_words(command: Sequence[str], verb: str = "train") -> list[str] | None:
     """Return the words that a command gives to this project's trainer, behind whatever launcher.
+
+    Args:
+        verb: the command of `ci-llm` that is looked for.
 
     Returns:
         None if the command starts something else.
     """
     for place, word in enumerate(command):
         rest = list(command[place + 1 :])
-        if word.endswith(".py") and is_own_script(Path(word)):
+        if verb == "train" and word.endswith(".py") and is_own_script(Path(word)):
             return rest
         is_ci_llm = Path(word).name == "ci-llm" or list(command[place - 1 : place + 1]) == ["-m", "ci_llm"]
-        if is_ci_llm and rest[:1] == ["train"]:
+        if is_ci_llm and rest[:1] == [verb]:
             return rest[1:]
     return None

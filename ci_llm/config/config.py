@@ -183,18 +183,13 @@ def _raw(value: object) -> Raw:
     """A Python value as it would be written in a file."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, Mapping):
+        return Mapped(tuple(entries_of(value, where="")))
     if isinstance(value, list | tuple):
-        return Items(tuple(map(_item, value)))
+        return Items(tuple(map(_raw, value)))
     if isinstance(value, bool) or value is None:
         return Scalar({True: "true", False: "false", None: "null"}[value])
     return Scalar(str(value)) if isinstance(value, str | int | float) else Unusable(f"a {type(value).__name__}")
-
-
-def _item(value: object) -> Scalar | Items | Mapped | Unusable:
-    if isinstance(value, Mapping):
-        return Mapped(tuple(entries_of(value, where="")))
-    raw = _raw(value)
-    return raw if not isinstance(raw, Mapped) else Unusable(str(raw))
 
 
 def _python_values(values: Mapping[str, Any], given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from ci_llm.config.parsing import COMMAND_LINE, Entry, Scalar, parts_of, read_ar
 from ci_llm.config.precedence import describe_sources, merge_sources
 from ci_llm.config.problems import Problem, clashing, error_of, stray
 from ci_llm.config.validation import find_clashes
-from ci_llm.config.yaml_file import read_yaml
+from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
@@ -62,22 +62,68 @@ def read_config(
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
+    problems: list[Problem] = []
+    file, typed = read_sources(path, arguments, problems)
+    return build_reading(file, typed, launcher or {}, problems)
+
+
+@dataclass(frozen=True)
+class FileEntries:
+    """What a file says: its entries, and those of its section `sweep:`, if it has one."""
+
+    path: Path | None
+    entries: list[Entry]
+    section: Entry | None = None
+
+
+def read_sources(
+    path: str | Path | None, arguments: Sequence[str], problems: list[Problem]
+) -> tuple[FileEntries, list[Entry]]:
+    """The entries of the file and those of the command line; for the arguments see `read_config`."""
     typed, strays = read_arguments([word for word in arguments if word != "--debug"], flag_form)
-    problems = [stray(word) for word in strays]
+    problems += [stray(word) for word in strays]
     for entry in (entry for entry in typed if entry.name == "config"):
         if isinstance(entry.raw, Scalar):
             path = entry.raw.text
         else:
             problems.append(Problem(COMMAND_LINE, "--config without a file", "write --config FILE"))
-    written = [] if path is None else read_yaml(_read_file(Path(path)), str(path))
+    return read_file(path), [entry for entry in typed if entry.name != "config"]
+
+
+def read_file(path: str | os.PathLike[str] | None) -> FileEntries:
+    """The entries of a file; none where there is no file."""
+    if path is None:
+        return FileEntries(None, [])
+    written = read_yaml(_read_text(Path(path)), os.fspath(path))
+    section = next((entry for entry in written if entry.name == SECTION), None)
+    return FileEntries(Path(path), [entry for entry in written if entry.name != SECTION], section)
+
+
+def build_reading(
+    file: FileEntries,
+    typed: Sequence[Entry],
+    launcher: Mapping[str, str],
+    problems: list[Problem],
+    check: Callable[[Config], Iterable[Problem]] = lambda _: (),
+) -> Reading:
+    """The configuration of these entries.
+
+    Args:
+        check: what else is wrong with it, for a command that takes fewer configurations than a run.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, with the `problems` found before.
+    """
     sources = (
-        by_key(_launcher_entries(launcher or {}), problems, last_wins=False),
-        by_key(written, problems, last_wins=False),
-        by_key([entry for entry in typed if entry.name != "config"], problems, last_wins=True),
+        by_key(_launcher_entries(launcher), problems, last_wins=False),
+        by_key(file.entries, problems, last_wins=False),
+        by_key(typed, problems, last_wins=True),
     )
-    lines = describe_sources(None if path is None else Path(path), *({**source} for source in sources))
+    lines = [*describe_sources(file.path, *({**source} for source in sources))]
+    if file.section is not None:
+        lines.append(f"{file.section.where}: the section {SECTION} is for `ci-llm sweep`")
     own = take_own_entries(sources, problems)
-    config = _build(merge_sources(*sources), own, problems)
+    config = _build(merge_sources(*sources), own, problems, check)
     return Reading(config, (*lines, *own.lines))
 
 
@@ -100,8 +146,7 @@ def read_call(
         values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
         name, written = IN_CALL, entries_of(values or {}, IN_CALL)
     else:
-        name = os.fspath(config)
-        written = read_yaml(_read_file(Path(name)), name)
+        name, written = os.fspath(config), read_file(config).entries
     sources = (
         by_key(_launcher_entries(launcher or {}), problems, last_wins=False),
         by_key(written, problems, last_wins=False),
@@ -140,7 +185,7 @@ def _shown(entry: Entry) -> str:
     return entry.raw.text if isinstance(entry.raw, Scalar) else str(entry.raw)
 
 
-def _read_file(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -154,12 +199,18 @@ def _read_file(path: Path) -> str:
         ) from error
 
 
-def _build(given: Mapping[str, Entry], own: OwnEntries, problems: list[Problem]) -> Config:
+def _build(
+    given: Mapping[str, Entry],
+    own: OwnEntries,
+    problems: list[Problem],
+    check: Callable[[Config], Iterable[Problem]] = lambda _: (),
+) -> Config:
     """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
     values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
     config = Config.model_construct({*values}, **values)
     unsound = {*given} - {*values}
     problems += [clashing(clash, given) for clash in find_clashes(config) if not unsound & {*clash.keys}]
+    problems += check(config)
     if problems:
         raise error_of(problems)
     return config

@@ -253,6 +253,9 @@ class TrainingKeys(Keys):
     num_warmup_steps: Size | None = exact(
         None, "optimizer steps in which the learning rate rises; null: num_warmup_steps_ratio decides"
     )
+    schedule_steps: Count | None = exact(
+        None, "optimizer steps over which the learning rate follows its schedule; null: those of the whole run"
+    )
     row_weights: Literal["uniform", "bootstrap"] = exact(
         "uniform", "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1"
     )
@@ -378,6 +381,9 @@ class RecoveryKeys(Keys):
     )
     max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row after which an agent is rolled back")
     good_after_steps: Count = exact(50, "finite steps in a row after which an agent counts as healthy again")
+    drop_nonfinite_agents: bool = exact(
+        False, "leave an agent that nothing helps out of all later steps, and train the others on; false: the run ends"
+    )
     hang_timeout: Seconds | None = free(
         None, "seconds without progress that count as a hang; null: learned from the steps so far"
     )
@@ -414,7 +420,7 @@ class AllKeys(
 
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
 DUMPED_IF_SET = (
-    *("agents", "branch_at", "row_weights", "data_seed"),
+    *("agents", "branch_at", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
     *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
 )
 

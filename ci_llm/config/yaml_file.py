@@ -15,6 +15,8 @@ from ci_llm.config.parsing import NESTED_MAPPING, Entry, Items, Mapped, Raw, Sca
 from ci_llm.errors import ConfigError
 
 _HINT = "write one `key: value` per line, with a space after the colon and none before the key"
+#: The one key whose value is a mapping: it is read as such, and every other group is refused.
+SECTION = "sweep"
 DEEPEST = 3  # `agents: [{lora_target_modules: [q_proj]}]`: a list in a mapping in a list
 _PLAIN_NAMES = ("str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in _PLAIN_NAMES)
@@ -39,12 +41,12 @@ def read_yaml(text: str, name: str) -> list[Entry]:
 
 
 def read_flow(text: str) -> Raw | None:
-    """One value in YAML's short form, `[1, 2]` or `[{a: 1}]`, as it is typed on a command line; None if it is none."""
+    """One value in YAML's short form, `[1, 2]` or `{a: 1}`, as it is typed on a command line; None if it is none."""
     try:
         node = _compose(text, "")
     except ConfigError:
         return None
-    return None if node is None else _raw(node, "")
+    return None if node is None else _section(node, "")
 
 
 def dump_yaml(sections: Mapping[str, Mapping[str, object]]) -> str:
@@ -82,7 +84,18 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _entries(node: yaml.MappingNode, name: str, depth: int = 0) -> list[Entry]:
-    return [Entry(_key_text(key), _raw(value, name, depth), _place(name, key)) for key, value in node.value]
+    return [Entry(_key_text(key), _value(key, value, name, depth), _place(name, key)) for key, value in node.value]
+
+
+def _value(key: yaml.Node, node: yaml.Node, name: str, depth: int) -> Raw:
+    return _section(node, name) if depth == 0 and _key_text(key) == SECTION else _raw(node, name, depth)
+
+
+def _section(node: yaml.Node, name: str) -> Raw:
+    """A value that may be a mapping, and one of mappings."""
+    if not isinstance(node, yaml.MappingNode) or node.tag not in _PLAIN_TAGS:
+        return _raw(node, name)
+    return Mapped(tuple(Entry(_key_text(key), _section(value, name), _place(name, key)) for key, value in node.value))
 
 
 def _raw(node: yaml.Node, name: str, depth: int = 0) -> Scalar | Items | Unusable:

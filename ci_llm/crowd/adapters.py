@@ -280,7 +280,7 @@ class AgentStorage:
             layer.num_agents, layer.dropout = settings.num_agents, dropout
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
         kinds = sources[: len(settings.kinds())]
-        storage = AgentStorage(self.layers, settings, dropout, [self._adapted[source] for source in kinds])
+        storage = AgentStorage(self.layers, settings, dropout, self.casts, [self._adapted[source] for source in kinds])
         for row, source in zip(storage.rows, sources, strict=True):
             row.copy_(self.rows[source])
         return storage

@@ -12,6 +12,7 @@ from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import require_positions
 from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.chat_template import use_chat_template
+from ci_llm.data.encoder import Example
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -68,7 +69,11 @@ def _told(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRow
 
 def _lengths(each: Sequence[TokenizedRows]) -> Lengths:
     different = {id(examples): examples for examples in each}.values()
-    sampled = [examples[number] for examples in different for number in range(len(examples))]
+    return lengths_of([examples[number] for examples in different for number in range(len(examples))])
+
+
+def lengths_of(sampled: Sequence[Example]) -> Lengths:
+    """The tokens of these rows."""
     tokens = [len(example.input_ids) for example in sampled]
     learned = sum(int(example.supervised.sum()) for example in sampled)
     return Lengths(statistics.mean(tokens), statistics.pstdev(tokens), max(tokens), learned / sum(tokens))

@@ -32,10 +32,11 @@ from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import make_due_changes
 from ci_llm.run.job import conclude, contents, save
+from ci_llm.run.loading import open_base, training_rows
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.resume import newest_source
-from ci_llm.run.setup import build_crowd, join, open_base, set_determinism, training_rows
+from ci_llm.run.setup import build_crowd, join, set_determinism
 
 TERMINATED = "signal:SIGTERM"
 GENERATED_TOKENS = 8

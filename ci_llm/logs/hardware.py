@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "gpu_stats.json"
 SAMPLES_KEPT = 360
+
+
+@contextmanager
+def monitored(folder: Path, still_held: Callable[[], bool], *, wanted: bool) -> Iterator[None]:
+    """A monitor around the block, if it is wanted; see `HardwareMonitor`."""
+    monitor = HardwareMonitor(folder, still_held=still_held)
+    if wanted:
+        monitor.start()
+    try:
+        yield
+    finally:
+        monitor.stop()
 
 
 class HardwareMonitor:

@@ -18,6 +18,7 @@ from ci_llm.report import curves
 from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
 from ci_llm.report.facts import RunFacts, read_run, settings
 from ci_llm.report.scores import gains, scores, what_evaluated
+from ci_llm.report.trials import read_trials
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -104,6 +105,7 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "version": __version__,
         "verdict": _verdict(facts),
         "tiles": list(_tiles(facts)),
+        "leaderboard": read_trials(facts.folder),
         "scores": table,
         "scores_drawing": curves.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],

@@ -51,6 +51,7 @@ class Run:
         lanes: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
+        proposes: whether people are told at its end what to do next.
     """
 
     config: Config
@@ -83,6 +84,7 @@ class Run:
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
     callbacks: Callbacks = field(default_factory=Callbacks)
+    proposes: bool = True
 
     @property
     def present_config(self) -> Config:

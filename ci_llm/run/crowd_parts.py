@@ -91,8 +91,11 @@ def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     """Learning rate of 0-based step s, as a pure function: Transformers' schedules, fed by our own counter.
 
+    With `schedule_steps` it is that of a run of so many steps, wherever this one ends; later steps have its last rate.
+
     A scheduler object would have a position to save, and Accelerate steps a prepared one once per process.
     """
+    total_steps = config.schedule_steps or total_steps
     warmup = config.num_warmup_steps
     if warmup is None:
         warmup = round(config.num_warmup_steps_ratio * total_steps)
@@ -110,7 +113,7 @@ def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
         scheduler_specific_kwargs=extra,
     )
     (factor,) = scheduler.lr_lambdas
-    return lambda step: config.learning_rate * float(factor(step))
+    return lambda step: config.learning_rate * float(factor(min(step, total_steps)))
 
 
 def require_distinct_branches(config: Config) -> None:

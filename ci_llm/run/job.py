@@ -22,18 +22,16 @@ from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
-from ci_llm.logs.hardware import HardwareMonitor
+from ci_llm.logs.hardware import monitored
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.beginning import (
     Start,
-    find_start,
     nothing_to_train,
     place_of_attempt,
     prepare,
-    require_same_step,
 )
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
@@ -43,9 +41,10 @@ from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics, sets_record
 from ci_llm.run.hang import Stacks, Watchdog
 from ci_llm.run.learning import Learning
+from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
-from ci_llm.run.recovery import Requests, apply_requests, in_force, read_requests
+from ci_llm.run.recovery import Requests, apply_requests, find_beginning, in_force
 from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source, settle_precision
@@ -74,11 +73,41 @@ def run_job(
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
     Callbacks(callbacks)  # refuses what is none
-    check_folder(folder := config.run_folder)
+    processes = meet(config, launch)
+    result: Result | None = None
+    try:
+        result = run_among(processes, config, interrupts, sources=sources, callbacks=callbacks)
+        return result
+    finally:
+        if not processes.shutdown():
+            end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
+
+
+def meet(config: Config, launch: Launch) -> Processes:
+    """Join the processes of the run, once everything is refused that one process alone can refuse. A collective."""
+    check_folder(config.run_folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     require_store(config)
-    processes = Processes(config, log_with=config.report_to, project_dir=folder, launch=launch)
+    return Processes(config, log_with=config.report_to, project_dir=config.run_folder, launch=launch)
+
+
+def run_among(
+    processes: Processes,
+    config: Config,
+    interrupts: Interrupts,
+    *,
+    sources: Sequence[str] = (),
+    callbacks: Sequence[object] = (),
+    loaded: Loaded | None = None,
+) -> Result:
+    """`run_job` on processes that have met, and that can train another run afterwards.
+
+    Args:
+        loaded: base and rows, if they are loaded already, by whoever leads several runs and says what comes after
+            them; the base is free again at the end.
+    """
+    folder = config.run_folder
     log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
     manager = CheckpointManager(
         folder,
@@ -97,10 +126,10 @@ def run_job(
     result: Result | None = None
     run: Run | None = None
     try:
-        start, requests = _find_beginning(config, processes, manager, mirror)
+        start, requests = find_beginning(config, processes, manager, mirror)
         config = settle_precision(config, processes, start.source)
-        run = build(config, processes, interrupts, manager, mirror, log)
-        run.callbacks = Callbacks(callbacks, config)
+        run = build(config, processes, interrupts, manager, mirror, log, loaded)
+        run.callbacks, run.proposes = Callbacks(callbacks, config), loaded is None
         result = _run_to_end(run, start, requests)
         return result
     finally:
@@ -111,24 +140,8 @@ def run_job(
             manager.close()
         finally:
             log.close()
-            if not processes.shutdown():
-                end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
-
-
-def _find_beginning(
-    config: Config, processes: Processes, manager: CheckpointManager, mirror: RunMirror
-) -> tuple[Start, Requests]:
-    """Where this attempt begins, and what is asked of it. A collective."""
-    processes.on_main(mirror.fill_disk)
-    requests = processes.on_main(partial(read_requests, config.run_folder))
-    with processes.main_first():
-        start = find_start(manager, config, requests.beginning, requests.at_most)
-    require_same_step(processes, config.run_folder, start.source.step if start.source else None)
-    if start.sets_aside:  # the requests are for the run that moves aside
-        requests = Requests()
-    if start.goes_back:  # it does not go the same way again
-        requests = replace(requests, changes=())
-    return start, requests
+            if run is not None and loaded is not None:
+                run.crowd.detach()
 
 
 def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
@@ -137,7 +150,8 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        _log_next_steps(run.config, run.processes.launch)
+        if run.proposes:
+            _log_next_steps(run.config, run.processes.launch)
         return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
@@ -173,7 +187,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
-    _log_next_steps(run.config, run.processes.launch)
+    if run.proposes:
+        _log_next_steps(run.config, run.processes.launch)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 
@@ -290,9 +305,10 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
     def step() -> int:
         return run.state.step
 
-    monitor = HardwareMonitor(run.config.run_folder, still_held=run.manager.holds_lease)
     with (
-        monitor if run.config.monitor_gpu and run.processes.is_main else nullcontext(),
+        monitored(
+            run.config.run_folder, run.manager.holds_lease, wanted=run.config.monitor_gpu and run.processes.is_main
+        ),
         watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
         EmergencySave(
             *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
@@ -391,6 +407,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         **sets_record(scores, run.eval_rows),
         **({"names": config.agent_names} if config.agents else {}),
         **({"folders": run.crowd.names} if run.state.members else {}),
+        **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
         "step": step,
         "last_step": run.state.step,
         "agent_steps": run.state.agent_steps,

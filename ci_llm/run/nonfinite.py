@@ -60,21 +60,25 @@ def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
     return torch.logical_not((norms < HUGE) & losses.isfinite())
 
 
-def findings_of(verdict: Verdict, loss_scale: float | None, *, known_bad: bool = False) -> Findings:
+def findings_of(
+    verdict: Verdict, loss_scale: float | None, *, known_bad: bool = False, dropped: Sequence[int] = ()
+) -> Findings:
     """What the verdict on a step means.
 
     Args:
         loss_scale: the factor on fp16 losses; None in every other precision.
         known_bad: the step was found bad before, so that nothing was computed in it.
+        dropped: agents that are left out of every step; the others are judged as if they were alone.
     """
     everybody = tuple(range(len(verdict.nonfinite)))
+    judged = tuple(k for k in everybody if k not in dropped)
     if known_bad:
-        return Findings(everybody, everybody, bad_batch=True, tokens=0)
-    left_out = tuple(k for k in everybody if verdict.nonfinite[k])
+        return Findings(everybody, judged, bad_batch=True, tokens=0)
+    left_out = tuple(k for k in everybody if verdict.nonfinite[k] or k in dropped)
     scaled = (loss_scale or 1.0) > 1.0
     # Under a loss scale a gradient may overflow although its agent is fine. The scale does not touch the loss.
-    nonfinite = tuple(k for k in left_out if not scaled or not math.isfinite(verdict.sums[k]))
-    bad = nonfinite == everybody
+    nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(verdict.sums[k])))
+    bad = nonfinite == judged
     return Findings(left_out, nonfinite, bad_batch=bad, tokens=0 if bad else int(verdict.sums[-1]))
 
 
@@ -86,11 +90,25 @@ class NonFiniteResponse:
         last_good: where agents are rolled back to.
         run_folder: holds skipped_batches.json.
         may_write: whether this process writes files of the run, now.
+        drops_agents: an agent that no response helps is dropped, as long as another one is left.
     """
 
-    def __init__(self, bounds: Bounds, last_good: LastGood, run_folder: Path, may_write: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        last_good: LastGood,
+        run_folder: Path,
+        may_write: Callable[[], bool],
+        *,
+        drops_agents: bool = False,
+    ) -> None:
         self._bounds, self._last_good = bounds, last_good
         self._run_folder, self._may_write = run_folder, may_write
+        self._drops_agents = drops_agents
+
+    def dropped(self, recovery: RecoveryState) -> tuple[int, ...]:
+        """The agents that are left out of every step from here on."""
+        return tuple(k for k, agent in enumerate(recovery.agents) if agent.is_exhausted(self._bounds))
 
     def respond(self, state: TrainState, rows: Callable[[int], Sequence[int]], findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
@@ -108,14 +126,18 @@ class NonFiniteResponse:
         if findings.bad_batch:
             return replace(state, recovery=self._skip(state, BadBatch(state.step - 1, tuple(rows(state.step - 1)))))
         step, before = state.step - 1, state.recovery
-        after = before.after(step, findings.nonfinite, self._bounds, findings.overflowed)
+        dropped = self.dropped(before)
+        after = before.after(step, findings.nonfinite, self._bounds, (*findings.overflowed, *dropped))
         for k in findings.nonfinite:
             logger.warning(_account(state.names[k], step, before.agents[k], after.agents[k]))
             if after.agents[k].rollbacks > before.agents[k].rollbacks:
                 kept = self._last_good.roll_back(k)
                 logger.warning(f"{state.names[k]}    rolled back to its weights and moments of step {kept}")
         if exhausted := [k for k in findings.nonfinite if after.agents[k].is_exhausted(self._bounds)]:
-            raise _exhausted(after, exhausted, state.names, self._bounds)
+            if not self._drops_agents or len(self.dropped(after)) == len(after.agents):
+                raise _exhausted(after, exhausted, state.names, self._bounds)
+            names = ", ".join(state.names[k] for k in exhausted)
+            logger.warning(f"{names}    dropped: the others train on without it")
         # An agent that was left out has no new state that proved to be finite.
         moved = [k for k in range(len(after.agents)) if k not in findings.left_out]
         self._last_good.keep_if_due(state.step, moved)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.recovery import Recovery, read_recovery
 from ci_llm.core.run_status import last_attempt
+from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError
-from ci_llm.run.beginning import Beginning, read_beginning
+from ci_llm.run.beginning import Beginning, Start, find_start, read_beginning, require_same_step
 from ci_llm.run.crowd_requests import read_record
 from ci_llm.run.members import CrowdChange, Members
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite_policy import BadBatch, RecoveryState
 from ci_llm.run.state import TrainState
 
@@ -107,3 +111,19 @@ def write_skipped_batches(run_folder: Path, recovery: RecoveryState) -> None:
         write_json(run_folder / SKIPPED_BATCHES, recovery.to_dict()["bad_batches"])
     except OSError as error:
         logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run goes on: {error}")
+
+
+def find_beginning(
+    config: Config, processes: Processes, manager: CheckpointManager, mirror: RunMirror
+) -> tuple[Start, Requests]:
+    """Where an attempt begins, and what is asked of it. A collective."""
+    processes.on_main(mirror.fill_disk)
+    requests = processes.on_main(partial(read_requests, config.run_folder))
+    with processes.main_first():
+        start = find_start(manager, config, requests.beginning, requests.at_most)
+    require_same_step(processes, config.run_folder, start.source.step if start.source else None)
+    if start.sets_aside:  # the requests are for the run that moves aside
+        requests = Requests()
+    if start.goes_back:  # it does not go the same way again
+        requests = replace(requests, changes=())
+    return start, requests

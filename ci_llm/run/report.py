@@ -17,6 +17,7 @@ from ci_llm.report.scores import rows_evaluated
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager
+    from ci_llm.checkpoints.store import CheckpointStore
     from ci_llm.crowd.model import Crowd
     from ci_llm.distributed.processes import Processes
     from ci_llm.interrupts import Interrupts
@@ -116,7 +117,9 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
 
 
-def leave_page(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager) -> None:
+def leave_page(
+    config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager | CheckpointStore
+) -> None:
     """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
 
     A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is

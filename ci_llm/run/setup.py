@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import datasets
 import torch
 from torch.utils import deterministic
 
@@ -21,18 +20,12 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.base import DTYPES, Base, load_architecture, load_base, require_positions
+from ci_llm.crowd.base import Base
 from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.prompts import Prompter, PromptForm, form_of, tokenizer_files
-from ci_llm.crowd.quantized import stored_quantization
-from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
-from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
-from ci_llm.data.chat_template import use_chat_template
+from ci_llm.crowd.prompts import Prompter, tokenizer_files
+from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
 from ci_llm.data.order import AgentPlans, Plan
-from ci_llm.data.rows import Rows
-from ci_llm.data.sources import load_rows_of_each
-from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
@@ -50,6 +43,7 @@ from ci_llm.run.crowd_parts import (
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
+from ci_llm.run.loading import Loaded, common_form, describe_rows, load, shares_layers, training_rows
 from ci_llm.run.members import Members, config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
@@ -92,81 +86,25 @@ def build(
     manager: CheckpointManager,
     mirror: RunMirror,
     log: RunLog,
+    loaded: Loaded | None = None,
 ) -> Run:
     """Load, check and join everything a run needs, at step 0; logs what it found.
+
+    Args:
+        loaded: base and rows of an earlier run of this process, whose crowd has left the base; None: they are loaded.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    require_positions(load_architecture(config.model_name), config.max_seq_length)
-    # First of all: a missing file costs no loading of the base.
-    found = load_rows_of_each(config, "train"), load_rows_of_each(config, "eval")
-    base = open_base(config, processes)
-    use_chat_template(base.tokenizer, config.chat_template)
-    stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
-    shared = shards_told(base.model) if config.base_sharding == "layers" else ""
-    logger.info(
-        f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
-    )
+    loaded = (loaded or load(config, processes)).for_agents(config.num_agents)
+    base, rows = loaded.base, loaded.rows
+    eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
-    rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
-    # Answers alone are evaluated, whatever is learned.
-    eval_rows = EvaluationRows.of(_tokenized(config, base, processes, found[1]))
     crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
-    _describe_rows(config, rows, eval_rows)
+    describe_rows(config, rows, eval_rows)
     rows_to_train = training_rows(config, rows)
     return join(config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows)
-
-
-def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
-    """The rows with which a run begins: of every agent, or of all if they take the same in the same order."""
-    return AgentRows(tuple(each)) if config_of(config, Members.first(config, 2)).has_own_rows else each[0]
-
-
-def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
-    """How the crowd words a prompt; where the rows of agents have different forms, as those of the first agent."""
-    forms = [form_of(rows) for rows in each]
-    if len({*forms}) > 1:
-        others = [name for name, form in zip(config.agent_names, forms, strict=True) if form != forms[0]]
-        logger.warning(
-            f"data      the crowd takes a prompt as {forms[0]}, as in the rows of {config.agent_names[0]};"
-            f" {', '.join(others)} were trained on {({*forms} - {forms[0]}).pop()}"
-        )
-    return forms[0]
-
-
-def _describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
-    different = {id(rows): rows for rows in each}
-    for number, rows in different.items():
-        if len(different) > 1:
-            names = [name for name, own in zip(config.agent_names, each, strict=True) if id(own) == number]
-            logger.info(f"data      {', '.join(names)}:")
-        for line in rows.description:
-            logger.info(f"data      {line}")
-        for line in rows.warnings:
-            logger.warning(f"data      {line}")
-    for evaluated in eval_rows.sets:
-        if evaluated.rows.num_trained_on:
-            logger.info(f"data      {evaluated.rows.description[-1]}")
-
-
-def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
-    """The base of a run. With `base_sharding` every process keeps its part of the layers, and this is a collective.
-
-    Args:
-        model_name: another base than that of `config`.
-    """
-    layers = None
-    if _is_shared(config, processes):
-        layers = ShardedLayers(processes.device, DTYPES.get(config.mixed_precision))
-        processes.follow = layers.follow
-    name = model_name or config.model_name
-    return load_base(name, config.model_dtype, processes.device, config.quantization, layers)
-
-
-def _is_shared(config: Config, processes: Processes) -> bool:
-    return config.base_sharding == "layers" and processes.count > 1
 
 
 def join(
@@ -238,7 +176,7 @@ def _nonfinite_response(
         return processes.is_main and manager.holds_lease()
 
     bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
-    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write)
+    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write, drops_agents=config.drop_nonfinite_agents)
 
 
 def _first_state(config: Config, rows_per_step: int, members: Members | None) -> TrainState:
@@ -282,7 +220,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     config = config_of(config, Members.first(config, 2))
     crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
     # Sharded weights are gathered in the precision of autocast, and have no other one.
-    with processes.autocast() if _is_shared(config, processes) else nullcontext():
+    with processes.autocast() if shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
     if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
@@ -314,24 +252,6 @@ def _told(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _tokenized(
-    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, train_on_prompt: bool = False
-) -> list[TokenizedRows]:
-    """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
-
-    def tokens(rows: Rows) -> TokenizedRows:
-        return tokenize(
-            rows,
-            base.tokenizer,
-            max_seq_length=config.max_seq_length,
-            train_on_prompt=train_on_prompt,
-            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
-            main_first=processes.main_first(),
-        )
-
-    return once_each(each, tokens)
 
 
 def set_determinism(config: Config) -> None:

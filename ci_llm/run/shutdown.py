@@ -139,6 +139,32 @@ class Attempt:
         self.log.note(str(error))
 
 
+def require_written(manager: CheckpointManager, processes: Processes) -> None:
+    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
+
+    Raises:
+        CheckpointError: on every process.
+    """
+    manager.wait_until_finished()
+    result = manager.last_result
+    cause = processes.broadcast_object(result.cause if result else None)
+    if cause is not None:  # the manager has logged what was dropped, and why
+        raise CheckpointError(
+            "the run is not complete: what it wrote last is not on the disk",
+            where=str(manager.directory),
+            hint="make space on this disk; the same command goes on from the last checkpoint",
+        ) from cause
+
+
+def end_at_once(code: int, error: BaseException | None) -> None:
+    """End this process here: its library waits for a peer, also at the exit of the interpreter."""
+    with suppress(OSError, ValueError):  # the terminal may be gone
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        print(end="", flush=True)
+    os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
+
+
 def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None) -> str:
     """The command that starts this run again, by its launcher if there is one.
 
@@ -188,29 +214,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def require_written(manager: CheckpointManager, processes: Processes) -> None:
-    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
-
-    Raises:
-        CheckpointError: on every process.
-    """
-    manager.wait_until_finished()
-    result = manager.last_result
-    cause = processes.broadcast_object(result.cause if result else None)
-    if cause is not None:  # the manager has logged what was dropped, and why
-        raise CheckpointError(
-            "the run is not complete: what it wrote last is not on the disk",
-            where=str(manager.directory),
-            hint="make space on this disk; the same command goes on from the last checkpoint",
-        ) from cause
-
-
-def end_at_once(code: int, error: BaseException | None) -> None:
-    """End this process here: its library waits for a peer, also at the exit of the interpreter."""
-    with suppress(OSError, ValueError):  # the terminal may be gone
-        if error is not None:
-            print(f"error: {error}", file=sys.stderr)
-        print(end="", flush=True)
-    os._exit(error.exit_code if isinstance(error, CiLlmError) else code)

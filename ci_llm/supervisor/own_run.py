@@ -11,7 +11,7 @@ from typing import Final
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import requeue
-from ci_llm.config import default_file, load_config
+from ci_llm.config import Config, default_file, load_config
 from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
 from ci_llm.core.recovery import read_recovery, write_recovery
 from ci_llm.core.run_status import VANISHED_AFTER_S, Status, pid_space, read_status
@@ -50,7 +50,7 @@ class OwnRun:
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
         self._command = command
-        self._config = load_config(default_file(), words)
+        self._config = self._read(words)
         self._highest_rate = max(own.learning_rate for own in self._config.each_agent)
         self._folder = self._config.run_folder
         self._recovery = read_recovery(self._folder)
@@ -60,6 +60,10 @@ class OwnRun:
         self._last_sign: tuple[int, float] | None = None  # lines of output, and the time of the heartbeat
         self._last_sign_at = 0.0
         self._next_look = 0.0
+
+    def _read(self, words: list[str]) -> Config:
+        """The configuration that the command gives."""
+        return load_config(default_file(), words)
 
     def prepare(self) -> list[str]:
         """Clear nothing away: the trainer does that itself at its start."""

@@ -27,7 +27,8 @@ import ci_llm
 from ci_llm.cli import supervise
 from ci_llm.cli.main import COMMANDS, main
 from ci_llm.cli.train import read_configuration
-from ci_llm.config import load_config
+from ci_llm.config import default_file, load_config
+from ci_llm.config.sweep import read_sweep
 from tests.cli.test_documented_lines import words_of_the_job
 from tests.support.markdown import ROOT, Block, blocks_of
 
@@ -36,7 +37,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 #: What a program says or writes, a tree of files, a drawing.
 NO_CODE = {"text", "json"}
 LANGUAGES = {"python", "bash", "console", "yaml", *NO_CODE}
-TRAINS = {"train", "check"}
+TRAINS = {"train", "check", "sweep"}
 #: Pages on which commands that train are executed as well.
 IN_FULL = {"docs/tutorial.md"}
 #: Programs of others that a page names, and why their lines are not run here.
@@ -179,6 +180,8 @@ def run_line(line: str, stage: Path, *, in_full: bool) -> None:
             execute([verb, *rest])
         case ("ci-llm", "train", *rest) | ("python", "train.py", *rest):
             execute(["train", *rest]) if in_full else read_configuration(rest)
+        case ("ci-llm", "sweep", *rest):
+            read_sweep(default_file(), [word for word in rest if word != "--dry-run"])
         case ("ci-llm", "check", *rest) | ("python", "dry_run_sanity_check.py", *rest):
             read_configuration(rest)
         case ("ci-llm", "supervise", *rest) | ("python", "safe_train.py", *rest):

@@ -359,7 +359,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
 
 
 def test_missing_data_is_reported_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci_llm.run.setup.load_base", lambda *_: pytest.fail("which takes minutes"))
+    monkeypatch.setattr("ci_llm.run.loading.load_base", lambda *_: pytest.fail("which takes minutes"))
     assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
 
 

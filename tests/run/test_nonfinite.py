@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.config import Config
 from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import Recovery, write_recovery
 from ci_llm.core.run_status import read_status
+from ci_llm.distributed.ballot import Verdict
+from ci_llm.run import setup
+from ci_llm.run.nonfinite import findings_of
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tools.testbed.forkserver import ForkServer
 
@@ -97,6 +101,40 @@ def test_one_exhausted_agent_ends_the_attempt(server: ForkServer, tmp_path: Path
     assert (status.status, status.reason) == ("failed", "nonfinite")
     assert (failure.reason, failure.step) == ("nonfinite", 4)
     assert "agent1: from step 5 on not finite 2 times in a row, rolled back, and as often once more" in failure.message
+
+
+def test_an_exhausted_agent_is_dropped_where_that_is_asked_for(
+    server: ForkServer, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Also by the attempt that follows a kill; and the evaluation names it."""
+    fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
+    keys = {"max_consecutive_nonfinite": 2, "drop_nonfinite_agents": "true", "save_steps": 9}
+    assert train(server, tmp_path, fault, Fault("kill", steps=(10,), committed=9), **keys) == [-9]
+    assert train(server, tmp_path, **keys) == [0], said(tmp_path)
+    assert "agent1    dropped: the others train on without it" in said(tmp_path)
+    assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
+    assert json.loads((tmp_path / "run/evaluation.json").read_text())["dropped"] == [1]
+    assert metrics(tmp_path)[-1]["train/agent1/skipped_steps"] == 8
+
+
+def test_beside_a_dropped_agent_the_others_are_judged_as_if_it_were_not_there() -> None:
+    def verdict(*nonfinite: bool) -> Verdict:
+        return Verdict(5, nonfinite, (1.0, 1.0, 1.0, 0.0, 7.0), out_of_memory=False, stop=None, save=False)
+
+    fine = findings_of(verdict(False, False, False), None, dropped=(1,))
+    assert (fine.left_out, fine.nonfinite, fine.bad_batch, fine.tokens) == ((1,), (), False, 7)
+    worse = findings_of(verdict(True, True, False), None, dropped=(1,))
+    assert (worse.left_out, worse.nonfinite, worse.bad_batch) == ((0, 1), (0,), False)
+    bad = findings_of(verdict(True, False, True), None, dropped=(1,))
+    assert (bad.left_out, bad.nonfinite, bad.bad_batch, bad.tokens) == ((0, 1, 2), (0, 2), True, 0)
+
+
+def test_a_schedule_of_its_own_length_ends_where_it_ends() -> None:
+    """A run of three steps with it has the rates of the first three of eight; later ones keep the last."""
+    whole = setup.schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
+    part = setup.schedule(Config(learning_rate=1e-3, num_warmup_steps=2, schedule_steps=8), 3)
+    assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
+    assert part(20) == part(8)
 
 
 # A batch

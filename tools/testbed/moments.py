@@ -70,8 +70,8 @@ class Moment:
 MOMENTS = {
     "the configuration is read": Moment("ci_llm.cluster.launch.read_launch", step=0),
     "processes meet": Moment("ci_llm.run.job.Processes", step=0),
-    "the base is loaded": Moment("ci_llm.run.setup.load_base", step=0),
-    "rows are tokenised": Moment("ci_llm.run.setup.tokenize", step=0),
+    "the base is loaded": Moment("ci_llm.run.loading.load_base", step=0),
+    "rows are tokenised": Moment("ci_llm.run.loading.tokenize", step=0),
     "a checkpoint is looked for": Moment("ci_llm.run.job.find_start", step=0),
     "the folder is claimed": Moment("ci_llm.checkpoints.store.CheckpointStore.acquire_lease", step=0),
     "the status is first written": Moment("ci_llm.core.run_status.RunStatus.start", step=0),

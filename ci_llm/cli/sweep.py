@@ -1,0 +1,153 @@
+"""`ci-llm sweep`: reads spaces and configuration, hands over to the sweep, and shows what stands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ci_llm._version import __version__
+from ci_llm.cli.guard import print_line
+
+if TYPE_CHECKING:
+    from ci_llm.cluster.launch import Launch
+    from ci_llm.config.sweep import SweepReading
+    from ci_llm.interrupts import Interrupts
+    from ci_llm.sweep.sweep import Sweep
+
+USAGE = """ci-llm sweep [--config FILE] [--dry-run] [key=value ...] 'key=SPACE' ...
+Trains agents with different settings in one pass. At each rung the best go on and the others leave; the last ones are
+trained to the end, with the bits that they would have had alone. The same command goes on where an earlier one stopped.
+
+A SPACE is a list [a,b,c], log(low,high) or uniform(low,high); in the file also {low: , high: , log: true}. Keys:
+SPACES
+
+All other keys are those of ci-llm train. The file may have a section `sweep:` with spaces and these keys:
+KEYS
+
+--dry-run: check this machine, and say what the sweep costs in memory, disk and time; nothing is trained.
+--debug: show debug lines, and the traceback of an error.
+
+It leaves in output_dir: sweep.json (trials, scores, the best), best/ (plain PEFT), segments/ (the runs), tensorboard/.
+exit codes: those of ci-llm train
+example: ci-llm sweep 'learning_rate=log(5e-4,1.6e-2)' 'lora_rank=[4,8,16]' trials=16 experiment_name=rates
+"""
+
+
+def sweep(words: list[str]) -> int:
+    """`ci-llm sweep ...`; returns the exit code."""
+    if "-h" in words or "--help" in words:
+        print(_usage())
+        return 0
+    from ci_llm.cluster.launch import accelerate_settings, read_launch
+    from ci_llm.config import default_file
+    from ci_llm.config.sweep import read_sweep
+    from ci_llm.interrupts import Interrupts, die_with_parent
+
+    with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
+        keys = [word for word in words if word != "--dry-run"]
+        reading = read_sweep(default_file(), keys, accelerate_settings(os.environ))
+        config = reading.config
+        interrupts.set_signals(config.stop_signals, config.save_signals)
+        launch = read_launch(arguments=words)
+        if not launch.forwards_sigterm:
+            die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
+        if launch.is_main:
+            print_line(f"ci_llm {__version__}   sweep {config.run_folder}   loading...")
+        _go_offline_if_unreachable(reading, launch)
+        if "--dry-run" in words:
+            return _dry_run(reading, interrupts, launch, debug="--debug" in words)
+        return _train(reading, interrupts, launch)
+
+
+def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int:
+    from ci_llm.sweep.conduct import Conductor, known_sweep
+
+    known = known_sweep(reading)
+    if known is not None and known.is_complete and (not known.has_winner or (known.folder / "best").exists()):
+        if launch.is_main:
+            print_line("This sweep is complete; nothing is left to do.")
+        return _concluded(known, launch)
+    conductor = Conductor(reading, interrupts, launch, _say)
+    try:
+        found, stop = conductor.run()
+    except KeyboardInterrupt:
+        if launch.is_main and (known := known_sweep(reading)) is not None:
+            show(known, launch.arguments)
+        raise
+    code = _concluded(found, launch)
+    return reading.config.interrupted_exit_code if stop else code
+
+
+def _concluded(found: Sweep, launch: Launch) -> int:
+    """Show what stands; returns the exit code of a sweep that nobody has stopped."""
+    if launch.is_main:
+        show(found, launch.arguments)
+        if found.is_complete and not found.has_winner:
+            print_line("every trial has failed: none gave finite numbers to its first rung")
+    return 0 if found.has_winner else 1
+
+
+def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
+    """The dry run of a pack that trains as many steps as all segments together."""
+    from ci_llm.dry_run.plan import dry_run
+    from ci_llm.sweep.conduct import Conductor
+    from ci_llm.sweep.cost import as_one_run, described
+
+    plan = Conductor(reading, interrupts, launch, _say).plan()
+    code = dry_run(as_one_run(reading, plan), interrupts, launch, debug=debug)
+    if launch.is_main:
+        for line in described(plan, str(reading.keys.sampler)):
+            print_line(line)
+        count = len(plan.segment_steps)
+        print_line(f"time is of all {count} segments together; storage is of one: {count} times that at most")
+    return code
+
+
+def show(found: Sweep, arguments: Sequence[str]) -> None:
+    """Print the leaderboard, and what to do next once the sweep is complete."""
+    from ci_llm.sweep.board import commands, leaderboard
+
+    if found.standings.leaderboard:
+        _say(leaderboard(found.standings))
+    else:
+        print_line("no trial has reached its first rung yet")
+    if found.is_complete:
+        for line in commands(found.standings, found.folder, arguments):
+            print_line(line)
+
+
+def _say(what: Any) -> None:
+    """A line, or a table that is not cut where the output is no terminal."""
+    if isinstance(what, str):
+        print_line(what)
+        return
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(what)
+
+
+def _usage() -> str:
+    import textwrap
+
+    from ci_llm.config.sweep import SPACE_KEYS, SweepKeys
+    from ci_llm.config.yaml_file import dump_value
+
+    keys = []
+    for name, about in SweepKeys.model_fields.items():
+        head = f"  {name}={dump_value(about.default)}".replace('"', "")
+        told, column = str(about.description), " " * 28
+        keys.append(textwrap.fill(told, width=110, initial_indent=f"{head:<27} ", subsequent_indent=column))
+    spaces = textwrap.fill(", ".join(SPACE_KEYS), width=110, initial_indent="  ", subsequent_indent="  ")
+    return USAGE.replace("SPACES", spaces).replace("KEYS", "\n".join(keys))
+
+
+def _go_offline_if_unreachable(reading: SweepReading, launch: Launch) -> None:
+    """Use only the local cache if the hub is unreachable, instead of waiting for it again and again."""
+    from ci_llm.cluster.hub import go_offline_if_unreachable
+
+    config = reading.config
+    unreachable = go_offline_if_unreachable(config.model_name, *config.dataset_names, *config.eval_dataset_names)
+    if unreachable and launch.is_main:
+        print_line(f"hub       unreachable, only its local cache is used ({unreachable})")

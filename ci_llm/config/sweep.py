@@ -1,0 +1,385 @@
+"""A sweep as it is written: the keys that have a space of values, and how its trials are run.
+
+A key has a space where its value is a list, `log(low, high)`, `uniform(low, high)` or `{low: , high: , log: true}`; in
+a file it can also stand in the section `sweep:`, with the keys of `SweepKeys`. What is no space is a key of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from annotated_types import Gt, Lt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ci_llm.config.config import Config, entries_of
+from ci_llm.config.load import IN_CALL, FileEntries, build_reading, read_file, read_sources
+from ci_llm.config.names import FIELDS, UnknownNameError, normalized, resolve
+from ci_llm.config.own_keys import OWN_KEYS, why_common
+from ci_llm.config.parsing import (
+    COMMAND_LINE,
+    Entry,
+    Items,
+    Mapped,
+    Raw,
+    Scalar,
+    UnreadableError,
+    expected,
+    kinds_of,
+    read_value,
+    takes_list,
+)
+from ci_llm.config.problems import Problem, given_twice, unknown
+from ci_llm.config.schema import Count, DataKeys
+from ci_llm.config.yaml_file import dump_value, read_flow
+
+#: Which rows are read, and in which order: the same for all trials, so that their scores compare.
+_ABOUT_ROWS: Final = frozenset({*DataKeys.__annotations__, "data_seed"})
+#: The keys that may have a space: what an agent may have of its own, except which rows it reads.
+SPACE_KEYS: Final = tuple(key for key in OWN_KEYS if key not in _ABOUT_ROWS)
+DEFAULT_TRIALS: Final = 16
+_RANGE: Final = re.compile(r"(log|uniform)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
+_HOW: Final = "a list [a,b,c], log(low,high) or uniform(low,high)"
+
+Value = Any
+
+
+class SweepKeys(BaseModel):
+    """How the trials of a sweep are run"""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    trials: Count | None = Field(None, description="trials that begin; null: the whole grid, or 16")
+    agents_per_pass: Count | Literal["auto"] = Field(
+        "auto", description="trials that train together in one pass; auto: as many as fit into memory"
+    )
+    rungs: Count = Field(3, description="how often the trials are compared, the end of the sweep included")
+    keep: Annotated[float, Gt(0), Lt(1)] = Field(
+        0.25, description="share of the trials that goes on after a rung, and length of a rung compared with the next"
+    )
+    metric: Literal["nll", "exact_match"] = Field(
+        "nll", description="measure on the evaluation rows by which trials are compared"
+    )
+    sampler: Literal["grid", "random", "tpe"] | None = Field(
+        None,
+        description="who chooses values: grid, random, or tpe, which learns from earlier trials (needs the extra"
+        " ci-llm[sweep]); null: grid if every space is a list and trials allows it, else random",
+    )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A space of listed values."""
+
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A space of numbers between two bounds, both included; drawn in their logarithm with `log`."""
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def at(self, share: float) -> float | int:
+        """The value at this share of the way from `low` to `high`; of six digits, so that it can be typed."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        value = low + share * (high - low)
+        return self.rounded(math.exp(value) if self.log else value)
+
+    def rounded(self, value: float) -> float | int:
+        """The value as a trial has it."""
+        inside = min(max(value, self.low), self.high)
+        return round(inside) if self.whole else float(f"{inside:.6g}")
+
+
+Space = Choices | Range
+
+
+@dataclass(frozen=True)
+class SweepReading:
+    """A sweep that can be run.
+
+    Attributes:
+        config: what all trials share, with one agent and the defaults of the keys that have a space.
+        spaces: by key, in the order in which they were written.
+        keys: how the trials are run; `trials` and `sampler` are decided.
+        lines: for people, as of `Reading`.
+    """
+
+    config: Config
+    spaces: Mapping[str, Space]
+    keys: SweepKeys
+    lines: tuple[str, ...] = ()
+
+
+@dataclass
+class _Written:
+    """What is left of the sources once the spaces are taken out."""
+
+    spaces: dict[str, _Space] = field(default_factory=dict)
+    keys: dict[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """A space as it was written: its values, or its two bounds."""
+
+    entry: Entry
+    values: tuple[Raw, ...]
+    is_range: bool = False
+    log: bool = False
+
+
+def read_sweep(
+    path: str | Path | None, arguments: Sequence[str], launcher: Mapping[str, str] | None = None
+) -> SweepReading:
+    """The sweep of a command line over a file; for the arguments see `read_config`.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, each with its place and its hint.
+    """
+    problems: list[Problem] = []
+    file, typed = read_sources(path, arguments, problems)
+    return _read(file, typed, launcher or {}, problems)
+
+
+def read_sweep_call(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any],
+    launcher: Mapping[str, str] | None = None,
+) -> SweepReading:
+    """The sweep of a call in Python: `overrides` over `config`, which is a file, a mapping, a Config or None.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, each with its place and its hint.
+    """
+    if config is None or isinstance(config, Mapping | Config):
+        values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
+        file = FileEntries(None, entries_of(values or {}, IN_CALL))
+    else:
+        file = read_file(config)
+    return _read(file, entries_of(overrides, IN_CALL), launcher or {}, [])
+
+
+def _read(
+    file: FileEntries, typed: Sequence[Entry], launcher: Mapping[str, str], problems: list[Problem]
+) -> SweepReading:
+    written = _Written()
+    rest_of_file = [*_without_spaces(file.entries, written, problems)]
+    _take_section(file.section, written, problems)
+    rest = [*_without_spaces(typed, written, problems, own_keys=True)]
+    if not written.spaces:
+        what = "no key has a space of values: there is nothing to sweep"
+        problems.append(
+            Problem(COMMAND_LINE, what, f"write 'learning_rate=log(5e-4,1.6e-2)', or another key as {_HOW}")
+        )
+    spaces = written.spaces
+    keys = _decided(_settings(written.keys, problems), spaces, written.keys, problems)
+    reading = build_reading(
+        FileEntries(
+            file.path, [*(entry for entry in rest_of_file if _key(entry) != "num_agents"), _candidates(spaces)]
+        ),
+        [entry for entry in rest if _key(entry) != "num_agents"],
+        launcher,
+        problems,
+        check=lambda config: _unfit(config, [*rest_of_file, *rest]),
+    )
+    found = iter(reading.config.agents)
+    values = {key: tuple(next(found)[key] for _ in space.values) for key, space in spaces.items()}
+    config = reading.config.model_copy(update={"agents": (), "num_agents": 1})
+    return SweepReading(config, {key: _space(spaces[key], values[key]) for key in spaces}, keys, reading.lines)
+
+
+def _space(written: _Space, values: tuple[Value, ...]) -> Space:
+    if not written.is_range:
+        return Choices(values)
+    whole = all(isinstance(value, int) for value in values)
+    return Range(float(values[0]), float(values[1]), written.log, whole)
+
+
+def _candidates(spaces: Mapping[str, _Space]) -> Entry:
+    """All values of all spaces as agents, each with one value: whatever reads agents then reads and judges them."""
+    mapped = [Mapped((replace(space.entry, raw=value),)) for space in spaces.values() for value in space.values]
+    return Entry("agents", Items(tuple(mapped)), COMMAND_LINE)
+
+
+def _without_spaces(
+    entries: Iterable[Entry], written: _Written, problems: list[Problem], *, own_keys: bool = False
+) -> Iterator[Entry]:
+    """The entries that are keys of a run; what is of the sweep goes into `written`, over what is there.
+
+    Args:
+        own_keys: the keys of `SweepKeys` may stand here too.
+    """
+    for entry in entries:
+        name, key = normalized(entry.name), _key(entry)
+        if own_keys and name in SweepKeys.model_fields:
+            written.keys[name] = entry
+        elif (found := _space_of(entry, key, problems)) is None:
+            if own_keys and key in written.spaces:  # one value on the command line sets a space of the file aside
+                del written.spaces[key]
+            yield entry
+        elif key in SPACE_KEYS:
+            written.spaces[key] = found
+        else:
+            problems.append(_cannot_differ(key, entry))
+
+
+def _take_section(section: Entry | None, written: _Written, problems: list[Problem]) -> None:
+    """Read `sweep:` of a file."""
+    if section is None:
+        return
+    if not isinstance(section.raw, Mapped):
+        problems.append(Problem(section.where, f"sweep is {section.raw}, but takes a mapping", f"key: {_HOW}"))
+        return
+    seen: dict[str, Entry] = {}
+    for entry in section.raw.entries:
+        name, key = normalized(entry.name), _key(entry)
+        known = name if name in SweepKeys.model_fields else key
+        if known in seen:
+            problems.append(given_twice(known, seen[known], entry))
+        seen[known] = entry
+        if name in SweepKeys.model_fields:
+            written.keys[name] = entry
+        elif key not in FIELDS:
+            problems.append(unknown(entry))
+        elif key not in SPACE_KEYS:
+            problems.append(_cannot_differ(key, entry))
+        elif (found := _space_of(entry, key, problems)) is not None:
+            written.spaces[key] = found
+        else:
+            what = f"{key} has one value in the section sweep"
+            problems.append(Problem(entry.where, what, f"write it outside of the section, or as {_HOW}"))
+
+
+def _key(entry: Entry) -> str:
+    """The key of an entry; its own name if there is no such key."""
+    try:
+        found = resolve(entry)
+    except UnknownNameError:
+        found = None
+    return normalized(entry.name) if found is None else found[0]
+
+
+def _cannot_differ(key: str, entry: Entry) -> Problem:
+    if key == "agents":
+        return Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out")
+    if key in _ABOUT_ROWS:
+        what = f"{key} cannot differ between trials: all read the same rows in the same order"
+        return Problem(entry.where, what, "give it one value")
+    return Problem(entry.where, f"{key} cannot differ between trials: {why_common(key)}", "give it one value")
+
+
+def _space_of(entry: Entry, key: str, problems: list[Problem]) -> _Space | None:
+    """The space that an entry means; None if its value is one value."""
+    raw = entry.raw
+    if isinstance(raw, Scalar) and not raw.quoted:
+        if found := _RANGE.fullmatch(raw.text.strip()):
+            return _range(entry, key, found[2], found[3], problems, log=found[1] == "log")
+        if raw.text.strip().startswith(("[", "{")):
+            raw = read_flow(raw.text) or raw
+    if isinstance(raw, Mapped):
+        return _mapped_range(entry, raw, key, problems)
+    if isinstance(raw, Items) and (key == "agents" or _lists_values(key, raw)):
+        if not raw.values:
+            problems.append(Problem(entry.where, f"{key} has an empty space", f"write {_HOW}"))
+        return _Space(entry, raw.values)
+    return None
+
+
+def _lists_values(key: str, raw: Items) -> bool:
+    """Whether a list holds several values of the key, and is not one value that is a list."""
+    if key not in FIELDS:
+        return False
+    return not takes_list(FIELDS[key]) or any(isinstance(value, Items) for value in raw.values)
+
+
+def _mapped_range(entry: Entry, raw: Mapped, key: str, problems: list[Problem]) -> _Space | None:
+    given = {each.name: each.raw.text if isinstance(each.raw, Scalar) else "" for each in raw.entries}
+    odd = {*given} - {"low", "high", "log"}
+    if odd or not {"low", "high"} <= {*given} or given.get("log", "true").lower() not in ("true", "false"):
+        what = f"{key} is {{{', '.join(f'{name}: {text}' for name, text in given.items())}}}"
+        problems.append(Problem(entry.where, what, "a range is written {low: 1e-4, high: 1e-2, log: true}"))
+        return _Space(entry, ())
+    return _range(entry, key, given["low"], given["high"], problems, log=given.get("log", "").lower() == "true")
+
+
+def _range(entry: Entry, key: str, low: str, high: str, problems: list[Problem], *, log: bool) -> _Space:
+    def refuse(what: str, instead: str) -> _Space:
+        problems.append(Problem(entry.where, what, instead))
+        return _Space(entry, ())
+
+    if key in SPACE_KEYS and not any(kind.type in (int, float) for kind in kinds_of(FIELDS[key])):
+        return refuse(f"{key} takes no range, because its values are no numbers", "list them: [a,b,c]")
+    try:
+        bounds = float(low), float(high)
+    except ValueError:
+        return refuse(f"{key} has a range from {low} to {high}", "give two numbers")
+    if not bounds[0] < bounds[1] or (log and bounds[0] <= 0):
+        wanted = "0 < low < high" if log else "low < high"
+        return refuse(f"{key} has an empty space: {low} to {high}", f"a range needs {wanted}")
+    return _Space(entry, (Scalar(low), Scalar(high)), is_range=True, log=log)
+
+
+def _settings(entries: Mapping[str, Entry], problems: list[Problem]) -> SweepKeys:
+    values: dict[str, Any] = {}
+    for key, entry in entries.items():
+        about = SweepKeys.model_fields[key]
+        try:
+            values[key] = getattr(SweepKeys.model_validate({key: read_value(about, entry.raw)}), key)
+        except (UnreadableError, ValidationError):
+            what = f"{key} is {entry.raw}, but takes {expected(about)}"
+            problems.append(Problem(entry.where, what, f"the default is {dump_value(about.default)}"))
+    return SweepKeys(**values)
+
+
+def _decided(
+    keys: SweepKeys, spaces: Mapping[str, _Space], given: Mapping[str, Entry], problems: list[Problem]
+) -> SweepKeys:
+    """The keys with a sampler and a number of trials, or a problem."""
+    ranges = [key for key, space in spaces.items() if space.is_range]
+    size = math.prod(len(space.values) for space in spaces.values())
+    sampler = keys.sampler or ("grid" if not ranges and size <= (keys.trials or size) else "random")
+    where = given["sampler"].where if "sampler" in given else COMMAND_LINE
+    if sampler == "grid" and ranges:
+        what = f"sampler grid takes lists, and {', '.join(ranges)} has a range"
+        problems.append(Problem(where, what, "list its values, or take sampler=random"))
+    if sampler == "tpe" and find_spec("optuna") is None:
+        problems.append(
+            Problem(where, "sampler tpe needs Optuna, which is not installed", 'pip install "ci-llm[sweep]"')
+        )
+    trials = keys.trials or (size if sampler == "grid" else DEFAULT_TRIALS)
+    trials = trials if ranges else min(trials, size)  # every value of a finite space once
+    return keys.model_copy(update={"sampler": sampler, "trials": max(trials, 1)})
+
+
+#: Keys of a run that a sweep cannot take, with the reason and what to do.
+_UNFIT: Final[Mapping[str, tuple[str, str]]] = {
+    "num_agents": ("a sweep has as many agents as trials", "write agents_per_pass=N for those of one pass"),
+    "diversity": ("it couples the agents, and trials must not depend on each other", "leave it out"),
+    "early_stopping_patience": ("it looks at the crowd, and trials are single agents", "rungs end the losers"),
+    "load_best_model_at_end": ("it looks at the crowd, and trials are single agents", "leave it out"),
+    "restart_from": ("trials go on from where the sweep has left them", "leave it out"),
+    "overwrite_output_dir": ("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
+    "schedule_steps": ("every trial follows the schedule of the whole length", "leave it out"),
+}
+
+
+def _unfit(config: Config, entries: Sequence[Entry]) -> Iterator[Problem]:
+    """The keys that were given and that no sweep can have."""
+    for entry in entries:
+        key = _key(entry)
+        if key in _UNFIT and (getattr(config, key) != FIELDS[key].default or key == "num_agents"):
+            if key == "num_agents" and entry.where not in (COMMAND_LINE, IN_CALL):
+                continue  # of a file that is also trained with
+            why, instead = _UNFIT[key]
+            yield Problem(entry.where, f"{key} has no place in a sweep: {why}", instead)

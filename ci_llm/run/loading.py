@@ -1,0 +1,134 @@
+"""What a run loads: the base, and the rows as tokens. Several runs of one process can share it, one after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import datasets
+
+from ci_llm.config import Config
+from ci_llm.crowd.base import DTYPES, Base, load_architecture, load_base, require_positions
+from ci_llm.crowd.prompts import PromptForm, form_of
+from ci_llm.crowd.quantized import stored_quantization
+from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
+from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
+from ci_llm.data.chat_template import use_chat_template
+from ci_llm.data.rows import Rows
+from ci_llm.data.sources import load_rows_of_each
+from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.distributed.processes import Processes
+from ci_llm.run.members import Members, config_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What takes long to load, and what runs of the same base and data can share, one after the other.
+
+    Attributes:
+        rows, eval_rows: of every agent; those that share a data set have one object.
+    """
+
+    base: Base
+    rows: list[TokenizedRows]
+    eval_rows: list[TokenizedRows]
+
+    def for_agents(self, count: int) -> Loaded:
+        """The same for so many agents, where it was loaded for one."""
+        return (
+            self if len(self.rows) == count else replace(self, rows=self.rows * count, eval_rows=self.eval_rows * count)
+        )
+
+
+def load(config: Config, processes: Processes) -> Loaded:
+    """Load base and rows; logs what it found. A collective.
+
+    Raises:
+        BadInput: the model, the data or their combination cannot be trained; nothing was created.
+    """
+    require_positions(load_architecture(config.model_name), config.max_seq_length)
+    # First of all: a missing file costs no loading of the base.
+    found = load_rows_of_each(config, "train"), load_rows_of_each(config, "eval")
+    base = open_base(config, processes)
+    use_chat_template(base.tokenizer, config.chat_template)
+    stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
+    shared = shards_told(base.model) if config.base_sharding == "layers" else ""
+    logger.info(
+        f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
+    )
+    rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
+    return Loaded(base, rows, _tokenized(config, base, processes, found[1]))
+
+
+def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
+    """The rows with which a run begins: of every agent, or of all if they take the same in the same order."""
+    return AgentRows(tuple(each)) if config_of(config, Members.first(config, 2)).has_own_rows else each[0]
+
+
+def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
+    """How the crowd words a prompt; where the rows of agents have different forms, as those of the first agent."""
+    forms = [form_of(rows) for rows in each]
+    if len({*forms}) > 1:
+        others = [name for name, form in zip(config.agent_names, forms, strict=True) if form != forms[0]]
+        logger.warning(
+            f"data      the crowd takes a prompt as {forms[0]}, as in the rows of {config.agent_names[0]};"
+            f" {', '.join(others)} were trained on {({*forms} - {forms[0]}).pop()}"
+        )
+    return forms[0]
+
+
+def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
+    """Log what the rows are, each data set once."""
+    different = {id(rows): rows for rows in each}
+    for number, rows in different.items():
+        if len(different) > 1:
+            names = [name for name, own in zip(config.agent_names, each, strict=True) if id(own) == number]
+            logger.info(f"data      {', '.join(names)}:")
+        for line in rows.description:
+            logger.info(f"data      {line}")
+        for line in rows.warnings:
+            logger.warning(f"data      {line}")
+    for evaluated in eval_rows.sets:
+        if evaluated.rows.num_trained_on:
+            logger.info(f"data      {evaluated.rows.description[-1]}")
+
+
+def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
+    """The base of a run. With `base_sharding` every process keeps its part of the layers, and this is a collective.
+
+    Args:
+        model_name: another base than that of `config`.
+    """
+    layers = None
+    if shares_layers(config, processes):
+        layers = ShardedLayers(processes.device, DTYPES.get(config.mixed_precision))
+        processes.follow = layers.follow
+    name = model_name or config.model_name
+    return load_base(name, config.model_dtype, processes.device, config.quantization, layers)
+
+
+def shares_layers(config: Config, processes: Processes) -> bool:
+    """Whether each process stores a part of the base's layers."""
+    return config.base_sharding == "layers" and processes.count > 1
+
+
+def _tokenized(
+    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, train_on_prompt: bool = False
+) -> list[TokenizedRows]:
+    """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
+
+    def tokens(rows: Rows) -> TokenizedRows:
+        return tokenize(
+            rows,
+            base.tokenizer,
+            max_seq_length=config.max_seq_length,
+            train_on_prompt=train_on_prompt,
+            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+            main_first=processes.main_first(),
+        )
+
+    return once_each(each, tokens)

@@ -1,0 +1,198 @@
+"""A sweep from the command line: every segment is trained by this process, which loads base and rows once."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cluster.launch import SUPERVISED, Launch
+from ci_llm.config.sweep import SweepReading
+from ci_llm.core.attempts import Failure, record_attempt, write_failure
+from ci_llm.core.run_status import RunStatus, keep_status
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import NonFinite
+from ci_llm.interrupts import Interrupts
+from ci_llm.run.job import meet, run_among
+from ci_llm.run.loading import Loaded, load
+from ci_llm.run.report import leave_page
+from ci_llm.run.setup import plan_ahead
+from ci_llm.run.shutdown import command_line, end_at_once, reason_of
+from ci_llm.sweep.best import leave_best
+from ci_llm.sweep.cost import described, trials_per_pass
+from ci_llm.sweep.curves import write_curves
+from ci_llm.sweep.record import read_record, require_same_sweep
+from ci_llm.sweep.sweep import Pack, Sweep
+from ci_llm.sweep.trials import Plan
+
+
+class Conductor:
+    """One call of a sweep.
+
+    Args:
+        say: takes lines and tables for people, on the main process.
+    """
+
+    def __init__(
+        self, reading: SweepReading, interrupts: Interrupts, launch: Launch, say: Callable[[Any], None]
+    ) -> None:
+        self._reading, self._interrupts, self._launch = reading, interrupts, launch
+        self._say: Callable[[Any], None] = say if launch.is_main else lambda _: None
+        self._folder = reading.config.run_folder
+
+    def plan(self) -> Plan:
+        """What would be trained."""
+        processes = meet(self._reading.config, self._launch)
+        try:
+            steps, per_pass = self._plan(load(self._reading.config, processes), processes)
+            keys = self._reading.keys
+            return Plan.of(steps, keys.rungs, keys.trials or 1, per_pass, keep=keys.keep, metric=keys.metric)
+        finally:
+            processes.shutdown()
+
+    def run(self) -> tuple[Sweep, str | None]:
+        """Train until the sweep is complete or is asked to stop.
+
+        Returns:
+            the sweep, and the reason for which it stopped; None: it is complete.
+
+        Raises:
+            CiLlmError: the reason is on record in the folder of the sweep.
+        """
+        processes = meet(self._reading.config, self._launch)
+        code = 1
+        try:
+            sweep, stop = self._lead(processes)
+            code = self._reading.config.interrupted_exit_code if stop else 0
+            return sweep, stop
+        finally:
+            if not processes.shutdown():
+                end_at_once(code, sys.exc_info()[1])
+
+    def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:
+        """Hold the folder, keep its status, and train."""
+        loaded = load(self._reading.config, processes)
+        sweep = Sweep.of(self._reading, processes.on_main, partial(self._plan, loaded, processes))
+        processes.require_same_folder(self._folder)
+        store = CheckpointStore(self._folder)
+        try:
+            number = processes.on_main(lambda: _begin(store, self._folder, _steps_done(sweep)))
+            decided = sweep.standings.plan
+            # Once more, because an attempt before this one may have written until it lost the folder.
+            sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
+            sweep.staging = lambda: store.staging
+            status = RunStatus(self._folder, number, is_main=processes.is_main, still_held=store.holds_lease)
+            status.total_steps = sum(steps for _, steps in sweep.standings.plan.segment_steps)
+            status.start(_steps_done(sweep))
+            try:
+                stop = self._train(sweep, processes, loaded, status)
+            except KeyboardInterrupt:
+                status.finish("interrupted", "signal:SIGINT", command_line(self._launch))
+                raise
+            except BaseException as error:
+                self._fail(error, number, processes.index, status)
+                raise
+            status.finish("interrupted" if stop else "completed", stop, command_line(self._launch) if stop else None)
+            leave_page(self._reading.config, processes, self._interrupts, store)
+            return sweep, stop
+        finally:
+            store.close()
+
+    def _plan(self, loaded: Loaded, processes: Processes) -> tuple[int, int]:
+        """The steps of a whole run, and the trials of a pass. A collective."""
+        config, keys = self._reading.config, self._reading.keys
+        rows_per_step = config.global_batch_size or (
+            config.batch_size * processes.count * config.gradient_accumulation_steps
+        )
+        _, steps = plan_ahead(config, [len(loaded.rows[0])], rows_per_step)
+        fit = partial(trials_per_pass, config, self._reading.spaces, keys.agents_per_pass, keys.trials or 1)
+        return steps, processes.on_main(lambda: fit(loaded, processes))
+
+    def _train(self, sweep: Sweep, processes: Processes, loaded: Loaded, status: RunStatus) -> str | None:
+        """Train pack after pack; returns the reason of a stop."""
+        for line in described(sweep.standings.plan, str(self._reading.keys.sampler)):
+            self._say(f"sweep     {line}")
+        sources: Sequence[str] = self._reading.lines
+        trackers = [*processes.accelerator.log_with]
+        while (pack := sweep.ask()) is not None:
+            self._say(_head(pack, sweep))
+            done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
+            follow = _Follow(status, done - first)
+            processes.accelerator.log_with = [*trackers]  # a run leaves there what it has started
+            try:
+                result = run_among(
+                    processes, pack.config, self._interrupts, sources=sources, callbacks=[follow], loaded=loaded
+                )
+            except NonFinite as end:
+                self._say(f"sweep     segment {pack.number} ends: {end.what}")
+                scores = [math.nan] * len(pack.trials)
+            else:
+                if result.status == "interrupted":
+                    return result.reason
+                scores = pack.scores(result.metrics)
+            sources = ()
+            sweep.tell(pack, scores)
+            status.step = _steps_done(sweep)
+            if processes.is_main and "tensorboard" in self._reading.config.report_to:
+                write_curves(sweep, pack)
+        processes.on_main(partial(leave_best, sweep))
+        return None
+
+    def _fail(self, error: BaseException, number: int, index: int, status: RunStatus) -> None:
+        """Record why this process fails, for status and supervisor; no collective."""
+        reason = reason_of(error)
+        try:
+            write_failure(self._folder, number, index, Failure.of(error, reason, index, status.step))
+            status.finish("failed", reason, command_line(self._launch))
+        except OSError as refusal:
+            self._say(f"the failure could not be written down: {refusal}")
+
+
+class _Follow:
+    """A callback that keeps the step of the sweep's status current while a segment trains."""
+
+    def __init__(self, status: RunStatus, offset: int) -> None:
+        self._status, self._offset = status, offset
+
+    def on_log(self, args: object, state: Any, control: object, **values: Mapping[str, Any]) -> None:
+        self._status.step = self._offset + state.global_step
+
+
+def _begin(store: CheckpointStore, folder: Path, step: int) -> int:
+    """Make the folder this attempt's; returns its number."""
+    number = store.acquire_lease()
+    keep_status(folder)
+    place: dict[str, object] = {"supervised": True} if SUPERVISED in os.environ else {}
+    record_attempt(folder, number, step, place)
+    return number
+
+
+def _steps_done(sweep: Sweep) -> int:
+    plan = sweep.standings.plan
+    over = [segment.rung for segment in sweep.standings.segments if segment.is_over]
+    return sum(plan.steps[rung] - plan.first_step(rung) for rung in over)
+
+
+def _head(pack: Pack, sweep: Sweep) -> str:
+    plan = sweep.standings.plan
+    ids = ", ".join(str(trial.id) for trial in pack.trials)
+    span = f"steps {plan.first_step(pack.rung)} to {plan.steps[pack.rung]} of {plan.steps[-1]}"
+    return f"sweep     segment {pack.number}, rung {pack.rung + 1} of {len(plan.steps)}, {span}: trials {ids}"
+
+
+def known_sweep(reading: SweepReading) -> Sweep | None:
+    """The sweep in the folder, if there is one: without processes, base and rows.
+
+    Raises:
+        BadInput: it is another sweep.
+    """
+    record = read_record(reading.config.run_folder)
+    if record is None:
+        return None
+    require_same_sweep(record, reading, reading.config.run_folder)
+    return Sweep.of(reading, lambda work: work(), lambda: (0, 0))

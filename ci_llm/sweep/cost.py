@@ -1,0 +1,104 @@
+"""How many trials fit into one pass, and what a sweep costs beside one run: by the estimate of the dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ci_llm.config import Config
+from ci_llm.config.own_keys import NAME
+from ci_llm.config.sweep import Choices, Range, Space, SweepReading
+from ci_llm.core.memory import free_memory
+from ci_llm.crowd.base import load_architecture
+from ci_llm.distributed.processes import Processes
+from ci_llm.dry_run.cost_model import Untraceable, trace
+from ci_llm.dry_run.inputs import lengths_of
+from ci_llm.dry_run.report import size
+from ci_llm.errors import ConfigError
+from ci_llm.run.loading import Loaded
+from ci_llm.sweep.trials import Plan
+
+#: Share of the free memory that a pack may take by the estimate.
+USABLE: Final = 0.8
+#: Trials of a pack where nothing can be estimated.
+CAUTIOUS: Final = 4
+_SAMPLED: Final = 64
+
+
+def trials_per_pass(
+    config: Config, spaces: Mapping[str, Space], wanted: int | str, trials: int, loaded: Loaded, processes: Processes
+) -> int:
+    """The trials of one pass: those that are asked for, or as many as fit.
+
+    Args:
+        wanted: `agents_per_pass`.
+        trials: of the sweep.
+
+    Raises:
+        ConfigError: so many trials as are asked for do not fit.
+    """
+    fit = _that_fit(config, spaces, loaded, processes)
+    if wanted == "auto":
+        return max(1, min(trials, CAUTIOUS if fit is None else fit))
+    if fit is not None and min(int(wanted), trials) > max(fit, 1):
+        free, _ = free_memory(processes.device)
+        raise ConfigError(
+            f"{min(int(wanted), trials)} trials of one pass do not fit into memory: {size(free)} are free",
+            where=f"agents_per_pass: {wanted}",
+            hint=f"agents_per_pass={max(fit, 1)}, or auto",
+        )
+    return int(wanted)
+
+
+def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
+    """How many of the largest trials fit beside the base, which is in memory; None if that is not known."""
+    [rows] = loaded.rows
+    lengths = lengths_of([rows[number] for number in range(0, len(rows), max(1, len(rows) // _SAMPLED))])
+    tokens = lengths.longest_in_batch(config.batch_size)
+    learned = max(1, min(tokens - 1, round(lengths.learned * tokens)))
+    shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
+    alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
+    try:
+        found = trace(alone, shape, processes.device, rows=config.batch_size, tokens=tokens, targets=learned)
+    except Untraceable:
+        return None
+    free, _ = free_memory(processes.device)
+    if processes.device.type == "cpu":
+        free //= processes.launch.num_local_processes
+    # Every agent has a copy of the activations, and nothing but the base is shared.
+    return int(USABLE * free // (found.agents_bytes + found.activation_bytes))
+
+
+def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
+    """Of the keys that decide an adapter's size, the value that makes the largest one."""
+    match spaces.get("lora_rank"):
+        case Choices(values):
+            yield "lora_rank", max(values)
+        case Range(high=high):
+            yield "lora_rank", int(high)
+    match spaces.get("lora_dropout"):
+        case Choices(values) if any(values):
+            yield "lora_dropout", max(values)
+        case Range(high=high):
+            yield "lora_dropout", high
+
+
+def as_one_run(reading: SweepReading, plan: Plan) -> Config:
+    """A run that costs what the sweep costs: a full pack of the largest trials, for the steps of all segments."""
+    steps = sum(steps * trials / plan.per_pass for trials, steps in plan.segment_steps)
+    pack = tuple({NAME: f"trial{k}", "seed": k, **dict(_largest(reading.spaces))} for k in range(plan.per_pass))
+    changes = {"agents": pack, "num_agents": plan.per_pass, "max_train_steps": max(1, round(steps))}
+    return reading.config.model_copy(update=changes)
+
+
+def described(plan: Plan, sampler: str) -> Iterator[str]:
+    """Lines for people: rungs, segments and steps."""
+    rungs = ", ".join(f"{plan.places(rung)} to step {end}" for rung, end in enumerate(plan.steps))
+    yield f"{plan.trials} trials by sampler {sampler}, compared by {plan.metric}: {rungs}"
+    parts = plan.segment_steps
+    runs = plan.agent_steps / plan.steps[-1]
+    steps = sum(steps for _, steps in parts)
+    yield (
+        f"{len(parts)} segments of at most {plan.per_pass} trials, {steps} steps: the work of {runs:.3g} full runs"
+        f" instead of {plan.trials}"
+    )

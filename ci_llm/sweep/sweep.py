@@ -1,0 +1,292 @@
+"""A sweep as ask and tell: what trains next, and what came of it. Its state is in sweep.json, durably, at every moment.
+
+    sweep = Sweep("configs.yaml", learning_rate="log(5e-4,1.6e-2)", trials=16, output_dir="rates")
+    while pack := sweep.ask():
+        result = ci_llm.train(pack.config)
+        sweep.tell(pack, pack.scores(result.metrics))
+
+A pack is an ordinary run: whoever trains it, with whatever callbacks, may be interrupted and go on. A process that is
+killed at any moment finds the same trials in its next call.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from ci_llm.cluster.launch import accelerate_settings
+from ci_llm.config import Config
+from ci_llm.config.own_keys import NAME
+from ci_llm.config.sweep import SweepReading, read_sweep_call
+from ci_llm.core.durable import make_folders
+from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
+from ci_llm.errors import BadInput
+from ci_llm.sweep.record import Record, plain_spaces, read_record, require_same_sweep, write_record
+from ci_llm.sweep.samplers import new_settings
+from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
+
+T = TypeVar("T")
+SEGMENTS: Final = "segments"
+#: The settings that give an adapter its shape: neighbours of one shape share their products.
+_SHAPE: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Trials that train together from one rung to the next.
+
+    Attributes:
+        number: of the segment, 1, 2, ...
+        rung: the one at whose end the trials are scored, from 0 on.
+        trials: trial k is agent k of the run.
+        config: of the run that trains them. Its end is the end of the rung.
+    """
+
+    number: int
+    rung: int
+    trials: tuple[Trial, ...]
+    config: Config
+    metric: str
+
+    def scores(self, evaluation: Mapping[str, Any]) -> list[float]:
+        """The score of every trial, from an `evaluation.json`; NaN for one that was dropped from the run."""
+        dropped = evaluation.get("dropped", ())
+        scores = evaluation[self.metric]["agents"]
+        return [math.nan if k in dropped or score is None else score for k, score in enumerate(scores)]
+
+
+class Sweep:
+    """The trials of one configuration.
+
+    Args:
+        config: a YAML file, a mapping of keys, or a Config; None: the defaults of docs/keys.md and no file.
+        keys: keys of a run and of a sweep over `config`, as on the command line of `ci-llm sweep`. A key has a space
+            where its value is a list, "log(low,high)", "uniform(low,high)" or {"low": , "high": , "log": True}.
+
+    Raises:
+        BadInput: everything that is wrong with the keys; or the folder holds another sweep.
+    """
+
+    def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keys: Any) -> None:
+        self._open(read_sweep_call(config, keys, accelerate_settings(os.environ)), _here, None)
+
+    @classmethod
+    def of(
+        cls,
+        reading: SweepReading,
+        on_main: Callable[[Callable[[], Any]], Any],
+        plan: Callable[[], tuple[int, int]],
+    ) -> Sweep:
+        """The sweep of a command line, on all its processes. A collective.
+
+        Args:
+            on_main: runs its argument on the main process and gives every process the result.
+            plan: returns the steps of a whole run and the trials per pass; asked once in the life of a sweep.
+        """
+        sweep = cls.__new__(cls)
+        sweep._open(reading, on_main, plan)
+        return sweep
+
+    def _open(
+        self,
+        reading: SweepReading,
+        on_main: Callable[[Callable[[], Any]], Any],
+        plan: Callable[[], tuple[int, int]] | None,
+    ) -> None:
+        self._reading, self._on_main = reading, on_main
+        #: Where sweep.json is begun; a command gives the folder of its lease, which it may lose.
+        self.staging: Callable[[], Path | None] = lambda: None
+        self.folder = reading.config.run_folder
+        record: Record | None = on_main(lambda: _known(reading))
+        if record is None:
+            steps, per_pass = (plan or _default_plan(reading))()
+            keys = reading.keys
+            assert keys.trials is not None
+            decided = Plan.of(steps, keys.rungs, keys.trials, per_pass, keep=keys.keep, metric=keys.metric)
+            record = Record(plain_spaces(reading.spaces), keys, reading.config, Standings(decided))
+        elif isinstance(wanted := reading.keys.agents_per_pass, int):
+            standings = record.standings
+            record = replace(record, standings=replace(standings, plan=replace(standings.plan, per_pass=wanted)))
+        self._record: Record = record
+
+    @property
+    def standings(self) -> Standings:
+        """All trials so far, with their scores."""
+        return self._record.standings
+
+    @property
+    def config(self) -> Config:
+        """What all trials share."""
+        return self._reading.config
+
+    @property
+    def best(self) -> Trial | None:
+        """The best trial of the highest rung that any has reached; None before the first scores."""
+        return self.standings.best
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to train."""
+        return self._record.is_complete
+
+    @property
+    def has_winner(self) -> bool:
+        """Whether any trial has a score."""
+        return self.best is not None and not self.best.failed
+
+    def ask(self) -> Pack | None:
+        """What trains next, with the checkpoint that it begins from; None at the end. A collective.
+
+        The answer stays the same until `tell`, in this process and in any later one.
+
+        Raises:
+            CheckpointError: the disk refuses the record or the checkpoint, or what trials go on from is damaged.
+        """
+        self._record = self._on_main(self._advance)
+        segment = self.standings.open_segment
+        return None if segment is None else self._pack(segment)
+
+    def tell(self, pack: Pack, scores: Sequence[float]) -> None:
+        """Record what came of a pack: for every trial its `metric`, or NaN if it failed. A collective.
+
+        Raises:
+            BadInput: the pack is not the one that was asked for, or has another number of trials.
+        """
+        segment = self.standings.open_segment
+        if segment is None or (segment.number, len(segment.trials)) != (pack.number, len(scores)):
+            raise BadInput(
+                f"{len(scores)} scores for pack {pack.number}, which is not what was asked for",
+                where="Sweep.tell",
+                hint="tell what ask() returned last, with one score for each of its trials",
+            )
+        told = {
+            id: (math.nan if not math.isfinite(score) else float(score), place)
+            for place, (id, score) in enumerate(zip(segment.trials, scores, strict=True))
+        }
+        trials = [
+            replace(trial, scores=(*trial.scores, told[trial.id][0]), segment=segment.number, place=told[trial.id][1])
+            if trial.id in told
+            else trial
+            for trial in self.standings.trials
+        ]
+        segments = [replace(each, is_over=True) if each == segment else each for each in self.standings.segments]
+        self._record = self._with(trials, segments)
+        self._on_main(self._write)
+
+    def segment_folder(self, number: int) -> Path:
+        """The folder of the run that trains or trained a segment."""
+        return self.folder / SEGMENTS / str(number)
+
+    def _write(self) -> None:
+        write_record(self.folder, self._record, self.staging())
+
+    def _advance(self) -> Record:
+        """On the main process: the record with an open segment whose first checkpoint is there, or a complete one."""
+        if self._record.standings.open_segment is None and not self._record.is_complete:
+            make_folders(self.folder)
+            self._record = self._opened()
+            self._write()
+        if (segment := self.standings.open_segment) is not None:
+            self._prepare(segment)
+        return self._record
+
+    def _opened(self) -> Record:
+        """The record with the segment that follows; or complete."""
+        standings = self.standings
+        trials, following = [*standings.trials], standings.next()
+        if following is not None and following.new:
+            trials += self._begun(following.new)
+            if len(trials) == len(standings.trials):  # no settings are left that no trial has had
+                following = standings.next(exhausted=True)
+        if following is None:
+            return replace(self._record, is_complete=True)
+        ids = following.going_on or range(len(standings.trials), len(trials))
+        order = sorted(ids, key=lambda id: (_shape(trials[id]), id))
+        segment = Segment(len(standings.segments) + 1, following.rung, tuple(order))
+        return self._with(trials, [*standings.segments, segment])
+
+    def _begun(self, count: int) -> list[Trial]:
+        """At most `count` new trials."""
+        known, keys, config = self.standings.trials, self._reading.keys, self._reading.config
+        settings = new_settings(self._reading.spaces, str(keys.sampler), config.seed, known, count, keys.metric)
+        return [Trial(id, each) for id, each in enumerate(settings, start=len(known))]
+
+    def _with(self, trials: Sequence[Trial], segments: Sequence[Segment]) -> Record:
+        standings = replace(self.standings, trials=tuple(trials), segments=tuple(segments))
+        return replace(self._record, standings=standings)
+
+    def _prepare(self, segment: Segment) -> None:
+        """Put in place what the run of a segment finds in its folder."""
+        from ci_llm.sweep.handover import hand_over  # here, because it loads torch
+
+        config = self._config_of(segment)
+        make_folders(config.run_folder)
+        asked = read_recovery(self.folder)
+        if asked.micro_batch_size is not None:  # what the supervisor asks of the sweep holds for its segments
+            write_recovery(config.run_folder, Recovery(micro_batch_size=asked.micro_batch_size, because=asked.because))
+        if segment.rung:
+            trials = [self.standings.trials[id] for id in segment.trials]
+            sources = [(self.segment_folder(trial.segment or 0), trial.place) for trial in trials]
+            hand_over(sources, config, self.standings.plan.first_step(segment.rung))
+
+    def _pack(self, segment: Segment) -> Pack:
+        trials = tuple(self.standings.trials[id] for id in segment.trials)
+        return Pack(segment.number, segment.rung, trials, self._config_of(segment), self.standings.plan.metric)
+
+    def _config_of(self, segment: Segment) -> Config:
+        """The run of a segment: its trials are the agents, each with the common seed, as it would be alone."""
+        shared, plan = self._reading.config, self.standings.plan
+        folder = self.segment_folder(segment.number)
+        trials = [self.standings.trials[id] for id in segment.trials]
+        answers = segment.rung == len(plan.steps) - 1 or plan.metric == "exact_match"
+        changes: dict[str, Any] = {
+            "agents": tuple({NAME: f"trial{t.id}", "seed": shared.seed, **t.settings} for t in trials),
+            "num_agents": len(trials),
+            "max_train_steps": plan.steps[segment.rung],
+            "schedule_steps": plan.steps[-1],
+            "drop_nonfinite_agents": True,
+            "output_dir": str(folder.parent),
+            "experiment_name": folder.name,
+            "resume_from_checkpoint": "latest",
+            "generation_eval_samples": shared.generation_eval_samples if answers else 0,
+            "report_to": tuple(name for name in shared.report_to if name != "tensorboard"),
+            "write_report": False,
+        }
+        return shared.model_copy(update=changes)
+
+
+def _here(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _known(reading: SweepReading) -> Record | None:
+    """The record in the folder, if it is of this sweep."""
+    folder = reading.config.run_folder
+    record = read_record(folder)
+    if record is not None:
+        require_same_sweep(record, reading, folder)
+    elif (folder / "beginning.json").exists():
+        raise BadInput(
+            "this folder holds a run, and no sweep",
+            where=str(folder),
+            hint="experiment_name=NAME, or another output_dir, for the sweep",
+        )
+    return record
+
+
+def _default_plan(reading: SweepReading) -> Callable[[], tuple[int, int]]:
+    """Steps and trials per pass without a look at data and memory."""
+    steps, per_pass = reading.config.max_train_steps, reading.keys.agents_per_pass
+    if steps is None:
+        raise BadInput(
+            "the length of a trial is not known", where="Sweep(...)", hint="give max_train_steps; epochs need the rows"
+        )
+    return lambda: (steps, per_pass if isinstance(per_pass, int) else reading.keys.trials or 1)
+
+
+def _shape(trial: Trial) -> str:
+    return str([trial.settings.get(key) for key in _SHAPE])

@@ -1,0 +1,169 @@
+"""Spaces: every way to write them, which source wins, and one message for each slip, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.config import load_config
+from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.config.sweep import SPACE_KEYS, Choices, Range, read_sweep, read_sweep_call
+from ci_llm.errors import ConfigError
+
+LOG = Range(5e-4, 1.6e-2, log=True, whole=False)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "space"),
+    [
+        ("learning_rate=[1e-3,2e-3]", "learning_rate", Choices((1e-3, 2e-3))),
+        ("lr=log(5e-4,1.6e-2)", "learning_rate", LOG),
+        ("--lr=log(5e-4, 1.6e-2)", "learning_rate", LOG),
+        ("learning_rate={low: 5e-4, high: 1.6e-2, log: true}", "learning_rate", LOG),
+        ("weight_decay={low: 0, high: 0.1}", "weight_decay", Range(0.0, 0.1, log=False, whole=False)),
+        ("lora_rank=log(2,64)", "lora_rank", Range(2.0, 64.0, log=True, whole=True)),
+        ("lora_dropout=uniform(0,0.2)", "lora_dropout", Range(0.0, 0.2, log=False, whole=False)),
+        ("max_grad_norm=[null,0.5]", "max_grad_norm", Choices((None, 0.5))),
+        (
+            "lora_target_modules=[all-linear,[q_proj,v_proj]]",
+            "lora_target_modules",
+            Choices(("all-linear", ("q_proj", "v_proj"))),
+        ),
+    ],
+)
+def test_a_space_on_the_command_line(word: str, key: str, space: Any) -> None:
+    reading = read_sweep(None, [word, "batch_size=3"])
+    assert reading.spaces == {key: space}
+    assert (reading.config.batch_size, reading.config.num_agents, reading.config.agents) == (3, 1, ())
+
+
+def test_a_list_of_names_is_still_one_value() -> None:
+    reading = read_sweep(None, ["lora_target_modules=[q_proj,v_proj]", "lora_rank=[2,4]"])
+    assert [*reading.spaces] == ["lora_rank"]
+    assert reading.config.lora_target_modules == ("q_proj", "v_proj")
+
+
+def test_the_section_of_a_file_and_what_wins_over_it(tmp_path: Path) -> None:
+    text = (
+        "num_agents: 4\nlora_rank: 16\nweight_decay: [0.0, 0.1]\n"
+        "sweep:\n  lr: {low: 5e-4, high: 1.6e-2, log: true}\n  lora_rank: [4, 8]\n  trials: 7\n  sampler: random\n"
+    )
+    path = written(tmp_path, text)
+    reading = read_sweep(path, ["trials=9", "lora_rank=[2,4]"])
+    assert reading.spaces == {
+        "weight_decay": Choices((0.0, 0.1)),
+        "learning_rate": LOG,
+        "lora_rank": Choices((2, 4)),
+    }
+    assert (reading.keys.trials, reading.keys.sampler, reading.config.lora_rank) == (9, "random", 16)
+    fixed = read_sweep(path, ["learning_rate=2e-3"])
+    assert "learning_rate" not in fixed.spaces
+    assert fixed.config.learning_rate == 2e-3
+
+
+def test_a_run_leaves_the_section_aside(tmp_path: Path) -> None:
+    path = written(tmp_path, "num_agents: 3\nsweep:\n  learning_rate: [1e-3, 2e-3]\n")
+    assert load_config(path).num_agents == 3
+
+
+def test_a_call_in_python_is_read_like_a_command_line() -> None:
+    reading = read_sweep_call(
+        {"batch_size": 3},
+        {"learning_rate": {"low": 5e-4, "high": 1.6e-2, "log": True}, "lora_rank": [4, 8], "trials": 5},
+    )
+    assert reading.spaces == {"learning_rate": LOG, "lora_rank": Choices((4, 8))}
+    assert (reading.keys.trials, reading.config.batch_size) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "sampler", "trials"),
+    [
+        (["lr=[1e-3,2e-3]", "lora_rank=[2,4,8]"], "grid", 6),
+        (["lr=[1e-3,2e-3]", "lora_rank=[2,4,8]", "trials=4"], "random", 4),
+        (["lr=[1e-3,2e-3]", "trials=4"], "grid", 2),
+        (["lr=log(1e-4,1e-2)"], "random", 16),
+        (["lr=log(1e-4,1e-2)", "sampler=tpe", "trials=5"], "tpe", 5),
+        (["lr=[1e-3,2e-3]", "sampler=random"], "random", 2),
+    ],
+)
+def test_the_sampler_and_the_number_of_trials_that_follow(words: list[str], sampler: str, trials: int) -> None:
+    keys = read_sweep(None, words).keys
+    assert (keys.sampler, keys.trials) == (sampler, trials)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no key has a space of values"),
+        (
+            ["lr=log(1e-4,1e-2)", "batch_size=[2,4]"],
+            "batch_size cannot differ between trials: all agents take",
+        ),
+        (["lr=log(1e-4,1e-2)", "max_train_steps=log(2,4)"], "max_train_steps cannot differ between trials"),
+        (["lr=log(1e-4,1e-2)", "eval_steps=[2,4]"], "eval_steps cannot differ between trials"),
+        (["lr=log(1e-4,1e-2)", "data_seed=[1,2]"], "data_seed cannot differ between trials: all read the same rows"),
+        (["learning_rat=[1,2]", "lr=[1e-3,2e-3]"], "did you mean learning_rate?"),
+        (["lr=[]"], "learning_rate has an empty space"),
+        (["lr=log(1e-2,1e-4)"], "learning_rate has an empty space: 1e-2 to 1e-4"),
+        (["weight_decay=log(0,1)"], "weight_decay has an empty space"),
+        (["lr=log(a,b)"], "learning_rate has a range from a to b"),
+        (["use_rslora=uniform(0,1)"], "use_rslora takes no range"),
+        (["lora_rank=[4,0]"], "lora_rank is '0'"),
+        (["lora_rank=[4,many]"], "lora_rank is 'many'"),
+        (["lora_dropout=uniform(0,1.5)"], "lora_dropout is '1.5'"),
+        (["lr={low: 1e-3}"], "a range is written {low: 1e-4, high: 1e-2, log: true}"),
+        (["lr=[1e-3,2e-3]", "trials=0"], "trials is '0', but takes a whole number of at least 1"),
+        (["lr=[1e-3,2e-3]", "keep=1"], "keep is '1'"),
+        (["lr=[1e-3,2e-3]", "metric=bleu"], "metric is 'bleu', but takes nll | exact_match"),
+        (["lr=log(1e-4,1e-2)", "sampler=grid"], "sampler grid takes lists, and learning_rate has a range"),
+        (["lr=[1e-3,2e-3]", "num_agents=4"], "write agents_per_pass=N"),
+        (["lr=[1e-3,2e-3]", "agents=[{seed: 1}]"], "a sweep makes its agents of the spaces"),
+        (["lr=[1e-3,2e-3]", "diversity=swd"], "diversity has no place in a sweep: it couples the agents"),
+        (["lr=[1e-3,2e-3]", "early_stopping_patience=3"], "early_stopping_patience has no place in a sweep"),
+        (["lr=[1e-3,2e-3]", "overwrite_output_dir=true"], "experiment_name=NAME for a new sweep"),
+    ],
+)
+def test_what_cannot_be_swept_is_one_message(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_sweep(None, words)
+    assert said in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_all_problems_come_at_once_each_with_its_place(tmp_path: Path) -> None:
+    text = "sweep:\n  learning_rate: 1e-3\n  batch_size: [2, 4]\n  blub: [1]\n  trials: x\n  lora_rank: [4, -8]\n"
+    with pytest.raises(ConfigError) as error:
+        read_sweep(written(tmp_path, text), ["num_worker=3", "weight_decay=[a]"])
+    said = str(error.value)
+    for line, part in ((2, "one value in the section"), (3, "batch_size"), (4, "blub"), (5, "trials"), (6, "'-8'")):
+        assert any(f"sweep.yaml:{line}" in row and part in row for row in said.splitlines()), (line, said)
+    assert "num_worker is no key" in said
+    assert "weight_decay is 'a'" in said
+
+
+def test_optuna_absent_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.config.sweep.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'needs Optuna(.|\n)*pip install "ci-llm\[sweep\]"'):
+        read_sweep(None, ["lr=[1e-3,2e-3]", "sampler=tpe"])
+    assert read_sweep(None, ["lr=[1e-3,2e-3]"]).keys.sampler == "grid"
+
+
+def test_every_key_that_agents_may_have_of_their_own_may_have_a_space_but_which_rows_they_read() -> None:
+    assert {"learning_rate", "lora_rank", "seed", "lora_target_modules"} <= {*SPACE_KEYS} <= {*OWN_KEYS}
+    assert not {"dataset_name", "max_train_samples", "data_seed"} & {*SPACE_KEYS}
+
+
+def test_values_of_a_range_can_be_typed() -> None:
+    values = [LOG.at(share / 97) for share in range(98)]
+    assert (values[0], values[-1]) == (5e-4, 1.6e-2)
+    assert values == sorted(values)
+    assert all(float(f"{value:g}") == value for value in values)
+    assert {Range(2.0, 64.0, log=True, whole=True).at(share / 9) for share in range(10)} <= {*range(2, 65)}

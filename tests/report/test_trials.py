@@ -1,0 +1,67 @@
+"""The page of a sweep: its trials, those that went furthest first."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.errors import BadInput
+from ci_llm.report.page import write_report
+from ci_llm.report.trials import read_trials
+from tests.report.folders import leave_status
+
+
+def trial(id: int, scores: list[float | None], status: str = "pruned", **settings: Any) -> dict[str, Any]:
+    last = scores[-1] if scores else None
+    return {
+        "id": id,
+        "settings": settings,
+        "scores": scores,
+        "rung": len(scores),
+        "score": last,
+        "status": status,
+    }
+
+
+def leave(folder: Path, metric: str) -> Path:
+    trials = [
+        trial(0, [0.5], learning_rate=1e-3),
+        trial(1, [None], "failed", learning_rate=1e9),
+        trial(2, [0.4, 0.3], "completed", learning_rate=2e-3, lora_target_modules=["q_proj", "v_proj"]),
+        trial(3, [0.6], learning_rate=4e-3),
+        trial(4, [], "running", learning_rate=8e-3),
+    ]
+    record = {"plan": {"metric": metric, "steps": [4, 16]}, "trials": trials, "best": 2}
+    folder.mkdir(exist_ok=True)
+    (folder / "sweep.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize(("metric", "order"), [("nll", [2, 0, 3, 1]), ("exact_match", [2, 3, 0, 1])])
+def test_trials_that_went_further_come_first_and_failed_ones_last(
+    metric: str, order: list[int], tmp_path: Path
+) -> None:
+    board = read_trials(leave(tmp_path, metric))
+    assert board is not None
+    assert [row[0] for row in board.rows] == order
+    assert board.rows[0] == (2, "completed", 16, 0.3, ("0.002", "q_proj, v_proj"))
+    assert board.keys == ("learning_rate", "lora_target_modules")
+
+
+def test_the_page_of_a_sweep_has_a_table_of_its_trials(tmp_path: Path) -> None:
+    leave_status(leave(tmp_path / "run", "nll"), "completed", 12)
+    page = write_report(tmp_path / "run").read_text()
+    [table] = re.findall(r'<h2 id="trials">.*?</table>', page, re.DOTALL)
+    assert [*re.findall(r'<td class="n">(\d+)</td><td>(\w+)</td>', table)][:2] == [("2", "completed"), ("0", "pruned")]
+    assert "Agents and crowd are evaluated" not in page
+
+
+def test_no_sweep_is_none_and_a_broken_record_is_named(tmp_path: Path) -> None:
+    assert read_trials(tmp_path) is None
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(BadInput, match="no record of a sweep"):
+        read_trials(tmp_path)

@@ -1,0 +1,67 @@
+"""How many trials fit into a pass, by the estimate of the dry run, and what a sweep is said to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from ci_llm.cluster.launch import read_launch
+from ci_llm.config.sweep import read_sweep
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import ConfigError
+from ci_llm.run.loading import Loaded, load
+from ci_llm.sweep import cost
+from ci_llm.sweep.trials import Plan
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
+READING = read_sweep(None, ["learning_rate=log(1e-4,1e-2)", "lora_rank=[2,64]", "max_train_samples=9", "batch_size=2"])
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    joined = Processes(READING.config, launch=read_launch())
+    yield joined
+    joined.shutdown()
+
+
+@pytest.fixture(scope="module")
+def loaded(processes: Processes) -> Loaded:
+    return load(READING.config, processes)
+
+
+def fitting(wanted: int | str, free: int, loaded: Loaded, processes: Processes, patch: pytest.MonkeyPatch) -> int:
+    patch.setattr(cost, "free_memory", lambda device: (free, 4 * free))
+    return cost.trials_per_pass(READING.config, READING.spaces, wanted, 1000, loaded, processes)
+
+
+def test_more_memory_takes_more_trials_of_the_largest_rank(
+    loaded: Loaded, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, more = (fitting("auto", free, loaded, processes, monkeypatch) for free in (GIB // 8, GIB // 2))
+    assert 1 <= few < more < 1000
+    assert fitting(few, GIB // 8, loaded, processes, monkeypatch) == few
+    assert fitting("auto", 1 << 44, loaded, processes, monkeypatch) == 1000
+    assert fitting("auto", 1, loaded, processes, monkeypatch) == 1
+    with pytest.raises(ConfigError, match=f"do not fit into memory(.|\n)*agents_per_pass={few}"):
+        fitting(few + 500, GIB // 8, loaded, processes, monkeypatch)
+
+
+def test_several_processes_of_one_machine_share_its_memory(
+    loaded: Loaded, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = fitting("auto", GIB // 2, loaded, processes, monkeypatch)
+    monkeypatch.setattr(processes, "launch", replace(processes.launch, num_local_processes=4))
+    assert 1 <= fitting("auto", GIB // 2, loaded, processes, monkeypatch) < alone
+
+
+def test_what_is_said_of_a_plan_adds_up() -> None:
+    plan = Plan.of(64, 3, 16, 4, keep=0.25, metric="nll")
+    rungs, parts = cost.described(plan, "random")
+    assert rungs == "16 trials by sampler random, compared by nll: 16 to step 4, 4 to step 16, 1 to step 64"
+    assert parts == "6 segments of at most 4 trials, 76 steps: the work of 2.5 full runs instead of 16"
+    pack = cost.as_one_run(READING, plan)
+    assert (pack.num_agents, pack.max_train_steps) == (4, 4 * 4 + 12 + 12)  # the last one alone: a quarter of 48
+    assert {own["lora_rank"] for own in pack.agents} == {64}

@@ -1,0 +1,282 @@
+"""Sweeps as a whole: killed anywhere they come to the same trials and bits, and the winner is what it is alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.core.run_status import read_status
+from ci_llm.embedded import BASE_FOLDER
+from tests.sweep.trials import KEYS, by_hand, called, facts, record, single, words
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import _leaves, differences
+
+# References that the trials share.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sweep")]
+
+Folder = Callable[[], Path]
+
+
+@pytest.fixture(scope="module")
+def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    root, numbers = tmp_path_factory.mktemp("sweeps"), itertools.count()
+
+    def make() -> Path:
+        folder = root / str(next(numbers))
+        folder.mkdir()
+        return folder
+
+    return make
+
+
+def call(server: ForkServer, folder: Path, command: str = "sweep", ranks: int = 1, **how: Any) -> list[int]:
+    arguments = how.pop("arguments", None) or words()
+    return server.run(
+        called, folder / "log", ranks=ranks, folder=str(folder), command=command, arguments=arguments, **how
+    )
+
+
+def complete(server: ForkServer, folder: Path, **how: Any) -> Path:
+    ranks = how.get("ranks", 1)
+    assert call(server, folder, **how) == [0] * ranks, (folder / "log").read_text()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, new_folder: Folder) -> Path:
+    """A sweep of four trials: segments of three, of one, and of the two that go on."""
+    return complete(server, new_folder())
+
+
+def of_agent(checkpoint: Path, agent: int) -> dict[str, Any]:
+    """Weights and moments of one agent in a checkpoint, to the last bit."""
+    leaves = dict(_leaves({k: v for k, v in load_checkpoint(checkpoint).state.items() if not isinstance(v, bytes)}))
+    parts = (f"agent{agent}/adapter_model/", f"optimizer/agent{agent}/")
+    return {name.replace(f"agent{agent}/", ""): value for name, value in leaves.items() if name.startswith(parts)}
+
+
+def test_what_a_sweep_leaves(undisturbed: Path) -> None:
+    told, run = record(undisturbed), undisturbed / "run"
+    assert told["complete"]
+    assert [(s["rung"], len(s["trials"])) for s in told["segments"]] == [(0, 3), (0, 1), (1, 2)]
+    assert told["plan"]["steps"] == [4, 8]
+    assert [trial["settings"]["learning_rate"] for trial in told["trials"]] == [1e-3, 2e-3, 4e-3, 8e-3]
+    first = [trial["scores"][0] for trial in told["trials"]]
+    ahead = sorted(range(4), key=first.__getitem__)[:2]
+    assert sorted(told["segments"][2]["trials"]) == sorted(ahead)
+    assert [trial["status"] for trial in told["trials"]] == [
+        "completed" if id in ahead else "pruned" for id in range(4)
+    ]
+    best = told["trials"][told["best"]]
+    assert best["score"] == min(told["trials"][id]["score"] for id in ahead)
+    assert (read_status(run).status, read_status(run).step) == ("completed", 12)
+    config = json.loads((run / "best/adapter_config.json").read_text())
+    assert config["r"] == 2
+    assert f"`learning_rate` {best['settings']['learning_rate']:g}" in (run / "best/README.md").read_text()
+    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER)
+    assert peft.PeftModel.from_pretrained(base, run / "best").peft_config["default"].r == 2
+    said = (undisturbed / "log").read_text()
+    assert "4 trials by sampler grid, compared by nll: 4 to step 4, 2 to step 8" in said
+    for part in ("trial  status", "completed", "longer     ci-llm train", "init_from=run/best", "crowd      ci-llm"):
+        assert part in said
+
+
+def test_the_base_is_loaded_once(undisturbed: Path) -> None:
+    logs = [path.read_text() for path in (undisturbed / "run").glob("segments/*/training.log")]
+    assert len(logs) == 3
+    assert all("exactness: bitwise" in log for log in logs if "resume    step 4 of 8" in log)
+    assert sum("resume    step 4 of 8" in log for log in logs) == 1
+
+
+def test_every_trial_has_the_bits_of_its_own_single_run(
+    server: ForkServer, undisturbed: Path, new_folder: Folder
+) -> None:
+    """Of a plain run: the same command with one rate and one agent."""
+    told = record(undisturbed)
+    for trial in [told["trials"][id] for id in told["segments"][2]["trials"]]:
+        rate = trial["settings"]["learning_rate"]
+        alone = complete(
+            server, new_folder(), command="train", arguments=single(learning_rate=f"{rate:g}", num_agents=1)
+        )
+        segment = undisturbed / f"run/segments/{trial['segment']}/final_checkpoint"
+        own = of_agent(alone / "run/final_checkpoint", 0)
+        assert not differences(own, of_agent(segment, trial["agent"]))
+        assert any("exp_avg_sq" in name for name in own)
+        evaluation = json.loads((alone / "run/evaluation.json").read_text())
+        assert evaluation["nll"]["agents"] == [trial["score"]]
+
+
+BOUNDARIES = 7  # a record is written before and after each of three segments, and at the end
+
+
+def test_killed_at_every_boundary(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
+    """Each call is killed before the second record that it would write, so that no two are killed at the same one."""
+    folder = new_folder()
+    for _ in range(BOUNDARIES - 1):
+        codes = call(server, folder, place="ci_llm.sweep.sweep.write_record", call=2)
+        assert codes == [-signal.SIGKILL], (folder / "log").read_text()
+    complete(server, folder)
+    assert not differences(facts(undisturbed), facts(folder))
+
+
+def test_killed_inside_of_every_segment(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
+    """Each call takes three steps and is killed in the fourth: of twelve steps, once in each of the three segments."""
+    folder, kills = new_folder(), 0
+    while (codes := call(server, folder, place="ci_llm.run.loop.apply_gradients", call=4)) == [-signal.SIGKILL]:
+        kills += 1
+    assert codes == [0], (folder / "log").read_text()
+    assert kills == 3
+    assert not differences(facts(undisturbed), facts(folder))
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("ci_llm.checkpoints.checkpoint.commit", 1),
+        ("ci_llm.checkpoints.manager.CheckpointManager.finish", 3),
+        ("ci_llm.sweep.best.new_folder", 1),
+    ],
+)
+def test_killed_between_segments(
+    server: ForkServer, undisturbed: Path, new_folder: Folder, place: str, number: int
+) -> None:
+    folder = new_folder()
+    assert call(server, folder, place=place, call=number) == [-signal.SIGKILL], (folder / "log").read_text()
+    complete(server, folder)
+    assert not differences(facts(undisturbed), facts(folder))
+    assert not [
+        path for path in (folder / "run").rglob(".*") if "partial" in path.name or "checkpoint_step" in path.name
+    ]
+
+
+def test_what_trials_go_on_from_is_verified_and_there_twice(
+    server: ForkServer, undisturbed: Path, new_folder: Folder
+) -> None:
+    folder = new_folder()
+    codes = call(server, folder, place="ci_llm.sweep.handover.write_checkpoint", call=1)
+    assert codes == [-signal.SIGKILL], (folder / "log").read_text()
+    ended = folder / "run/segments/1"
+    copies = [ended / name / "agent2/adapter_model.safetensors" for name in ("final_checkpoint", "checkpoint_step_4")]
+    whole = [copy.read_bytes() for copy in copies]
+    for copy in copies:
+        copy.write_bytes(whole[0][:-1] + bytes([whole[0][-1] ^ 1]))
+    assert call(server, folder) == [1]
+    assert "the segment holds no whole checkpoint of step 4" in (folder / "log").read_text()
+    for copy, data in zip(copies[1:], whole[1:], strict=True):
+        copy.write_bytes(data)
+    complete(server, folder)
+    copies[0].write_bytes(whole[0])
+    assert not differences(facts(undisturbed), facts(folder))
+
+
+def test_interrupted_and_called_again(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
+    """It says what stands so far, with its exit code, and goes on."""
+    folder = new_folder()
+    codes = call(server, folder, place="ci_llm.run.loop.apply_gradients", call=6, sent="SIGTERM")
+    assert codes == [75], (folder / "log").read_text()
+    said = (folder / "log").read_text()
+    assert "running" in said.rpartition("interrupted (signal:SIGTERM)")[2]
+    status = read_status(folder / "run")
+    assert (status.status, status.reason, status.exit_code) == ("interrupted", "signal:SIGTERM", 75)
+    complete(server, folder)
+    assert not differences(facts(undisturbed), facts(folder))
+    assert read_status(folder / "run").status == "completed"
+
+
+def test_two_processes_interrupted_and_called_again(server: ForkServer, new_folder: Folder) -> None:
+    whole = complete(server, new_folder(), ranks=2)
+    folder = new_folder()
+    codes = call(server, folder, ranks=2, place="ci_llm.run.loop.apply_gradients", call=6, sent="SIGTERM")
+    assert codes == [75, 75], (folder / "log").read_text()
+    complete(server, folder, ranks=2)
+    assert not differences(facts(whole), facts(folder))
+
+
+def test_a_sick_trial_costs_the_others_nothing(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
+    """Its rate makes its weights infinite: the others end with the bits that they have without it."""
+    folder = new_folder()
+    keys = {"learning_rate": "[1e-3,2e-3,4e-3,8e-3,1e30]", "max_consecutive_nonfinite": 1, "keep": 0.4}
+    complete(server, folder, arguments=words(**keys))
+    told, healthy = record(folder), record(undisturbed)
+    assert told["trials"][4]["status"] == "failed"
+    assert told["trials"][4]["score"] is None
+    for mine, theirs in zip(told["trials"], healthy["trials"], strict=False):
+        assert mine["scores"] == theirs["scores"]
+    assert told["best"] == healthy["best"]
+    best = [path / "run/best/adapter_model.safetensors" for path in (folder, undisturbed)]
+    assert best[0].read_bytes() == best[1].read_bytes()
+    assert "dropped: the others train on without it" in (folder / "log").read_text()
+
+
+def test_a_pack_of_sick_trials_alone_ends_itself_and_not_the_sweep(server: ForkServer, new_folder: Folder) -> None:
+    folder = new_folder()
+    keys = {"learning_rate": "[1e30,2e-3]", "agents_per_pass": 1, "max_consecutive_nonfinite": 1}
+    complete(server, folder, arguments=words(**keys))
+    assert [trial["status"] for trial in record(folder)["trials"]] == ["failed", "completed"]
+
+
+def test_another_space_in_the_same_folder_is_refused(server: ForkServer, undisturbed: Path) -> None:
+    before = (undisturbed / "run/sweep.json").read_bytes()
+    other = words(learning_rate="[1e-3,2e-3]", keep=0.25, batch_size=4, trials=2)
+    assert call(server, undisturbed, arguments=other) == [2]
+    said = (undisturbed / "log").read_text()
+    for part in ("the space of learning_rate was", "keep was 0.5, is 0.25", "experiment_name=NAME"):
+        assert part in said
+    assert (undisturbed / "run/sweep.json").read_bytes() == before
+
+
+def test_a_second_call_of_a_complete_sweep_says_so(server: ForkServer, undisturbed: Path) -> None:
+    complete(server, undisturbed)
+    assert "This sweep is complete" in (undisturbed / "log").read_text()
+
+
+def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
+    folder = new_folder()
+    keys = {**KEYS, "learning_rate": [1e-3, 2e-3, 4e-3, 8e-3], "save_interval_seconds": None, "eval_steps": None}
+    keys |= {"async_save": False}
+    assert server.run(by_hand, folder / "log", folder=str(folder), keys=keys) == [0], (folder / "log").read_text()
+    ours, theirs = record(folder), record(undisturbed)
+    for part in ("trials", "segments", "best", "plan", "spaces", "complete"):
+        assert ours[part] == theirs[part]
+
+
+def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_folder: Folder) -> None:
+    """Ranks and layers differ; a pack puts equal shapes side by side; every trial has a run of TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = new_folder()
+    keys = {
+        "learning_rate": "log(1e-3,1e-2)",
+        "lora_rank": "[2,4]",
+        "lora_target_modules": "[all-linear,[q_proj,v_proj]]",
+        "trials": 5,
+        "sampler": "tpe",
+        "report_to": "tensorboard",
+        "eval_steps": 2,
+        "num_workers": 1,  # forked anew for every segment
+    }
+    complete(server, folder, arguments=words(**keys))
+    told = record(folder)
+    assert len({str(trial["settings"]) for trial in told["trials"]}) == 5
+    for segment in told["segments"]:
+        shapes = [str({**told["trials"][id]["settings"], "learning_rate": 0}) for id in segment["trials"]]
+        assert shapes == sorted(shapes)
+    best = told["trials"][told["best"]]
+    curves = EventAccumulator(str(folder / f"run/tensorboard/trial{best['id']}"))
+    curves.Reload()
+    assert [(e.step, pytest.approx(e.value)) for e in curves.Scalars("score/nll")] == [
+        (step, score) for step, score in zip((4, 8), best["scores"], strict=True)
+    ]
+    assert [e.step for e in curves.Scalars("train/loss")] == [2, 4, 6, 8]
+    assert "_hparams_/session_start_info" in curves.summary_metadata
+    assert math.isfinite(best["score"])

@@ -1,0 +1,116 @@
+"""Successive halving as a pure function: which trials train next, whatever their scores are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
+
+FAILED = math.nan
+
+
+def plan(trials: int = 16, per_pass: int = 4, rungs: int = 3, keep: float = 0.25, metric: str = "nll") -> Plan:
+    return Plan.of(64, rungs, trials, per_pass, keep=keep, metric=metric)
+
+
+def played(standings: Standings, score: Callable[[int, int], float], most: int = 200) -> Standings:
+    """Train to the end: `score(trial, rung)` is what comes of a trial."""
+    for _ in range(most):
+        following = standings.next()
+        if following is None:
+            return standings
+        trials = [*standings.trials]
+        trials += [Trial(len(trials) + n, {}) for n in range(following.new)]
+        ids = following.going_on or tuple(range(len(standings.trials), len(trials)))
+        number = len(standings.segments) + 1
+        for place, id in enumerate(ids):
+            told = trials[id]
+            assert len(told.scores) == following.rung
+            trials[id] = replace(told, scores=(*told.scores, score(id, following.rung)), segment=number, place=place)
+        segment = Segment(number, following.rung, ids, is_over=True)
+        standings = replace(standings, trials=tuple(trials), segments=(*standings.segments, segment))
+    raise AssertionError("it never ends")
+
+
+def test_sixteen_four_one() -> None:
+    assert plan().steps == (4, 16, 64)
+    end = played(Standings(plan()), lambda id, rung: float((id * 7) % 16))
+    assert [(s.rung, len(s.trials)) for s in end.segments] == [(0, 4)] * 4 + [(1, 4), (2, 1)]
+    assert end.best is not None
+    assert end.best.scores == (0.0, 0.0, 0.0)
+    assert [end.status(trial) for trial in end.trials].count("pruned") == 15
+    assert end.status(end.best) == "completed"
+    assert plan().agent_steps == 160  # 2.5 runs of 64 steps
+    assert [trial.score for trial in end.leaderboard[:5]] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_more_is_better_where_the_metric_says_so() -> None:
+    end = played(Standings(plan(metric="exact_match")), lambda id, rung: float(id))
+    assert end.best is not None
+    assert end.best.id == 15
+
+
+def test_a_trial_that_fails_at_the_first_rung_is_replaced() -> None:
+    end = played(Standings(plan(trials=4)), lambda id, rung: FAILED if id in (1, 2) else float(id))
+    assert len(end.trials) == 6
+    assert [end.status(end.trials[id]) for id in (1, 2)] == ["failed", "failed"]
+    assert [segment.trials for segment in end.segments[:2]] == [(0, 1, 2, 3), (4, 5)]
+    assert end.leaderboard[-1].failed
+
+
+def test_a_trial_that_fails_later_leaves_its_place_to_the_next_best() -> None:
+    end = played(Standings(plan(trials=4, rungs=2)), lambda id, rung: FAILED if (id, rung) == (0, 1) else float(id))
+    assert [(s.rung, s.trials) for s in end.segments] == [(0, (0, 1, 2, 3)), (1, (0,)), (1, (1,))]
+    assert end.best is not None
+    assert end.best.id == 1
+
+
+def test_a_space_in_which_everything_fails_has_an_end() -> None:
+    end = played(Standings(plan(trials=3)), lambda id, rung: FAILED)
+    assert len(end.trials) == 6
+    assert end.best is None or end.best.failed
+
+
+def test_equal_scores_are_decided_by_age() -> None:
+    end = played(Standings(plan(trials=8, keep=0.5)), lambda id, rung: 1.0)
+    assert [s.trials for s in end.segments if s.rung == 1] == [(0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(("total", "steps"), [(64, (4, 16, 64)), (3, (1, 3)), (1, (1,)), (100, (7, 25, 100))])
+def test_the_last_steps_of_rungs(total: int, steps: tuple[int, ...]) -> None:
+    assert Plan.of(total, 3, 4, 2, keep=0.25, metric="nll").steps == steps
+
+
+@given(
+    trials=st.integers(1, 20),
+    per_pass=st.integers(1, 8),
+    rungs=st.integers(1, 4),
+    keep=st.floats(0.1, 0.9),
+    bad=st.sets(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=30),
+)
+def test_every_sweep_ends_with_the_promised_trials(
+    trials: int, per_pass: int, rungs: int, keep: float, bad: set[tuple[int, int]]
+) -> None:
+    decided = Plan.of(64, rungs, trials, per_pass, keep=keep, metric="nll")
+    end = played(Standings(decided), lambda id, rung: FAILED if (id, rung) in bad else (id * 13) % 17 + rung)
+    for rung in range(len(decided.steps)):
+        able = len(end.ranked(rung - 1)) if rung else 2 * trials
+        failed = sum((trial.id, rung) in bad and len(trial.scores) > rung for trial in end.trials)
+        wanted = min(decided.places(rung), able - failed) if rung else decided.places(0)
+        assert len(end.ranked(rung)) == wanted or (rung == 0 and len(end.trials) == 2 * trials)
+    assert all(len(segment.trials) <= decided.per_pass for segment in end.segments)
+    if end.best is not None and not end.best.failed:
+        assert end.best in end.ranked(len(end.best.scores) - 1)[:1]
+    if not bad:
+        assert sum(len(s.trials) * (decided.steps[s.rung] - decided.first_step(s.rung)) for s in end.segments) == (
+            decided.agent_steps
+        )
+        assert [(len(s.trials), decided.steps[s.rung] - decided.first_step(s.rung)) for s in end.segments] == (
+            decided.segment_steps
+        )
