@@ -14,12 +14,18 @@ from ci_llm.config.entries import by_key, read_values, sound_values
 from ci_llm.config.own_keys import NAME, OWN_KEYS, ROWS_KEYS, names_of, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, clashing, error_of
-from ci_llm.config.schema import DUMPED_IF_SET, AllKeys, ChangeKind
+from ci_llm.config.schema import AllKeys, ChangeKind
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_yaml
 from ci_llm.errors import ConfigError
 
 IN_PYTHON: Final = "Config(...)"
+
+#: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
+DUMPED_IF_SET: Final = (
+    *("agents", "branch_at", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
+    *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
+)
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,10 @@ def flag_form(name: str) -> FlagForm:
         if takes_flag(field):
             return "either way" if words else "alone"
         return "either way" if "true" in words else "with a value"
-    values = TRANSLATIONS.get(normalized(name))
-    return "alone" if values is not None and SWITCH.issuperset(values) else "with a value"
+    values = TRANSLATIONS.get(normalized(name), {})
+    if "true" not in values:
+        return "with a value"
+    return "alone" if SWITCH.issuperset(values) else "either way"
 
 
 def is_switched_off(key: str, entry: Entry) -> bool:

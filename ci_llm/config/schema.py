@@ -416,22 +416,3 @@ class AllKeys(
     BaseModelKeys,
 ):
     """All keys of a run. Pydantic collects the fields of bases from last to first, which gives their order."""
-
-
-#: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
-DUMPED_IF_SET = (
-    *("agents", "branch_at", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
-    *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
-)
-
-#: Keys without effect, and why. The reason is logged once if the value is not the default.
-NO_EFFECT: dict[str, str] = {
-    "parallel_mode": "all agents always train in one fused pass",
-    "greater_is_better": "metric_for_best_model implies it",
-    "use_deepspeed": "DeepSpeed owns backward, step and checkpoint",
-    "deepspeed_config_file": "it goes with use_deepspeed",
-    "streaming": "the data set is loaded as a whole: which rows come next of a stream depends on shards and"
-    " a buffer, so that no resume could be exact",
-    "compile": "packed rows have another length in every step; compiled for that, layers were no faster"
-    " (docs/benchmarks.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
-}

@@ -1,4 +1,4 @@
-"""Options of other trainers that have no counterpart here: what each one is there, and what to do instead."""
+"""Options of other trainers that have no counterpart here, and what to do instead; keys without effect, and why."""
 
 from __future__ import annotations
 
@@ -170,4 +170,16 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     # Options of the command line
     "debug": ("an option of the command line", "did you mean --debug on the command line?"),
     "continue": ("an option of the command line", "did you mean --continue on the command line?"),
+}
+
+#: Keys without effect, and why. The reason is logged once if the value is not the default.
+NO_EFFECT: Final[dict[str, str]] = {
+    "parallel_mode": "all agents always train in one fused pass",
+    "greater_is_better": "metric_for_best_model implies it",
+    "use_deepspeed": "DeepSpeed owns backward, step and checkpoint",
+    "deepspeed_config_file": "it goes with use_deepspeed",
+    "streaming": "the data set is loaded as a whole: which rows come next of a stream depends on shards and"
+    " a buffer, so that no resume could be exact",
+    "compile": "packed rows have another length in every step; compiled for that, layers were no faster"
+    " (docs/benchmarks.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
 }

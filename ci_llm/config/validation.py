@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS
-from ci_llm.config.schema import NO_EFFECT
+from ci_llm.config.unsupported import NO_EFFECT
 from ci_llm.core.urls import is_url, why_no_mirror
 
 if TYPE_CHECKING:

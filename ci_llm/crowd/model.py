@@ -121,13 +121,11 @@ class Crowd(nn.Module):
     ) -> Crowd:
         """Open a saved crowd, ready to `generate`: a run, a checkpoint, what `save_pretrained` wrote, or a hub id.
 
-        See `open_pretrained` for the arguments and errors.
-        """
+        See `open_pretrained` for the arguments and errors."""
         saved = open_pretrained(folder, device, base_model)
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
         crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
-        if saved.calibration is not None:
-            crowd.calibration, crowd.learned = saved.calibration, saved.calibration.learned
+        crowd.calibration, crowd.learned = saved.calibration, saved.learned
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, str(folder))
         return crowd.eval()
@@ -201,8 +199,8 @@ class Crowd(nn.Module):
             self.agents.draw_masks_of_pass()
         if isinstance(batch, Batch):
             return self._output(self.states(batch), batch)
-        rows = zip(self._passes.states_of_each(batch), batch.each, strict=True)
-        return AgentOutputs(tuple(None if own is None else self._output(states, own) for states, own in rows))
+        found = zip(self._passes.states_of_each(batch), batch.each, strict=True)
+        return AgentOutputs(tuple(None if own is None else self._output(states, own) for states, own in found))
 
     def _output(self, states: Tensor, batch: Batch) -> CrowdOutput:
         return CrowdOutput(target_log_probs(states[:, batch.predict_from], batch.targets, self.head), states)
@@ -217,9 +215,8 @@ class Crowd(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
-        self.model.activation_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": partial(both_passes, self.agents)}
-        )
+        context = partial(both_passes, self.agents)
+        self.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context})
 
     @overload
     def generate(
@@ -341,12 +338,6 @@ class Crowd(nn.Module):
         route, training = self.route, self.training
         self.route = "padded"  # packed attention has no cache of keys and values; the model's own attention has
         self.eval()
-        how: dict[str, Any] = {
-            "pad_id": self.pad_id,
-            "include_agents": include_agents,
-            "uncertainty": uncertainty,
-            "learned": self.learned if agent is None else None,
-        }
         try:
             if self._padding_invariant is None and len({*map(len, prompts)}) > 1:
                 self._padding_invariant = is_padding_invariant(self.model, self.num_agents, self.pad_id)
@@ -361,7 +352,10 @@ class Crowd(nn.Module):
                         first_prompt=first_prompt + at,
                         stop=stop,
                         is_over=is_over,
-                        **how,
+                        pad_id=self.pad_id,
+                        include_agents=include_agents,
+                        uncertainty=uncertainty,
+                        learned=self.learned if agent is None else None,
                     )
                     for at in range(0, len(prompts), size)
                 ]
@@ -402,7 +396,7 @@ class Crowd(nn.Module):
         Args:
             fingerprint: of the base, see `fingerprint_of`.
         """
-        sizes = self.agents.sizes
+        sizes, stored = self.agents.sizes, stored_quantization(self.model.config)
         return {
             "num_agents": self.num_agents,
             "base_model_name_or_path": self.base_name,
@@ -413,7 +407,7 @@ class Crowd(nn.Module):
             "lora": self.settings.to_dict(),
             **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
-            **({} if (stored := stored_quantization(self.model.config)) is None else {"quantization": stored}),
+            **({} if stored is None else {"quantization": stored}),
         }
 
     def adapter_files(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.cluster.hub import fetch, may_be_repository
 from ci_llm.core.durable import read_json
 from ci_llm.core.urls import is_url
+from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.base import Base, fingerprint_of, load_base, short_name
 from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.lora import LoraSettings
@@ -72,6 +73,11 @@ class Pretrained:
     step: int
     run_config: str | None
     calibration: Calibration | None
+
+    @property
+    def learned(self) -> Learned | None:
+        """What aggregators with learned weights take."""
+        return None if self.calibration is None else self.calibration.learned
 
 
 def open_pretrained(

@@ -27,12 +27,7 @@ from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.beginning import (
-    Start,
-    nothing_to_train,
-    place_of_attempt,
-    prepare,
-)
+from ci_llm.run.beginning import Start, nothing_to_train, place_of_attempt, prepare
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
