@@ -65,9 +65,9 @@ def flag_form(name: str) -> FlagForm:
             return "either way" if words else "alone"
         return "either way" if "true" in words else "with a value"
     values = TRANSLATIONS.get(normalized(name), {})
-    if "true" not in values:
-        return "with a value"
-    return "alone" if SWITCH.issuperset(values) else "either way"
+    if values and SWITCH.issuperset(values):
+        return "alone"
+    return "either way" if "true" in values else "with a value"
 
 
 def is_switched_off(key: str, entry: Entry) -> bool:
