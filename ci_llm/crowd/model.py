@@ -108,8 +108,8 @@ class Crowd(nn.Module):
         self.calibration: Calibration | None = None
         self.learned: Learned | None = None
         self.common_start = not settings.initialize_adapters_rand
-        self.names = default_names(settings.num_agents)
         self.agents = attach(model, settings)
+        self.names = default_names(settings.num_agents)
         self.model = model
         self._native_attention = model.config._attn_implementation
         self.route = "packed"
