@@ -162,7 +162,7 @@ def test_what_is_no_run_is_refused(
     assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
     (tmp_path / "file").write_text("")
     assert "this is no folder" in refused(capsys, tmp_path / "file", "hello")
-    assert "a folder on a disk" in refused(capsys, "s3://bucket/run", "hello")
+    assert "not the URL of a mirror" in refused(capsys, "ftp://bucket/run", "hello")
 
 
 def test_a_prompt_longer_than_the_positions_says_how_long(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
