@@ -60,6 +60,7 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         "out_of_memory": False,
         "stop": None,
         "save": False,
+        "request": False,
     }
     assert zero["sick"] == str(Verdict(0, (False, True, False), (0.5, float("nan")), True, "signal:SIGTERM", True))
     for key in ("quiet", "sick", "reduced", "gathered", "broadcast", "done", "refused", "own folder"):
