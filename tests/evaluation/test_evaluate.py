@@ -66,7 +66,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 def test_the_run_s_own_rows_give_the_run_s_own_figures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = json.loads((run / "evaluation.json").read_text())
     found = asked(capsys, run)
-    of_the_run = {"last_step", "stopped_early", "best", "warning"}
+    of_the_run = {"last_step", "agent_steps", "stopped_early", "best", "warning"}
     assert {key: found[key] for key in recorded if key not in of_the_run} == {
         key: value for key, value in recorded.items() if key not in of_the_run
     }
