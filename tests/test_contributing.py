@@ -17,14 +17,14 @@ RECIPE = re.compile(r"<!-- recipe: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 USES = {
     "diversity/spread.py": """
 import sys
-from types import SimpleNamespace
 from ci_llm.config import load_config
 config = load_config(None, ["diversity=spread"])
 assert "torch" not in sys.modules
 import torch
+from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import Objective
 log_probs = torch.tensor([[-1.0, -2.0], [-3.0, -2.0]])
-loss = Objective(config.diversity, weight=0.5)(SimpleNamespace(log_probs=log_probs, states=None), None, 0)
+loss = Objective(config.diversity, weight=0.5)(CrowdOutput(log_probs, log_probs), None, 0)
 assert (loss.diversity.item(), loss.total.item()) == (0.5, 7.5), loss
 """,
     "aggregators/most_confident.py": """
