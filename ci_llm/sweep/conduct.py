@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Conductor:
         """What would be trained."""
         processes = meet(self._reading.config, self._launch)
         try:
+            self._settle_precision(processes)
             steps, per_pass = self._plan(load(self._reading.config, processes), processes)
             keys = self._reading.keys
             return Plan.of(steps, keys.rungs, keys.trials or 1, per_pass, keep=keys.keep, metric=keys.metric)
@@ -76,6 +78,7 @@ class Conductor:
 
     def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:
         """Hold the folder, keep its status, and train."""
+        self._settle_precision(processes)
         loaded = load(self._reading.config, processes)
         sweep = Sweep.of(self._reading, processes.on_main, partial(self._plan, loaded, processes))
         processes.require_same_folder(self._folder)
@@ -102,6 +105,14 @@ class Conductor:
             return sweep, stop
         finally:
             store.close()
+
+    def _settle_precision(self, processes: Processes) -> None:
+        """Choose a precision where the configuration says auto; a sweep keeps what it began with. A collective."""
+        record = processes.on_main(lambda: read_record(self._folder))
+        config, line = processes.settle_precision(self._reading.config, None if record is None else record.config)
+        self._reading = replace(self._reading, config=config)
+        if line:
+            self._say(f"precision {line}")
 
     def _plan(self, loaded: Loaded, processes: Processes) -> tuple[int, int]:
         """The steps of a whole run, and the trials of a pass. A collective."""

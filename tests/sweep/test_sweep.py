@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
 from ci_llm.embedded import BASE_FOLDER
 from tests.sweep.trials import KEYS, by_hand, called, facts, record, single, words
@@ -264,9 +265,13 @@ def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_
         "report_to": "tensorboard",
         "eval_steps": 2,
         "num_workers": 1,  # forked anew for every segment
+        "mixed_precision": "auto",
+        "model_dtype": "auto",
     }
     complete(server, folder, arguments=words(**keys))
     told = record(folder)
+    config = parse_config(told["config"], "sweep.json")
+    assert (config.mixed_precision, config.model_dtype) in (("bf16", "bf16"), ("no", "fp32")), "chosen once for all"
     assert len({str(trial["settings"]) for trial in told["trials"]}) == 5
     for segment in told["segments"]:
         shapes = [str({**told["trials"][id]["settings"], "learning_rate": 0}) for id in segment["trials"]]
