@@ -83,10 +83,8 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def _read(path: Path) -> Trace:
-    # A kill may tear the last line.
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")
-    ]
+    # A kill may tear the last line, which then has no end.
+    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     begun = [line for line in lines if line["kind"] == "begin"]
     known = Step.__dataclass_fields__
     return Trace(

@@ -242,7 +242,8 @@ def count_on_from(directory: Path, attempt: int, *, disk: Filesystem = DISK) -> 
     """Let the next attempt have a number above `attempt`, which the run had reached in another folder."""
     make_folders(directory, disk=disk)
     if max((_number(path) for path in directory.iterdir() if _NUMBERED.match(path.name)), default=0) < attempt:
-        disk.mkdir(directory / f".attempt-{attempt}")  # an attempt without a work folder has ended
+        with contextlib.suppress(FileExistsError):  # another start was faster
+            disk.mkdir(directory / f".attempt-{attempt}")  # an attempt without a work folder has ended
 
 
 def _take(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:

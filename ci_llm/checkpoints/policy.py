@@ -118,7 +118,7 @@ class FailureHistory:
         return cls(**known).after(attempt - manifest.attempt, ended_well=ended_well)
 
     def after(self, attempts: int, *, ended_well: bool = False) -> FailureHistory:
-        """The history so many attempts later, none of which has saved.
+        """The history after more attempts that saved nothing.
 
         Args:
             ended_well: the attempt that saved this came to the end of the run.

@@ -93,10 +93,14 @@ def push(call: argparse.Namespace) -> dict[str, Any]:
         number = manager.acquire_lease()
         mirror = Mirror(call.url, call.run, story=STORY)
         head = mirror.reader.head()
+        step = manager.latest_step() or 0
         filled = Filled()
         if head is not None and read_token(call.run) == head.run:
+            if head.newest is not None and head.newest.step > step:
+                what = f"the mirror holds step {head.newest.step}, and this folder step {step} as its newest"
+                raise BadInput(what, where=mirror.reader.url, hint="pull it, or push to another prefix")
             filled = Filled(mirror.reader.damage(head), same_run=True)
-        mirror.begin(manager.latest_step() or 0, number, filled.damage, same_run=filled.same_run)
+        mirror.begin(step, number, filled.damage, same_run=filled.same_run)
         try:
             done = mirror.flush(PUSH_S)
         finally:

@@ -128,25 +128,29 @@ class _Hub:
     def _asked(self, name: str, ask: Callable[[], T]) -> T:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-        # The second is what the client of the library raises, httpx or httpx2, where no answer comes.
-        failing: tuple[type[Exception], ...] = (HfHubHTTPError, HfHubHTTPError.__mro__[1], OSError)
+        # Its base class is the HTTPError of httpx or httpx2, whichever the library uses: no answer came.
+        failing: tuple[type[Exception], ...] = (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError)
         where, failures = f"{PREFIX}{name}", 0
         while True:
             try:
                 return ask()
             except (HFValidationError, LocalTokenNotFoundError) as error:
-                raise BadInput(str(error).splitlines()[0], where=where, hint=_LOGIN) from error
+                raise BadInput(_first_line(error), where=where, hint=_LOGIN) from error
             except failing as error:
                 response = getattr(error, "response", None)
                 if response is not None and response.status_code in _REFUSALS:
-                    what = f"the hub refuses ({response.status_code}): {str(error).splitlines()[0]}"
+                    what = f"the hub refuses ({response.status_code}): {_first_line(error)}"
                     raise BadInput(what, where=where, hint=_LOGIN) from error
                 failures += 1
                 if failures == TRIES:
-                    what = f"the hub does not take it: {str(error).splitlines()[0]}"
+                    what = f"the hub does not take it: {_first_line(error)}"
                     raise CheckpointError(what, where=where, hint="call it again later: it goes on") from error
             self._sleep(backoff_s(failures, hurry=False))
 
 
 _REFUSALS: Final = frozenset({400, 401, 403, 404, 422})
 _LOGIN: Final = f"log in with `hf auth login`, or set HF_TOKEN to a token that may write; {OFFLINE} must not be set"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -29,9 +29,9 @@ STORY: Final = (
     *("evaluation.json", "gpu_stats.json", "report.html", "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
 )
-#: How long a run that is complete, or that has failed, waits for its mirror.
+#: How long a run that is complete waits for its mirror, and then, or after a failure, for its last files.
 AT_THE_END_S: Final = 600.0
-AFTER_A_FAILURE_S: Final = 30.0
+LAST_FILES_S: Final = 30.0
 MARGIN_S: Final = 1.0
 #: Of the grace: the status of an interrupted run must be written in any case, even if the store does not answer.
 SHARE_BEFORE_STATUS: Final = 0.6
@@ -44,11 +44,7 @@ def require_store(config: Config) -> None:
 
 
 class RunMirror:
-    """The mirror of one run, if it has one.
-
-    Args:
-        launch: knows how long the launcher waits after a signal.
-    """
+    """The mirror of one run, if it has one."""
 
     def __init__(
         self,
@@ -146,6 +142,6 @@ class RunMirror:
             if status == "interrupted":
                 self.flush_before_kill()
             elif status == "completed" or isinstance(error, Exception):
-                self.flush(AT_THE_END_S if status else AFTER_A_FAILURE_S)
+                self.flush(LAST_FILES_S)
         finally:
             self._mirror.close()

@@ -40,7 +40,7 @@ def conclusions(told: Study) -> Iterator[str]:
     recovery_s = closed_forms.recovery_s(cluster)
     yield (
         f"bound: {percent(told.bound)}. A failure every {duration(cluster.mtbf_s)} costs {duration(recovery_s)}"
-        " until the first step, however often is saved"
+        " until the first step, however often the job saves"
     )
     if own.goodput < AIM:
         longest = told.longest_recovery_s

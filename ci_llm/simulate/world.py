@@ -137,7 +137,7 @@ class _Job:
         self.story.steps, self.story.elapsed_s = self.step, self.env.now
         return self.story
 
-    # What befalls it
+    # What strikes it
 
     def _strikes(self, at: Iterator[float]) -> Events:
         for moment in at:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def test_push_heals_what_is_damaged_there(
     assert verb("push", run, url, "--json") == 0
     assert json.loads(capsys.readouterr().out)["healed"]
     assert verb("verify", url) == 0
+
+
+def test_a_folder_that_is_behind_does_not_take_newer_steps_out_of_the_mirror(
+    run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoint_step_2", "final_checkpoint"):
+        shutil.rmtree(run / name)
+    assert verb("push", run, url) == 2
+    assert "the mirror holds step 2, and this folder step 1" in capsys.readouterr().err
+    assert verb("verify", url) == 0
+    assert "checkpoint_step_2: verified" in capsys.readouterr().out
 
 
 def test_what_cannot_be_is_refused_with_the_way(

@@ -92,7 +92,10 @@ class FolderObjects:
         except OSError as error:
             raise self._unreachable("write", key, error) from error
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError as error:
+                raise self._unreachable("lock", key, error) from error
             yield
         finally:
             os.close(handle)

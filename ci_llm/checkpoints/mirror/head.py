@@ -23,7 +23,7 @@ from typing import Any, Final
 from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.manifest import Manifest, check_name
 from ci_llm.core.typed_json import parse_json
-from ci_llm.errors import DamagedCheckpoint
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 HEAD: Final = "head.json"
 RECORDS: Final = "records/"
@@ -31,6 +31,9 @@ BLOCKS: Final = "blocks/"
 VERSION: Final = 1
 #: Of a head that had to be rebuilt.
 UNKNOWN_RUN: Final = ""
+
+#: What reading a document raises that no mirror has written.
+NOT_DUMPED: Final = (ValueError, TypeError, KeyError, RecursionError)
 
 _BLOCK = re.compile(r"blocks/g(\d{1,9})/([0-9a-f]{32})-(\d{1,12})")
 _RECORD = re.compile(r"records/g(\d{1,9})/[0-9a-f]{64}\.json")
@@ -77,7 +80,7 @@ class Record:
 
     @property
     def all_blocks(self) -> set[Block]:
-        return {block for file in self.blocks.values() for block in file}
+        return set(blocks_of(self.blocks))
 
     def dump(self) -> tuple[str, bytes]:
         """Its key and its bytes."""
@@ -87,7 +90,7 @@ class Record:
 
     @classmethod
     def parse(cls, data: bytes) -> tuple[Record, Manifest]:
-        """Raises ValueError: it is not what `dump` wrote. CheckpointError: the manifest is of a newer program."""
+        """Raises one of `NOT_DUMPED`: it is not what `dump` wrote. CheckpointError: it is of another version."""
         match _unsealed(data):
             case {"generation": int(generation), "name": str(name), "manifest": str(text), "blocks": dict(files)}:
                 manifest = Manifest.parse(text.encode())
@@ -181,7 +184,7 @@ class Head:
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
-        """Raises ValueError: it is not what `dump` wrote."""
+        """Raises one of `NOT_DUMPED`: it is not what `dump` wrote. CheckpointError: it is of another version."""
         match _unsealed(data):
             case {
                 "run": str(run),
@@ -221,6 +224,12 @@ def rebuilt(records: Sequence[tuple[str, Record, Manifest]]) -> Head:
     return head
 
 
+def generation_of(key: str) -> int | None:
+    """The generation of the writer that sent an object; None for one that no writer of a mirror has sent."""
+    found = _BLOCK.fullmatch(key) or _RECORD.fullmatch(key)
+    return None if found is None else int(found[1])
+
+
 def is_checkpoint(name: str) -> bool:
     """Whether a mirror may hold a checkpoint of this name."""
     return name == FINAL or _STEP.fullmatch(name) is not None
@@ -232,7 +241,7 @@ def read_record(key: str, data: bytes, where: str) -> tuple[Record, Manifest]:
         if hashlib.sha256(data).hexdigest() not in key:
             raise ValueError("another digest than its name says")
         return Record.parse(data)
-    except (ValueError, RecursionError) as error:
+    except NOT_DUMPED as error:
         raise DamagedCheckpoint(f"{key} is damaged: {error}", where=where) from error
 
 
@@ -271,7 +280,8 @@ def _unsealed(data: bytes) -> dict[str, Any]:
     if seal != hashlib.sha256(_text(body)).hexdigest():
         raise ValueError("it does not have its own digest")
     if body.pop("format_version") != VERSION:
-        raise ValueError("another program wrote it: use the newest ci-llm")
+        # No damage: what is taken for damaged is rebuilt, and the steps of a newer program would be lost.
+        raise CheckpointError("another version of ci-llm wrote this mirror", hint="use the newest ci-llm")
     return body
 
 

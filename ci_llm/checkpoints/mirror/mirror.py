@@ -28,7 +28,7 @@ from ci_llm.checkpoints.mirror.story import send_story
 from ci_llm.checkpoints.mirror.writer import MirrorWriter
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.urls import without_secrets
-from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,8 @@ class Mirror:
     @property
     def sending(self) -> frozenset[int]:
         """The step that is being sent, which the folder should not prune meanwhile."""
-        return frozenset() if self._sending is None else frozenset({self._sending})
+        step = self._sending  # read once: the thread may change it
+        return frozenset() if step is None else frozenset({step})
 
     def metrics(self) -> dict[str, float]:
         """For a line of metrics."""
@@ -180,7 +181,11 @@ class Mirror:
                 failures += 1
                 self._fail(error, failures)
             except CheckpointError as error:
-                self._give_up(error)
+                if isinstance(error.__cause__, OSError) and not isinstance(error, DamagedCheckpoint | WriterBusy):
+                    failures += 1
+                    self._fail(error, failures)  # of this machine, which may have too many open files for a moment
+                else:
+                    self._give_up(error)
             except Exception as error:  # noqa: BLE001 - a mirror that stops without a word is worse than none
                 self._give_up(CheckpointError(f"the mirror has failed: {type(error).__name__}: {error}"))
 
@@ -191,7 +196,8 @@ class Mirror:
         if failures == 1:
             logger.warning(f"mirror    {what}; it is tried again, and the training goes on")
         self._change(error=what)
-        self._over.wait(backoff_s(failures, hurry=self._pace.hurry.is_set()))
+        hurry = self._pace.hurry  # a flush, or the end, wakes a thread that waits
+        (self._over if hurry.is_set() else hurry).wait(backoff_s(failures, hurry=hurry.is_set()))
         self._work.set()
 
     def _give_up(self, error: CheckpointError) -> None:
@@ -209,8 +215,8 @@ class Mirror:
     def _pass(self) -> None:
         """Bring the mirror to what the folder holds now."""
         self._claim_now()
-        while (folder := self._next()) is not None:
-            self._send(folder)
+        while (found := self._next()) is not None:
+            self._send(*found)
         self._commit(self._writer.head)
         self._sweep()
         with self._lock:
@@ -221,20 +227,20 @@ class Mirror:
         self._warn_at_s = WARN_S
         self._change(error=None)
 
-    def _next(self) -> Path | None:
-        """The newest committed folder that the mirror lacks."""
-        for _, folder in committed(self.folder):
+    def _next(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest commit that the mirror lacks."""
+        for step, folder in committed(self.folder):
             with contextlib.suppress(OSError):  # pruned meanwhile
                 manifest = (folder / MANIFEST).read_bytes()
                 if manifest not in self._passed_over and not self._writer.holds(folder):
-                    return folder
+                    return step, folder
         return None
 
-    def _send(self, folder: Path) -> None:
+    def _send(self, step: int, folder: Path) -> None:
         manifest = b""
         try:
             manifest = (folder / MANIFEST).read_bytes()
-            self._sending = next((step for step, each in committed(self.folder) if each == folder), None)
+            self._sending = step
             before, began = self._writer.sent_bytes, time.perf_counter()
             entry = self._writer.send_step(folder)
             self._commit(self._writer.head.with_step(entry))
@@ -281,18 +287,16 @@ class Mirror:
             raise MirrorUnreachable("the mirror was closed", where=self.state.url)
         self._change()
         if self._pace.hurry.is_set() and self._sending is not None:
-            newest = max((step for step, _ in committed(self.folder)), default=self._sending)
-            if newest > self._sending and not self._held(newest):
+            newest = self._next()
+            if newest is not None and newest[0] > self._sending:
                 raise _NewerFirstError
-
-    def _held(self, step: int) -> bool:
-        return any(entry.step == step for entry in self._writer.head.line)
 
     # The state
 
     def _look(self) -> MirrorState:
         newest = self._writer.head.newest
-        behind_s = 0.0 if self._behind_since is None else self._clock() - self._behind_since
+        since = self._behind_since  # read once: the other thread may change it
+        behind_s = 0.0 if since is None else self._clock() - since
         step = None if newest is None else newest.step
         return replace(self.state, step=step, behind_s=behind_s, sent_bytes=self._writer.sent_bytes)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.manifest import Manifest, digest
-from ci_llm.checkpoints.mirror.head import HEAD, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
+from ci_llm.checkpoints.mirror.head import HEAD, NOT_DUMPED, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
 from ci_llm.checkpoints.mirror.objects import Missing, Objects, Version
 from ci_llm.core.urls import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
@@ -47,7 +47,11 @@ class MirrorReader:
         return self.find_head().head
 
     def find_head(self) -> FoundHead:
-        """As `head`. A damaged head is rebuilt from the records, which say everything but whose run it is."""
+        """As `head`. A damaged head is rebuilt from the records, which say everything but whose run it is.
+
+        Raises:
+            CheckpointError: another version of this program wrote it. MirrorUnreachable.
+        """
         damage: Exception | None = None
         version: Version | None = None
         for _ in range(3):  # an answer may be damaged on its way
@@ -56,7 +60,7 @@ class MirrorReader:
                 return FoundHead(Head.parse(data), version)
             except Missing:
                 return FoundHead(None, None)
-            except (ValueError, RecursionError) as error:
+            except NOT_DUMPED as error:
                 damage = error
         logger.warning(f"the head of the mirror is damaged ({damage}); it is rebuilt from its records")
         return FoundHead(rebuilt(list(self._all_records())), version, is_rebuilt=True)

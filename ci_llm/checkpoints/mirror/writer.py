@@ -16,7 +16,18 @@ from pathlib import Path
 import xxhash
 
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
-from ci_llm.checkpoints.mirror.head import BLOCKS, HEAD, RECORDS, UNKNOWN_RUN, Block, Entry, Head, Record, blocks_of
+from ci_llm.checkpoints.mirror.head import (
+    BLOCKS,
+    HEAD,
+    RECORDS,
+    UNKNOWN_RUN,
+    Block,
+    Entry,
+    Head,
+    Record,
+    blocks_of,
+    generation_of,
+)
 from ci_llm.checkpoints.mirror.objects import NO_VERSION, Conflict, Missing, Objects, Version
 from ci_llm.checkpoints.mirror.reader import FoundHead, MirrorReader
 from ci_llm.core.durable import read_chunks
@@ -54,6 +65,7 @@ class MirrorWriter:
         self._objects, self._check, self._pace = objects, check, pace
         self._reader = MirrorReader(objects, pace)
         self._version: Version | None = None
+        self._is_rebuilt = False
         self._there: dict[tuple[str, int], Block] = {}
         self._records: dict[str, Record] = {}
         self.head = Head(run=UNKNOWN_RUN)
@@ -89,6 +101,7 @@ class MirrorWriter:
                 self._put_head(new, found.version)
                 self._require_conditions(new)
                 self._know(new)
+                self._is_rebuilt = found.is_rebuilt
                 return
         raise MirrorUnreachable("other writers claim this mirror again and again", where=self._reader.url)
 
@@ -255,17 +268,21 @@ class MirrorWriter:
     def sweep(self) -> dict[str, str]:
         """Remove what dead writers left, and look whether everything that counts is there.
 
+        After a claim whose head was rebuilt nothing is removed: a stale listing may have hidden a step that counts.
+
         Returns:
             what is missing, by the keys of the records; its blocks are sent anew.
         """
         listed = dict(self._objects.list(BLOCKS)) | dict(self._objects.list(RECORDS))
         referred = self._referred(self.head)
-        self._remove([key for key in listed if key not in referred and self._is_older(key)])
+        if not self._is_rebuilt:
+            self._remove([key for key in listed if key not in referred and self._is_older(key)])
         return self._missing(listed)
 
     def _is_older(self, key: str) -> bool:
-        generation = key.split("/")[1]
-        return generation != f"g{self.head.generation}"
+        """Whether an earlier writer has sent it; a later one may need what this one does not know."""
+        generation = generation_of(key)
+        return generation is not None and generation < self.head.generation
 
     def _missing(self, listed: Mapping[str, int]) -> dict[str, str]:
         damage: dict[str, str] = {}

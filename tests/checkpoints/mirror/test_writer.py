@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
+from ci_llm.checkpoints.mirror import head
 from ci_llm.checkpoints.mirror.head import HEAD, Block, Head, Record
 from ci_llm.checkpoints.mirror.objects import Conflict, open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
@@ -43,6 +44,37 @@ def claimed(lying: Lying, run: str | None = "run") -> MirrorWriter:
 
 def with_story(writer: MirrorWriter, text: bytes) -> Head:
     return replace(writer.head, story={"log": writer.send_blocks([text])})
+
+
+def test_a_mirror_of_another_version_is_refused_and_not_rebuilt(lying: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(head, "VERSION", head.VERSION + 1)
+        writer = claimed(lying)
+        writer.commit(with_story(writer, b"one"))
+    before = {key for prefix in ("blocks/", "records/") for key, _ in lying.store.list(prefix)}
+    with pytest.raises(CheckpointError, match="another version of ci-llm"):
+        claimed(lying)
+    assert {key for prefix in ("blocks/", "records/") for key, _ in lying.store.list(prefix)} == before != set()
+
+
+def test_a_sweep_leaves_what_a_later_writer_and_what_others_have_put_there(lying: Lying) -> None:
+    early = claimed(lying)
+    late = claimed(lying)
+    late.commit(with_story(late, b"two"))
+    lying.store.put("blocks/.nfs0001", b"of the file system")
+    early.sweep()
+    assert len([*lying.store.list("blocks/")]) == 2
+    assert claimed(lying).sweep() == {}
+    assert lying.store.get("blocks/.nfs0001") == b"of the file system"
+
+
+def test_after_a_claim_whose_head_was_rebuilt_nothing_is_removed(lying: Lying, tmp_path: Path) -> None:
+    writer = claimed(lying)
+    writer.commit(with_story(writer, b"one"))
+    flip(tmp_path / "mirror" / HEAD, bit=9)
+    late = claimed(lying)
+    late.sweep()
+    assert [*lying.store.list("blocks/")] != [], "no record refers to it, and yet"
 
 
 def test_a_commit_whose_answer_is_lost_counts(lying: Lying) -> None:
