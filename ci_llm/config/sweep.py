@@ -368,6 +368,10 @@ _UNFIT: Final[Mapping[str, tuple[str, str]]] = {
     "diversity": ("it couples the agents, and trials must not depend on each other", "leave it out"),
     "early_stopping_patience": ("it looks at the crowd, and trials are single agents", "rungs end the losers"),
     "load_best_model_at_end": ("it looks at the crowd, and trials are single agents", "leave it out"),
+    "resume_from_checkpoint": (
+        "trials go on from where the sweep has left them",
+        "leave it out; init_from=FOLDER starts all trials from adapters",
+    ),
     "restart_from": ("trials go on from where the sweep has left them", "leave it out"),
     "overwrite_output_dir": ("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
     "schedule_steps": ("every trial follows the schedule of the whole length", "leave it out"),

@@ -63,7 +63,9 @@ def slowest(speeds: Sequence[Speed]) -> Speed:
 def chosen(config: Precisions, speed: Speed, before: Precisions | None = None) -> dict[str, str | None]:
     """The values of the keys that say auto: those of `before` if it is given, or by the speed of the device."""
     return {
-        key: getattr(before, key) if before else choices[0 if speed.bf16_is_faster else 1]
+        key: getattr(before, key)
+        if before and getattr(before, key) != AUTO
+        else choices[0 if speed.bf16_is_faster else 1]
         for key, choices in CHOICES.items()
         if getattr(config, key) == AUTO
     }

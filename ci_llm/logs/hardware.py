@@ -40,8 +40,7 @@ def monitored(folder: Path, still_held: Callable[[], bool], *, wanted: bool) -> 
 
 
 class HardwareMonitor:
-    """Samples from `start` to `stop`, or in a `with` block; the file holds the last 360 samples and the peaks of the
-    attempt.
+    """Samples from `start` to `stop`; the file holds the last 360 samples and the peaks of the attempt.
 
     Args:
         folder: the run's folder.
@@ -63,13 +62,6 @@ class HardwareMonitor:
         self._peaks: dict[str, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ci_llm hardware", daemon=True)
-
-    def __enter__(self) -> HardwareMonitor:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Start the thread."""

@@ -40,7 +40,8 @@ def change_crowd(run: Run, verdict: Verdict) -> None:
         return
     if verdict.request:
         members = run.state.members or Members.configured(run.config)
-        take = partial(_take_requests, run.config, members, run.state.step)
+        dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
+        take = partial(_take_requests, run.config, members, run.state.step, dropped)
         if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
             run.state = replace(run.state, members=members.with_planned(changes))
     make_due_changes(run)
@@ -123,15 +124,16 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
         yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
-def _take_requests(config: Config, members: Members, step: int) -> list[CrowdChange]:
+def _take_requests(config: Config, members: Members, step: int, dropped: Collection[int]) -> list[CrowdChange]:
     """On the main process: decide about the requests in the run's folder, and put that on record before it acts.
 
     Args:
         step: optimizer steps taken.
+        dropped: numbers of the agents that take no steps any more.
     """
     folder, decisions = config.run_folder, []
     for request in read_waiting(folder):
-        decision = _decision(request, members, step)
+        decision = _decision(request, members, step, dropped)
         if decision.refused is None:
             members, _ = members.with_planned([decision.change]).after(step, config)
         else:
@@ -145,8 +147,8 @@ def _take_requests(config: Config, members: Members, step: int) -> list[CrowdCha
     return [decision.change for decision in decisions if decision.refused is None]
 
 
-def _decision(request: CrowdRequest | Decision, members: Members, step: int) -> Decision:
+def _decision(request: CrowdRequest | Decision, members: Members, step: int, dropped: Collection[int]) -> Decision:
     if isinstance(request, Decision):
         return replace(request, step=step)
     change = CrowdChange(step, request.verb, request.agent, request.own)
-    return Decision(request.id, step, request.verb, request.agent, request.own, members.objection(change))
+    return Decision(request.id, step, request.verb, request.agent, request.own, members.objection(change, dropped))

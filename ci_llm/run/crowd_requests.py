@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -98,21 +99,23 @@ def is_waiting(run_folder: Path) -> bool:
 
 
 def read_waiting(run_folder: Path) -> list[CrowdRequest | Decision]:
-    """The requests in the folder, the oldest first; a refusal where a file is none."""
-    return [_read(_path(run_folder, name)) for name in sorted(_names(run_folder))]
+    """The requests in the folder that nobody has decided about, the oldest first; a refusal where a file is none."""
+    known = {decision.id for decision in read_record(run_folder)}  # a kill may have come before they were removed
+    return [_read(_path(run_folder, name)) for name in sorted(_names(run_folder)) if name not in known]
 
 
 def decide(run_folder: Path, decisions: Sequence[Decision]) -> None:
-    """Put decisions on record, and then remove the requests.
+    """Put decisions on record, and then remove every request that is decided.
 
     Raises:
-        OSError: the disk refuses it.
+        OSError: the disk refuses the record, and so nothing is decided.
     """
-    known = read_record(run_folder)
-    new = [decision for decision in decisions if decision.id not in {each.id for each in known}]
-    _write_record(run_folder, [*known, *new])
-    for decision in decisions:
-        _path(run_folder, decision.id).unlink(missing_ok=True)
+    known = [*read_record(run_folder), *decisions]
+    if decisions:
+        _write_record(run_folder, known)
+    for decision in known:
+        with suppress(OSError):  # it is on record, and so it is not read again
+            _path(run_folder, decision.id).unlink(missing_ok=True)
 
 
 def read_record(run_folder: Path) -> list[Decision]:

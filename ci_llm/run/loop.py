@@ -230,8 +230,11 @@ def evaluate(run: Run) -> str | None:
         logger.info(f"{describe_scores(run.state.step, scores)}{best}")
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
-        if run.config.show_example and (example := run.evaluator.example(run.state.step)):
-            logger.info(describe_example(example))
+        if run.config.show_example:
+            with run.interval.paused():
+                example = run.evaluator.example(run.state.step)
+            if example is not None:
+                logger.info(describe_example(example))
         run.tell("on_evaluate", metrics=metrics)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")

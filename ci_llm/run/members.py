@@ -7,7 +7,7 @@ state of a run, so that a resume builds the crowd of its checkpoint and makes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -155,14 +155,20 @@ class Members:
         """The same with all that is planned at this step."""
         return replace(self, planned=tuple(replace(change, step=step) for change in self.planned))
 
-    def objection(self, change: CrowdChange) -> str | None:
-        """Why a change that somebody asks for cannot be made; None if it can."""
+    def objection(self, change: CrowdChange, dropped: Collection[int] = ()) -> str | None:
+        """Why a change that somebody asks for cannot be made; None if it can.
+
+        Args:
+            dropped: numbers of the agents that take no steps any more.
+        """
         if any(each.verb == "branch" for each in self.planned):
             return "the crowd is one agent until it branches"
         if change.agent not in (each.number for each in self.agents):
             return f"there is no agent{change.agent}: there are {', '.join(self.folders)}"
-        if change.verb == "stop" and len(self.agents) == 1:
-            return f"agent{change.agent} is the only agent"
+        if change.verb == "stop" and {each.number for each in self.agents} <= {change.agent, *dropped}:
+            return f"agent{change.agent} is the only agent that trains"
+        if change.verb == "clone" and change.agent in dropped:
+            return f"agent{change.agent} was dropped, and its copy would not train either"
         if change.own.get(NAME) in {*self.folders, *(each.own.get(NAME) for each in self.agents)} - {None}:
             return f"the name {change.own[NAME]} is taken"
         if change in (*self.planned, *self.made):

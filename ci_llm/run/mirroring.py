@@ -19,13 +19,22 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
+from ci_llm.run.crowd_requests import RECORD
 from ci_llm.run.shutdown import expected_kill
 
 logger = logging.getLogger(__name__)
 
 #: What follows beside the checkpoints: what a run leaves for people and for its next attempt.
 STORY: Final = (
-    *("beginning.json", "recovery.json", "skipped_batches.json", "status.json", "training.log", "metrics.jsonl"),
+    *(
+        "beginning.json",
+        RECORD,
+        "recovery.json",
+        "skipped_batches.json",
+        "status.json",
+        "training.log",
+        "metrics.jsonl",
+    ),
     *("evaluation.json", "gpu_stats.json", "report.html", "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
 )

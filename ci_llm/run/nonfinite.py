@@ -137,7 +137,7 @@ class NonFiniteResponse:
             if not self._drops_agents or len(self.dropped(after)) == len(after.agents):
                 raise _exhausted(after, exhausted, state.names, self._bounds)
             names = ", ".join(state.names[k] for k in exhausted)
-            logger.warning(f"{names}    dropped: the others train on without it")
+            logger.warning(f"{names}    dropped; the others train on")
         # An agent that was left out has no new state that proved to be finite.
         moved = [k for k in range(len(after.agents)) if k not in findings.left_out]
         self._last_good.keep_if_due(state.step, moved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.cluster.launch import SUPERVISED, Launch
+from ci_llm.cluster.launch import Launch
 from ci_llm.config.sweep import SweepReading
 from ci_llm.core.attempts import Failure, record_attempt, write_failure
 from ci_llm.core.run_status import RunStatus, keep_status
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import NonFinite
 from ci_llm.interrupts import Interrupts
+from ci_llm.run.beginning import place_of_attempt
 from ci_llm.run.job import meet, run_among
 from ci_llm.run.loading import Loaded, load
 from ci_llm.run.report import leave_page
@@ -178,8 +178,7 @@ def _begin(store: CheckpointStore, folder: Path, step: int) -> int:
     """Make the folder this attempt's; returns its number."""
     number = store.acquire_lease()
     keep_status(folder)
-    place: dict[str, object] = {"supervised": True} if SUPERVISED in os.environ else {}
-    record_attempt(folder, number, step, place)
+    record_attempt(folder, number, step, place_of_attempt())
     return number
 
 

@@ -14,8 +14,10 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config
 from ci_llm.core.durable import remove_tree
 from ci_llm.crowd.recognise import META
+from ci_llm.distributed.precision import CHOICES
 from ci_llm.errors import CheckpointError
 from ci_llm.run.nonfinite_policy import RecoveryState
+from ci_llm.run.resume import Source, recorded_config
 from ci_llm.run.state import TrainState, Validation
 
 _SIZES: Final = "parameters_per_agent"
@@ -49,6 +51,8 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     _clear(config.run_folder)
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
     members = [Member(opened[folder], number) for folder, number in sources]
+    before = recorded_config(Source(members[0].checkpoint, sources[0][0]))
+    config = config.model_copy(update={key: getattr(before, key) for key in CHOICES})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {
         META: _meta(state[META], len(members)),

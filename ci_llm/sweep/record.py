@@ -15,6 +15,7 @@ from typing import Any, Final
 from ci_llm.config import Config, parse_config
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading
 from ci_llm.core.durable import write_bytes
+from ci_llm.distributed.precision import AUTO, CHOICES
 from ci_llm.errors import BadInput, CheckpointError
 from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
 
@@ -138,7 +139,9 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
         if value != (before := getattr(record.keys, key)) and key != "agents_per_pass":
             odd.append(f"{key} was {before}, is {value}")
     changes = record.config.diff(reading.config)
-    odd += [f"{each.key} was {each.old}, is {each.new}" for each in changes if each.kind != "free"]
+    # The record has the precision that was chosen for auto.
+    changes = [each for each in changes if each.kind != "free" and not (each.key in CHOICES and each.new == AUTO)]
+    odd += [f"{each.key} was {each.old}, is {each.new}" for each in changes]
     if odd:
         raise BadInput(
             f"the sweep in this folder is another one: {'; '.join(odd)}",

@@ -129,6 +129,7 @@ def test_the_sampler_and_the_number_of_trials_that_follow(words: list[str], samp
         (["lr=[1e-3,2e-3]", "diversity=swd"], "diversity has no place in a sweep: it couples the agents"),
         (["lr=[1e-3,2e-3]", "early_stopping_patience=3"], "early_stopping_patience has no place in a sweep"),
         (["lr=[1e-3,2e-3]", "mirror=memory:///one"], "mirror has no place in a sweep: a mirror holds one run"),
+        (["lr=[1e-3,2e-3]", "resume_from_checkpoint=old"], "resume_from_checkpoint has no place in a sweep"),
         (["lr=[1e-3,2e-3]", "branch_at=0.5"], "branch_at has no place in a sweep: branches are copies"),
         (["lr=[1e-3,2e-3]", "push_to_hub=true"], "push_to_hub has no place in a sweep"),
         (["lr=[1e-3,2e-3]", "overwrite_output_dir=true"], "experiment_name=NAME for a new sweep"),

@@ -208,9 +208,13 @@ def test_a_run_killed_after_a_stop_stops_the_agent_at_the_same_step_again(
     )
     for newer in [path for path in folder.glob("run/checkpoint_step_*") if path.name != "checkpoint_step_1"]:
         newer.rename(folder / newer.name)
+    (decision,) = json.loads((folder / "run/crowd_changes.json").read_text())
+    request = folder / f"run/requests/{decision['id']}.json"  # as a kill before its removal leaves it
+    request.write_text('{"verb": "stop", "agent": 1}')
     assert trials.train(PLAIN, folder, **THREE) == [0], (folder / "log").read_text()
     assert "step 1 of 6, verified" in (folder / "run/training.log").read_text()
     assert not differences(account(stopped), account(folder))
+    assert not request.exists()
 
 
 def test_a_run_killed_after_a_stop_goes_on_from_a_checkpoint_after_it(

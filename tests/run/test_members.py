@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,13 +148,19 @@ def test_agent_steps_count_every_agent() -> None:
 
 def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
     one, _ = after(members_of(Config(num_agents=2)), CrowdChange(1, "stop", 0), config=Config(num_agents=2))
-    assert one.objection(CrowdChange(2, "stop", 1)) == "agent1 is the only agent"
+    assert one.objection(CrowdChange(2, "stop", 1)) == "agent1 is the only agent that trains"
     assert one.objection(CrowdChange(2, "clone", 0)) == "there is no agent0: there are agent1"
     assert one.objection(CrowdChange(2, "clone", 1, {"name": "agent1"})) == "the name agent1 is taken"
     assert one.objection(CrowdChange(2, "clone", 1)) is None
     again = one.with_planned([CrowdChange(2, "clone", 1)])
     assert again.objection(CrowdChange(2, "clone", 1)) == "the same was asked for in the same step"
     assert again.objection(CrowdChange(3, "clone", 1)) is None
+    three = members_of()
+    assert three.objection(CrowdChange(2, "stop", 1), dropped={0, 2, 3}) == "agent1 is the only agent that trains"
+    assert three.objection(CrowdChange(2, "stop", 2), dropped={0, 2, 3}) is None
+    assert three.objection(CrowdChange(2, "clone", 2), dropped={2}) == (
+        "agent2 was dropped, and its copy would not train either"
+    )
     trunk = Members.first(Config(branch_at=0.5), 10)
     assert trunk is not None
     assert trunk.objection(CrowdChange(2, "clone", 0)) == "the crowd is one agent until it branches"
@@ -187,7 +192,10 @@ def test_a_request_is_decided_once_and_stays_on_record(tmp_path: Path) -> None:
     decide(tmp_path, [decision])
     assert not is_waiting(tmp_path)
     assert [each.change for each in read_record(tmp_path)] == [CrowdChange(7, "clone", 2, {"learning_rate": 1e-3})]
-    decide(tmp_path, [replace(decision, step=8)])  # its file had come back: a kill before it was removed
+    (tmp_path / FOLDER / f"{asked.id}.json").write_text('{"verb": "clone", "agent": 2}')  # a kill before it was removed
+    assert read_waiting(tmp_path) == []
+    decide(tmp_path, [])
+    assert not is_waiting(tmp_path)
     assert [each.step for each in read_record(tmp_path)] == [7]
     forget_after(tmp_path, 6)
     assert not (tmp_path / RECORD).exists()
