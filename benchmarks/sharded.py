@@ -1,6 +1,6 @@
 """What sharding the layers of a base saves and costs: peak memory of each process, and the time of a step.
 
-`python -m benchmarks.sharded [--processes N ...] [--size 128M|tiny]`: a random Llama stored in bf16 and loaded in fp32,
+`python -m benchmarks.sharded [--processes N ...] [--size 124M|tiny]`: a random Llama stored in bf16 and loaded in fp32,
 four agents, processes of gloo on this machine, one thread each. A peak is the largest resident size since the base was
 about to be loaded, less the size at that time. With and without shards the gradients must be the same bits.
 """

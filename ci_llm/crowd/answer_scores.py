@@ -210,6 +210,7 @@ def answer_questions(
             decoding,
             include_agents=True,
             uncertainty=uncertainty,
+            numbers=batch,
             stop=stop,
             answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
         )

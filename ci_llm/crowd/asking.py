@@ -190,24 +190,29 @@ class _Batch:
     """Prompts that are answered together.
 
     Attributes:
-        first: the number of the first one among all.
+        numbers: of these among all.
         stop: called before every token; True ends all texts at that point.
     """
 
     prompter: Prompter
     prompts: Sequence[Prompt]
     ids: Sequence[TokenIds]
-    first: int = 0
+    numbers: Sequence[int] = (0,)
     stop: Callable[[], bool] = lambda: False
 
     def only(self, numbers: Sequence[int]) -> _Batch:
         """Some of them."""
-        return replace(self, prompts=[self.prompts[n] for n in numbers], ids=[self.ids[n] for n in numbers])
+        return replace(
+            self,
+            prompts=[self.prompts[n] for n in numbers],
+            ids=[self.ids[n] for n in numbers],
+            numbers=[self.numbers[n] for n in numbers],
+        )
 
     def how(self, manner: Manner) -> dict[str, Any]:
         """What `Crowd.generate_ids` is told of them."""
         return {
-            "first_prompt": self.first,
+            "numbers": self.numbers,
             "stop": self.stop,
             "is_over": _is_over(self.prompter, manner.stop_strings),
             "answers_of": lambda texts: final_answers(_texts(self, texts, manner)),
@@ -224,7 +229,7 @@ def _batches(crowd: Crowd, prompts: Sequence[Prompt], batch_size: int) -> Iterat
         free_positions(crowd.model, rows)
     for at in range(0, len(rows), batch_size):
         part = slice(at, at + batch_size)
-        yield _Batch(prompter, prompts[part], rows[part], at)
+        yield _Batch(prompter, prompts[part], rows[part], range(len(rows))[part])
 
 
 def _of_batch(crowd: Crowd, batch: _Batch, manner: Manner, *, include_agents: bool) -> Iterator[Answer]:

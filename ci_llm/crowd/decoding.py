@@ -86,12 +86,12 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         num_agents: int,
         first: int,
         decoding: Decoding,
-        first_prompt: int,
+        numbers: Sequence[int],
         *,
         uncertainty: bool = False,
         learned: Learned | None = None,
     ) -> None:
-        self._num_agents, self._first, self._decoding, self._first_prompt = num_agents, first, decoding, first_prompt
+        self._num_agents, self._first, self._decoding, self._numbers = num_agents, first, decoding, numbers
         self._uncertainty, self._learned, self._vote = uncertainty, learned, find_vote(decoding.aggregator)
         self._recorded: list[Tensor] = []  # [4, K·F + B] for every token
         self._generators: dict[str, list[torch.Generator]] = {}
@@ -129,7 +129,7 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         """The agents' own rows [K, F, V] with their choices, and how sure each is of its own, [4, K·F]."""
         finite = scores.nan_to_num(nan=0.0)  # an agent with NaN writes anything, and is not sure of it
         log_probs = finite.log_softmax(-1)
-        chosen = finite.argmax(-1)  # of the logits, as without these numbers: rounding may make two of them alike
+        chosen = finite.argmax(-1)  # not of the log-probabilities: rounding may make ties there
         if self._vote and self._vote.samples:
             prompts = self._first // (1 + self._vote.samples)
             rows = log_probs[:, prompts:].flatten(0, 1)
@@ -147,7 +147,7 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
     def _generators_of(self, what: str, prompts: int, times: int | None = None) -> list[torch.Generator]:
         """A generator for every text that is drawn: one for each prompt, or `times` of them."""
         if what not in self._generators:
-            numbers = range(self._first_prompt, self._first_prompt + prompts)
+            numbers = self._numbers[:prompts]
             keys = [(n,) for n in numbers] if times is None else [(n, time) for time in range(times) for n in numbers]
             self._generators[what] = [generator_for(self._decoding.seed, what, *key) for key in keys]
         return self._generators[what]

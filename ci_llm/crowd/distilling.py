@@ -26,7 +26,7 @@ from transformers import get_scheduler
 from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
-from ci_llm.crowd.aggregators import Learned, aggregate, find_vote
+from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import TokenIds, num_positions
 from ci_llm.crowd.lora import OWN, LoraSettings
@@ -71,9 +71,7 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     Raises:
         BadInput: there is no such agent to start as, or no prompt can be used.
     """
-    start = how.start if how.start is not None else (saved.calibration.agent if saved.calibration else 0)
-    if not 0 <= start < saved.settings.num_agents:
-        raise BadInput(f"there is no agent {start}", where="--start", hint=f"0 to {saved.settings.num_agents - 1}")
+    start = _start(saved, how)
     lesson = _lesson(saved, config, how, start)
     teachers, shape = saved.settings.num_agents, asdict(saved.settings.of(start))
     own = [{key: asdict(saved.settings.of(k))[key] for key in OWN} for k in range(teachers)]
@@ -84,7 +82,7 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
         for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
             crowd.agents.load_agent(k, tensors, f"agent{k}")
         crowd.choose_route()
-        crowd.learned = _learned(saved)
+        crowd.learned = saved.learned
         _train(crowd, teachers, lesson, config, how)
         files = crowd.adapter_files()
     finally:
@@ -94,8 +92,13 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     return student, control
 
 
-def _learned(saved: Pretrained) -> Learned | None:
-    return None if saved.calibration is None else saved.calibration.learned
+def _start(saved: Pretrained, how: Distillation) -> int:
+    """The place of the agent to start as."""
+    if how.start is None:
+        return saved.calibration.agent if saved.calibration else 0
+    if f"agent{how.start}" not in saved.names:
+        raise BadInput(f"there is no agent {how.start}", where="--start", hint=f"there are {', '.join(saved.names)}")
+    return saved.names.index(f"agent{how.start}")
 
 
 def _pad(saved: Pretrained) -> int:
@@ -116,7 +119,7 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
     examples = [given[number] for number in range(len(given))]
     [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}
     crowd = Crowd(saved.base.model, saved.settings, saved.base.name, _pad(saved))
-    crowd.prompter, crowd.learned = prompter, _learned(saved)
+    crowd.prompter, crowd.learned = prompter, saved.learned
     try:
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, f"agent{k}")
@@ -136,7 +139,11 @@ def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: i
         asked = [row["question"] for row in task_rows(_EMBEDDED_SEED, how.generated, exclude=taken)]
     else:
         asked = []
-    return [ids for ids in map(prompter.ids, asked) if len(ids) < positions]
+    found: list[TokenIds] = [ids for ids in map(prompter.ids, asked) if len(ids) < positions]
+    if how.prompts is not None and not found:
+        hint = f"at least one prompt of fewer than {positions} tokens"
+        raise BadInput("no prompt fits into the base's positions", where="--prompts", hint=hint)
+    return found
 
 
 def _answered(

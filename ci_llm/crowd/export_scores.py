@@ -73,9 +73,9 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
     config = parse_config(saved.run_config, "config.yaml")
     rows = _rows(config, saved)
     crowd = Crowd(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
-    crowd.learned = None if saved.calibration is None else saved.calibration.learned
+    crowd.learned = saved.learned
     found = _score(crowd, saved.agents, rows, config)
-    names = [*(f"agent{k}" for k in range(crowd.num_agents)), "crowd"]
+    names = [*saved.names, "crowd"]
     exact, nll = (dict(zip(names, values, strict=True)) for values in (found.exact_match, found.mean_nll))
     for name, merge in merges.items():
         alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, crowd.pad_id)

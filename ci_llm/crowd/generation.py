@@ -81,7 +81,7 @@ def generate_ids(
     include_agents: bool = False,
     uncertainty: bool = False,
     learned: Learned | None = None,
-    first_prompt: int = 0,
+    numbers: Sequence[int] | None = None,
     stop: Callable[[], bool] = lambda: False,
     is_over: Callable[[TokenIds], bool] | None = None,
 ) -> Generated:
@@ -97,10 +97,9 @@ def generate_ids(
         prompts: B lists of token ids.
         pad_id: token id that fills the left side of shorter prompts.
         include_agents: also continue every prompt by each agent alone, greedily.
-        uncertainty: also return how sure the crowd and the agents were of each token, from the distributions of this
-            same pass.
+        uncertainty: also return how sure the crowd and the agents were of each token, from the same distributions.
         learned: what aggregators with learned weights take.
-        first_prompt: number of the first prompt in a longer list that is generated in parts; it keys the generators.
+        numbers: of the prompts in a longer list that is generated in parts; they key the generators. None: 0, 1, ...
         stop: called before every token; True ends all texts at that point.
         is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
 
@@ -108,10 +107,11 @@ def generate_ids(
         DataError: a prompt is empty, or longer than the base can read.
         ModelError: every agent's logits hold NaN.
     """
-    free = free_positions(model, prompts, first_prompt)
+    numbers = numbers or range(len(prompts))
+    free = free_positions(model, prompts, numbers)
     rows, first = _rows(prompts, decoding, include_agents=include_agents)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
-    choice = CrowdChoice(num_agents, first, decoding, first_prompt, uncertainty=uncertainty, learned=learned)
+    choice = CrowdChoice(num_agents, first, decoding, numbers, uncertainty=uncertainty, learned=learned)
     over = EndWhenOver(num_agents, first, ids.shape[1], decoding.ends, is_over or (lambda text: False))
     with _blank_generation_config(model):
         everything = model.generate(
@@ -172,7 +172,7 @@ def num_positions(model: PreTrainedModel) -> int:
     return sys.maxsize if limit is None else limit
 
 
-def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], first_prompt: int = 0) -> int:
+def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers: Sequence[int] | None = None) -> int:
     """How many new tokens the base has positions for after the longest prompt.
 
     Raises:
@@ -182,7 +182,8 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], first_pr
     longest = max(lengths)
 
     def where(length: int) -> str:
-        return f"prompt {first_prompt + lengths.index(length)} (counted from 0)"
+        at = lengths.index(length)
+        return f"prompt {at if numbers is None else numbers[at]} (counted from 0)"
 
     if not min(lengths):
         raise DataError("a prompt is empty", where=where(0), hint="leave it out")

@@ -264,6 +264,7 @@ def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, row
             config.aggregator,
             abstain_below=request.abstain_below,
             agents_per_prompt=request.agents_per_prompt,
+            names=job.crowd.names,
         )
         return {**record, "metric": request.metric, "left_out": job.questions.left_out, "sureness": sure}
     return {**record, **_text_figures(job, scores)}

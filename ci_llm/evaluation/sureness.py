@@ -26,8 +26,9 @@ def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
     numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
     if is_right.all() or not is_right.any():
         return None
-    above = numbers[is_right][:, None] - numbers[~is_right][None]
-    return float((above > 0).mean() + (above == 0).mean() / 2)
+    wrong = np.sort(numbers[~is_right])
+    below, not_above = (np.searchsorted(wrong, numbers[is_right], side) for side in ("left", "right"))
+    return float((below + not_above).mean() / 2 / len(wrong))
 
 
 def calibration_error(probabilities: ArrayLike, right: ArrayLike) -> float:
@@ -57,10 +58,14 @@ def sureness_record(
     *,
     abstain_below: float | None = None,
     agents_per_prompt: float = AGENTS_PER_PROMPT,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """What the lines of a predictions file say of how sure the crowd is: `sureness` of an evaluation.
 
     `by` names the number that is judged: the calibrated probability, or without a calibration the confidence.
+
+    Args:
+        names: of the agents; None: agent0, agent1, ...
     """
     right = np.array([row["correct"] for row in rows])
     fits = calibration is not None and calibration.aggregator == aggregator
@@ -74,7 +79,7 @@ def sureness_record(
         "exact_match_at_coverage": at_coverage(numbers, right),
     }
     if calibration is not None:
-        record["escalation"] = _escalation(rows, calibration, agents_per_prompt)
+        record["escalation"] = _escalation(rows, calibration, agents_per_prompt, names)
     if abstain_below is not None:
         given = np.asarray(numbers) >= abstain_below
         record["abstention"] = {
@@ -85,13 +90,15 @@ def sureness_record(
     return record
 
 
-def _escalation(rows: Sequence[Row], calibration: Calibration, agents_per_prompt: float) -> dict[str, Any]:
+def _escalation(
+    rows: Sequence[Row], calibration: Calibration, agents_per_prompt: float, names: Sequence[str] | None
+) -> dict[str, Any]:
     """What asking one agent first, and all where it is unsure, costs and keeps; from answers that are there already."""
     agent, below = calibration.agent, calibration.escalates_below(agents_per_prompt)
     unsure = np.array([calibration.agent_right(row["agents_signals"][agent]) < below for row in rows])
     right = np.where(unsure, [row["correct"] for row in rows], [row["agents_correct"][agent] for row in rows])
     return {
-        "agent": agent,
+        "agent": names[agent] if names else f"agent{agent}",
         "below": below,
         "agents_per_prompt": float(1 + len(calibration.learned.weights) * unsure.mean()),
         "exact_match": float(right.mean()),

@@ -48,7 +48,7 @@ def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
     if few := sure.get("escalation"):
         kept = few["exact_match"] / max(evaluation.record["exact_match"]["crowd"], 1e-9)
         yield (
-            f"agent{few['agent']} first, all where it is unsure: {few['agents_per_prompt']:.2f} agents per prompt,"
+            f"{few['agent']} first, all where it is unsure: {few['agents_per_prompt']:.2f} agents per prompt,"
             f" exact match {few['exact_match']:.3f}, {kept:.0%} of the crowd's"
         )
     if evaluation.calibrated:

@@ -193,7 +193,7 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
             prompts,
             decoding,
             include_agents=alone,
-            first_prompt=first,
+            numbers=range(first, first + len(prompts)),
             is_over=lambda ids: TextSoFar(self.tokenizer, until).update(ids),
         )
         texts = generated.crowd if self.agent is None else generated.agents[self.agent]

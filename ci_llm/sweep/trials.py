@@ -138,9 +138,11 @@ class Standings:
         return sorted(scored, key=lambda trial: (sign * trial.scores[rung], trial.id))
 
     def entrants(self, rung: int) -> list[Trial]:
-        """The trials that train to the end of a rung above the first. One that fails there leaves its place to the
-        next best."""
-        able = [trial for trial in self.ranked(rung - 1) if not (trial.failed and len(trial.scores) == rung + 1)]
+        """The trials that train to the end of a rung above the first.
+
+        One that fails leaves its places at all rungs to the next best ones, so that a trial completes if any can.
+        """
+        able = [trial for trial in self.ranked(rung - 1) if not trial.failed]
         return able[: self.plan.places(rung)]
 
     def next(self, *, exhausted: bool = False) -> Next | None:

@@ -106,7 +106,10 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
     ("text", "expected"),
     [
         ("agents: [{leraning_rate: 1e-3}]", ["leraning_rate is no key", "did you mean learning_rate?"]),
-        ("agents: [{batch_size: 4}]", ["batch_size cannot differ between agents", "as many rows in one pass"]),
+        (
+            "agents: [{batch_size: 4}]",
+            ["batch_size cannot differ between agents", "the same number of rows in one pass"],
+        ),
         ("agents: [{model_name: x}]", ["model_name cannot differ", "one frozen base carries all agents"]),
         ("agents: [{max_seq_length: 9}]", ["max_seq_length cannot differ", "bounds the rows of all"]),
         ("agents: [{save_steps: 9}]", ["save_steps cannot differ", "a run has one of it"]),
@@ -139,7 +142,10 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
         ("agents: [{lr: 1}, {}]\nnum_agents: 3", ["num_agents is '3', but agents", "has 2 agents", "num_agents=2"]),
         ("lr: [1, 2]\nlora_rank: [1, 2, 3]", ["lora_rank has 3 values, and lr", "has 2", "one value for each agent"]),
         ("agents: [{lr: 1}, {}]\nlr: [1, 2]", ["learning_rate", "is given twice"]),
-        ("batch_size: [2, 4]", ["batch_size is ['2', '4']", "cannot differ between agents: all agents take as many"]),
+        (
+            "batch_size: [2, 4]",
+            ["batch_size is ['2', '4']", "cannot differ between agents: all agents take the same number"],
+        ),
         ("lr_scheduler_type: [cosine, greedy]", ["lr_scheduler_type greedy follows the loss"]),
     ],
 )

@@ -153,7 +153,7 @@ def test_self_consistency_draws_the_same_texts_for_a_prompt_whatever_stands_besi
     assert {len(voter) for voter in found.voters} == {len(prompts)}
     texts = {tuple(voter[0]) for voter in found.voters}
     assert len(texts) > K, "the agents draw, and not all of them the same"
-    alone = crowd.generate_ids(prompts[2:3], decoding, first_prompt=2)
+    alone = crowd.generate_ids(prompts[2:3], decoding, numbers=[2])
     assert [voter[0] for voter in alone.voters] == [voter[2] for voter in found.voters]
     other = crowd.generate_ids(prompts, Decoding(24, prompter.ends, "self_consistency", seed=4))
     assert other.voters != found.voters

@@ -85,9 +85,11 @@ def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> No
     generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
     assert generated.crowd == [reference_ids(crowd, list(range(K)), p, "probability") for p in PROMPTS]
     assert generated.agents == [[reference_ids(crowd, [k], p, "probability") for p in PROMPTS] for k in range(K)]
-    drawn = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=12, do_sample=True), first_prompt=5).crowd
+    drawn = crowd.generate_ids(
+        PROMPTS, Decoding(max_new_tokens=12, do_sample=True), numbers=range(5, 5 + len(PROMPTS))
+    ).crowd
     alone = [
-        crowd.generate_ids([p], Decoding(max_new_tokens=12, do_sample=True), first_prompt=5 + number).crowd[0]
+        crowd.generate_ids([p], Decoding(max_new_tokens=12, do_sample=True), numbers=[5 + number]).crowd[0]
         for number, p in enumerate(PROMPTS)
     ]
     assert drawn == alone
@@ -174,7 +176,7 @@ def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
     with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
         llama.generate_ids([[6, 7], [5] * limit], GREEDY)
     with pytest.raises(DataError, match="empty") as caught:
-        llama.generate_ids([[6, 7], []], GREEDY, first_prompt=16)
+        llama.generate_ids([[6, 7], []], GREEDY, numbers=[16, 17])
     assert caught.value.where == "prompt 17 (counted from 0)"
 
 
@@ -210,7 +212,7 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(choices: dict[str, An
     wanted[wanted.argsort(descending=True)[kept:]] = 0
     wanted /= wanted.sum()
     scores = per_agent.repeat_interleave(draws, dim=0)
-    chosen = CrowdChoice(2, 0, decoding, 0)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
+    chosen = CrowdChoice(2, 0, decoding, range(draws))(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
     assert torch.equal(chosen[:draws], chosen[draws:])
     assert ((chosen == 0).sum(-1) == 1).all()
     found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws

@@ -70,9 +70,9 @@ def test_escalation_is_priced_from_answers_that_are_there() -> None:
         row(0.9, False, [False, True], signal=5),
         row(0.9, True, [False, True], signal=5),
     ]
-    found = sureness_record(rows, made, "probability", agents_per_prompt=1.5)
+    found = sureness_record(rows, made, "probability", agents_per_prompt=1.5, names=["agent0", "agent4"])
     assert found["by"] == "probability_right"
-    assert found["escalation"] == {"agent": 1, "below": 0.25, "agents_per_prompt": 1.5, "exact_match": 0.75}
+    assert found["escalation"] == {"agent": "agent4", "below": 0.25, "agents_per_prompt": 1.5, "exact_match": 0.75}
     other = sureness_record(rows, made, "logit", agents_per_prompt=3)
     assert other["by"] == "confidence", "the calibration is of another aggregator"
     assert other["escalation"]["agents_per_prompt"] == 3

@@ -71,6 +71,19 @@ def test_a_trial_that_fails_later_leaves_its_place_to_the_next_best() -> None:
     assert end.best.id == 1
 
 
+def test_when_all_of_the_last_rung_fail_the_next_best_makes_up_for_it() -> None:
+    end = played(Standings(plan(trials=4, keep=0.5)), lambda id, rung: FAILED if (id, rung) == (0, 2) else float(id))
+    assert [(s.rung, s.trials) for s in end.segments] == [
+        (0, (0, 1, 2, 3)),
+        (1, (0, 1)),
+        (2, (0,)),
+        (1, (2,)),
+        (2, (1,)),
+    ]
+    assert end.best is not None
+    assert (end.best.id, end.status(end.best)) == (1, "completed")
+
+
 def test_a_space_in_which_everything_fails_has_an_end() -> None:
     end = played(Standings(plan(trials=3)), lambda id, rung: FAILED)
     assert len(end.trials) == 6
@@ -99,14 +112,14 @@ def test_every_sweep_ends_with_the_promised_trials(
 ) -> None:
     decided = Plan.of(64, rungs, trials, per_pass, keep=keep, metric="nll")
     end = played(Standings(decided), lambda id, rung: FAILED if (id, rung) in bad else (id * 13) % 17 + rung)
+    sound = [trial for trial in end.trials if not trial.failed]
     for rung in range(len(decided.steps)):
-        able = len(end.ranked(rung - 1)) if rung else 2 * trials
-        failed = sum((trial.id, rung) in bad and len(trial.scores) > rung for trial in end.trials)
-        wanted = min(decided.places(rung), able - failed) if rung else decided.places(0)
-        assert len(end.ranked(rung)) == wanted or (rung == 0 and len(end.trials) == 2 * trials)
+        reached = [trial for trial in sound if len(trial.scores) > rung]
+        assert len(reached) == min(decided.places(rung), len(sound))
+    assert len(end.ranked(0)) >= decided.trials or len(end.trials) == 2 * trials, "failed ones are replaced"
     assert all(len(segment.trials) <= decided.per_pass for segment in end.segments)
-    if end.best is not None and not end.best.failed:
-        assert end.best in end.ranked(len(end.best.scores) - 1)[:1]
+    if sound:
+        assert end.best == next(trial for trial in end.ranked(len(decided.steps) - 1) if not trial.failed)
     if not bad:
         assert sum(len(s.trials) * (decided.steps[s.rung] - decided.first_step(s.rung)) for s in end.segments) == (
             decided.agent_steps
