@@ -64,6 +64,17 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For bits that are compared across shapes: how many threads share a product may depend on its size."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def threads_as_they_were() -> Iterator[None]:
     """For runs in the process of the tests: a run sets threads and determinism for all that comes after it."""
     import torch  # most files do without
