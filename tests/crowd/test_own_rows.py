@@ -17,7 +17,7 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.passes import reading
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput, ModelError
-from tests.crowd.test_own_settings import ATTENTION, DROPPING, LARGE, MLP, SMALL
+from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, LARGE, MLP, SMALL
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tools.testbed.tiny import base, batch
 
@@ -94,7 +94,7 @@ def together(*rows: Sequence[Batch | None]) -> list[list[list[Batch | None]]]:
     return [[[own[step] for own in rows]] for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
 def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
@@ -113,7 +113,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
         assert not differences(alone, train(model, entries, together(*rows))[place]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gpt2", "gemma3"])
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
     model = base(family, dtype)
@@ -123,7 +123,7 @@ def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> No
         assert not differences(alone, found[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_holds_on_the_padded_route(dtype: torch.dtype) -> None:
     model = base("bloom", dtype)
     for own in (SMALL, DROPPING):

@@ -28,6 +28,7 @@ from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_l
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+DTYPES: Final = (torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow))
 
 STEPS = 3
 SMALL: Final = {"rank": 3, "alpha": 5, "use_rslora": True, "seed": 1}  # a scaling that no product keeps exact
@@ -103,7 +104,7 @@ def train(
 # Alone and in company
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
 def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
@@ -113,7 +114,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
         assert not alone.differs_from(train(model, entries)[place]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gpt2", "gemma3"])
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
     """With biases, with layers that are no nn.Linear, with attention windows."""

@@ -21,6 +21,7 @@ from ci_llm.crowd.quantized import QuantizedLinear, stored_bytes
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
 from tests.support.peft_twins import peft_loss, with_weights_of
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.tiny import FAMILIES, batch
 from tools.testbed.tiny import base as toy
 
@@ -252,7 +253,7 @@ def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatc
 @pytest.mark.slow
 def test_without_quantization_bitsandbytes_is_not_imported() -> None:
     code = "import sys; from ci_llm import load_base; load_base('embedded'); print('bitsandbytes' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout.split() == ["False"], done.stderr
 
 
