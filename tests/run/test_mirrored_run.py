@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,9 +21,8 @@ TRIALS = 100 if campaign.in_full else 3
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    with ForkServer("tools.testbed.trials") as server:
-        yield Trials(server, tmp_path_factory.mktemp("mirrored"))
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("mirrored"))
 
 
 @pytest.mark.parametrize("seed", range(TRIALS))
