@@ -51,6 +51,7 @@ class Run:
         lanes: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
+        unrecorded: why the disk does not take what was decided about requests; None: none waits for that.
         proposes: whether people are told at its end what to do next.
     """
 
@@ -84,6 +85,7 @@ class Run:
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
     callbacks: Callbacks = field(default_factory=Callbacks)
+    unrecorded: str | None = None
     proposes: bool = True
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +39,7 @@ def change_crowd(run: Run, verdict: Verdict) -> None:
         return
     if verdict.request:
         members = run.state.members or Members.configured(run.config)
-        dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
-        take = partial(_take_requests, run.config, members, run.state.step, dropped)
-        if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
+        if changes := run.processes.on_main(lambda: _changes_asked_for(run, members)):
             run.state = replace(run.state, members=members.with_planned(changes))
     make_due_changes(run)
 
@@ -124,26 +121,42 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
         yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
+def _changes_asked_for(run: Run, members: Members) -> list[CrowdChange]:
+    """On the main process: take the requests. They wait while the disk takes no record; each reason is told once."""
+    if not run.manager.holds_lease():
+        return []
+    dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
+    before, run.unrecorded = run.unrecorded, None
+    try:
+        return _take_requests(run.config, members, run.state.step, dropped)
+    except OSError as error:
+        run.unrecorded = error.strerror or str(error)
+        if run.unrecorded != before:
+            where = run.config.run_folder
+            logger.warning(f"crowd     requests wait in {where}: they cannot be put on record ({run.unrecorded})")
+        return []
+
+
 def _take_requests(config: Config, members: Members, step: int, dropped: Collection[int]) -> list[CrowdChange]:
-    """On the main process: decide about the requests in the run's folder, and put that on record before it acts.
+    """Decide about the requests in the run's folder, and put that on record before it acts or is told.
 
     Args:
         step: optimizer steps taken.
         dropped: numbers of the agents that take no steps any more.
+
+    Raises:
+        OSError: the disk refuses the record, and so nothing is decided.
     """
     folder, decisions = config.run_folder, []
     for request in read_waiting(folder):
         decision = _decision(request, members, step, dropped)
         if decision.refused is None:
             members, _ = members.with_planned([decision.change]).after(step, config)
-        else:
-            logger.warning(f"crowd     the request to {decision.verb} agent{decision.agent}: {decision.refused}")
         decisions.append(decision)
-    try:
-        decide(folder, decisions)
-    except OSError as error:
-        logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({error.strerror})")
-        return []
+    decide(folder, decisions)
+    for refused in decisions:
+        if refused.refused is not None:
+            logger.warning(f"crowd     the request to {refused.verb} agent{refused.agent}: {refused.refused}")
     return [decision.change for decision in decisions if decision.refused is None]
 
 

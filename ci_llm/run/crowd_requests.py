@@ -94,7 +94,11 @@ def settings_of_clone(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def is_waiting(run_folder: Path) -> bool:
-    """Whether a request lies in the folder; cheap enough for every step."""
+    """Whether a request lies in the folder; asked at every step.
+
+    It takes one system call where nobody has asked for anything yet, and four afterwards: as long as two or three
+    calls of stat, which would not see a second request within the same tick of the disk's clock.
+    """
     return bool(_names(run_folder))
 
 
