@@ -20,7 +20,6 @@ from ci_llm.crowd.adapters import adapter_config, attach
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.asking import Answer, Choices, answers, manner_of, stream, texts
 from ci_llm.crowd.attention import PACKED
-from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import Generated, TokenIds, generate_ids, is_padding_invariant
@@ -35,6 +34,7 @@ from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
 from ci_llm.crowd.voting import Reading, elect, final_answers
 from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 
 if TYPE_CHECKING:

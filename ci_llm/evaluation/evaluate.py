@@ -20,7 +20,6 @@ from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, merge_records
-from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.calibration import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.metrics import Reader
@@ -30,6 +29,7 @@ from ci_llm.crowd.scoring import Scores, evaluation_record, score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
+from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation.loading import Job, Request, default_output, load, refuse_unanswerable, require_place
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
@@ -124,7 +124,7 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
     """The precision of the training's own evaluations."""
-    dtype = DTYPES.get(config.mixed_precision)
+    dtype = autocast_dtype(config.mixed_precision)
     if dtype is None or (dtype == torch.float16 and device.type == "cpu"):  # as Accelerate, which then takes fp32
         return nullcontext()
     return torch.autocast(device.type, dtype)
