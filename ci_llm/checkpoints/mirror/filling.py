@@ -39,7 +39,7 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
             error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
             raise
         logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
-        return Found(token and token.generation)
+        return Found(token.generation if token else None)
     if head is None or not head.line:
         return Found(head.generation if head else 0)
     if (token is None and committed(folder)) or (token is not None and head.run not in (token.run, UNKNOWN_RUN)):
