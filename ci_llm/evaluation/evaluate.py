@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import xxhash
@@ -37,8 +37,11 @@ from ci_llm.evaluation.sureness import sureness_record
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["loading", "scoring", "answering"]
+Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "answering"]
 Progress = Callable[[Phase, int, int], None]
+
+#: Of `calibration.learn` over the rows.
+_PASSES: Final[tuple[Phase, ...]] = ("learning weights", "learning the temperature")
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,9 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
     manifest = read_manifest(checkpoint)
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
         if calibrated is not None:  # before the answers, which may depend on what is learned
+            passes = iter(_PASSES)
             concentration = job.config.dirichlet_alpha_aggregator
-            job.crowd.learned = learn(job.crowd, lambda: _batches(job, lambda *_: None), concentration)
+            job.crowd.learned = learn(job.crowd, lambda: _batches(job, progress, next(passes)), concentration)
         if len(job.questions):
             source = _source(job, checkpoint, manifest)
             with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:
@@ -155,10 +159,10 @@ def _score(job: Job, progress: Progress) -> Scores:
     return scores
 
 
-def _batches(job: Job, progress: Progress) -> Iterator[Batch]:
+def _batches(job: Job, progress: Progress, phase: Phase = "scoring") -> Iterator[Batch]:
     total = len(job.tokenized)
     for part in share(range(total), 0, 1, 4 * job.batch_size):
-        progress("scoring", part[0], total)
+        progress(phase, part[0], total)
         yield pack([job.tokenized[number] for number in part], part)
 
 

@@ -356,8 +356,11 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     assert {key: again[key] for key in ("by", "auroc", "escalation")} == {
         key: sure[key] for key in ("by", "auroc", "escalation")
     }
-    assert main(["evaluate", str(run)]) == 0
-    assert "\nprobability_right: " in capsys.readouterr().out
+    assert main(["evaluate", str(run), "--calibrate", "--batch-size", "1"]) == 0
+    told = capsys.readouterr()
+    assert "\nprobability_right: " in told.out
+    for phase in ("learning weights", "learning the temperature"):
+        assert f"{phase} row 4 of 7\n" in told.err
     [row] = lines(run / "predictions.jsonl")[:1]
     words = ["generate", str(run), row["prompt"], "--max-new-tokens", "12"]
     assert main([*words, "--json"]) == 0
