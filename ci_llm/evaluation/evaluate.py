@@ -23,7 +23,7 @@ from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, 
 from ci_llm.crowd.calibration import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.metrics import Reader
-from ci_llm.crowd.pretrained import located, weights_fingerprint
+from ci_llm.crowd.pretrained import default_names, located, weights_fingerprint
 from ci_llm.crowd.recognise import require_checkpoint
 from ci_llm.crowd.scoring import Scores, evaluation_record, score
 from ci_llm.data.batches import Batch, pack
@@ -260,6 +260,8 @@ def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, row
     task = job.request.choice.data or config.task
     forced = evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
     record = {**merge_records(forced, right), "step": step}
+    if job.crowd.names != default_names(job.crowd.num_agents):
+        record["folders"] = job.crowd.names
     if right is not None:
         request, calibration = job.request, job.crowd.calibration
         sure = sureness_record(
