@@ -132,6 +132,13 @@ class Config(AllKeys):
         return [self.model_copy(update={**changed, "agents": ()}) for changed in own]
 
     @property
+    def evaluated_on(self) -> list[tuple[str, ...]]:
+        """Per agent what tells its rows to evaluate on from those of another: equal ones are the same rows."""
+        if self.eval_dataset_names:
+            return [self.eval_dataset_names] * self.num_agents
+        return [(own.dataset_name, own.dataset_subset or "", own.dataset_split) for own in self.rows_of_each]
+
+    @property
     def data_seeds(self) -> list[int]:
         """Per agent the seed of the order of its rows: `data_seed`, else the common `seed`."""
         seeds = [own.data_seed for own in self.each_agent]

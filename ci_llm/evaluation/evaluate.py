@@ -295,6 +295,8 @@ def _lines(job: Job) -> list[str]:
     found = job.tokenized.rows.description
     # After it come the template, the tokens, what was cut or left out, and finally an example row.
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
+    if job.request.choice.is_own and len({*job.config.evaluated_on}) > 1:
+        facts.append("each agent answers the rows of all agents; the run's evaluation.json scores it by its own rows")
     if job.questions.left_out and len(job.questions):
         facts.append(
             f"not asked: {job.questions.left_out} rows, which have no question, or no place for a whole answer"
