@@ -51,8 +51,9 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
         _take(reader, head, found, manager, story)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
-    if run := head.run or (token.run if token else None):
-        write_token(folder, Token(run, head.generation))
+    run = head.run or (token.run if token else UNKNOWN_RUN)
+    if run != UNKNOWN_RUN and token != (now := Token(run, head.generation)):
+        write_token(folder, now)
     return Found(head.generation, damage, same_run=True)
 
 
