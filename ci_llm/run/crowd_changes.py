@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_parts import crowd_settings, objective_of, optimizer_groups, rows_and_plan, schedules
-from ci_llm.run.crowd_requests import CrowdRequest, Decision, decide, read_waiting
+from ci_llm.run.crowd_requests import CrowdRequest, Decision, Unrecorded, decide, read_waiting
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.resume import STOPPED
 from ci_llm.run.setup import lengths_of, plan_ahead
@@ -39,7 +40,9 @@ def change_crowd(run: Run, verdict: Verdict) -> None:
         return
     if verdict.request:
         members = run.state.members or Members.configured(run.config)
-        if changes := run.processes.on_main(lambda: _changes_asked_for(run, members)):
+        dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
+        take = partial(_take_requests, run.config, members, run.state.step, dropped, run.unrecorded)
+        if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
             run.state = replace(run.state, members=members.with_planned(changes))
     make_due_changes(run)
 
@@ -121,31 +124,15 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
         yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
-def _changes_asked_for(run: Run, members: Members) -> list[CrowdChange]:
-    """On the main process: take the requests. They wait while the disk takes no record; each reason is told once."""
-    if not run.manager.holds_lease():
-        return []
-    dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
-    before, run.unrecorded = run.unrecorded, None
-    try:
-        return _take_requests(run.config, members, run.state.step, dropped)
-    except OSError as error:
-        run.unrecorded = error.strerror or str(error)
-        if run.unrecorded != before:
-            where = run.config.run_folder
-            logger.warning(f"crowd     requests wait in {where}: they cannot be put on record ({run.unrecorded})")
-        return []
-
-
-def _take_requests(config: Config, members: Members, step: int, dropped: Collection[int]) -> list[CrowdChange]:
-    """Decide about the requests in the run's folder, and put that on record before it acts or is told.
+def _take_requests(
+    config: Config, members: Members, step: int, dropped: Collection[int], unrecorded: Unrecorded
+) -> list[CrowdChange]:
+    """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record.
 
     Args:
         step: optimizer steps taken.
         dropped: numbers of the agents that take no steps any more.
-
-    Raises:
-        OSError: the disk refuses the record, and so nothing is decided.
+        unrecorded: why they waited before, which is not told again.
     """
     folder, decisions = config.run_folder, []
     for request in read_waiting(folder):
@@ -153,7 +140,13 @@ def _take_requests(config: Config, members: Members, step: int, dropped: Collect
         if decision.refused is None:
             members, _ = members.with_planned([decision.change]).after(step, config)
         decisions.append(decision)
-    decide(folder, decisions)
+    try:
+        decide(folder, decisions)  # before anything acts or is told
+    except OSError as error:
+        if unrecorded.is_news(error.strerror or str(error)):
+            logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({unrecorded.reason})")
+        return []
+    unrecorded.is_news(None)
     for refused in decisions:
         if refused.refused is not None:
             logger.warning(f"crowd     the request to {refused.verb} agent{refused.agent}: {refused.refused}")

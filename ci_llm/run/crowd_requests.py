@@ -59,6 +59,18 @@ class Decision:
         return CrowdChange.from_dict({"step": self.step, "verb": self.verb, "agent": self.agent, "own": self.own})
 
 
+@dataclass
+class Unrecorded:
+    """Why the disk takes no decision at present; None: it does."""
+
+    reason: str | None = None
+
+    def is_news(self, reason: str | None) -> bool:
+        """Note the present reason; whether it is one, and not the one of the step before."""
+        before, self.reason = self.reason, reason
+        return reason not in (None, before)
+
+
 def ask(run_folder: Path, verb: Verb, agent: int, own: Mapping[str, Any]) -> CrowdRequest:
     """Leave a request for the run in this folder.
 

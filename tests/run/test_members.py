@@ -26,6 +26,7 @@ from ci_llm.run.crowd_requests import (
     RECORD,
     CrowdRequest,
     Decision,
+    Unrecorded,
     ask,
     decide,
     forget_after,
@@ -240,7 +241,7 @@ def test_a_full_disk_is_told_once_and_the_request_waits(tmp_path: Path, monkeypa
         manager=SimpleNamespace(holds_lease=lambda: True),
         nonfinite=SimpleNamespace(dropped=lambda recovery: ()),
         is_finished=False,
-        unrecorded=None,
+        unrecorded=Unrecorded(),
     )
     verdict: Any = SimpleNamespace(request=True)
     ask(tmp_path, "stop", 9, {})
