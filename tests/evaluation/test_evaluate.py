@@ -6,11 +6,13 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.config import Config
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.metrics import METRICS, answer_reader
@@ -20,6 +22,8 @@ from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import rows as embedded_rows
+from ci_llm.evaluation.evaluate import _lines
+from ci_llm.evaluation.rows import Choice
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import render
 from tests.evaluation.trials import evaluate
@@ -331,6 +335,19 @@ def test_a_file_of_something_else_is_refused_before_anything_is_loaded(
 def test_plain_text_has_no_predictions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "plain.jsonl", {"text": "Ann has 5 pens."})
     assert "plain text has no answers" in refusal(capsys, saved, "--data", data, "--output", tmp_path / "p.jsonl")
+
+
+def test_agents_with_data_of_their_own_are_asked_the_rows_of_all_and_that_is_said() -> None:
+    rows = SimpleNamespace(description=["2 rows"])
+    job: Any = SimpleNamespace(
+        tokenized=SimpleNamespace(rows=rows, description=["2 rows", "a template", "tokens", "an example"]),
+        request=SimpleNamespace(choice=Choice(None, None, None, {})),
+        questions=SimpleNamespace(left_out=0),
+        config=Config(num_agents=2, agents=({"dataset_name": "a.jsonl"}, {"dataset_name": "b.jsonl"})),
+    )
+    assert any("each agent answers the rows of all agents" in line for line in _lines(job))
+    job.config = job.config.model_copy(update={"eval_dataset_name": "c.jsonl"})
+    assert _lines(job) == ["2 rows"], "one set scores all, here as in the run"
 
 
 # How sure it is
