@@ -16,7 +16,8 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
 from ci_llm.checkpoints.mirror import mirror as mirror_module
 from ci_llm.checkpoints.mirror import objects, pace
-from ci_llm.checkpoints.mirror.filling import Filled, fill
+from ci_llm.checkpoints.mirror.filling import fill
+from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.mirror import Mirror
 from ci_llm.checkpoints.state_files import take_snapshot
 from ci_llm.errors import MirrorUnreachable
@@ -64,10 +65,10 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool,
     run = _begin(folder, address, wiped, request_s)
     with CheckpointManager(run, max_to_keep=KEEP) as manager:
         mirror = Mirror(url, run, keep=KEEP, story=STORY)
-        filled = _filled(mirror, manager)
+        found = _found(mirror, manager)
         newest = manager.latest_step()
         assert newest is None or dict(manager.metadata(newest).files) == records(newest), "wrong bytes restored"
-        mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), filled.damage, same_run=filled.same_run)
+        mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), found)
         manager.after_save = lambda result: mirror.wake()
         with (run / STORY[0]).open("a") as metrics:
             metrics.write(f'{{"step": {step}}}\n')
@@ -79,7 +80,7 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool,
     return 0
 
 
-def _filled(mirror: Mirror, manager: CheckpointManager) -> Filled:
+def _found(mirror: Mirror, manager: CheckpointManager) -> Found:
     """As who starts the run again after an error."""
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
