@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
+# A file goes to one worker, which makes what its tests share once (pytest-xdist 3.8 knows no groups with pytest 9.2).
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # What `make coverage` runs.
@@ -33,7 +34,7 @@ train: install
 
 # Everything; last what starts ten nodes of a real SLURM, which would slow the others down.
 test: coverage
-	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm
+	$(PYTEST) -n $(JOBS) --dist loadfile --ignore=tests/slurm
 	$(PYTEST) tests/slurm
 
 # The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
@@ -43,7 +44,7 @@ coverage: install-dev
 
 # Everything again, and in full what `make test` samples: crash points, random histories, combinations of a matrix.
 campaign: install-dev
-	$(PYTEST) -n $(JOBS) --dist loadgroup --ignore=tests/slurm --campaign
+	$(PYTEST) -n $(JOBS) --dist loadfile --ignore=tests/slurm --campaign
 
 # Preemption, walltime, requeue, a dead node, on a real SLURM.
 test-slurm: install-dev
@@ -54,7 +55,7 @@ check: install-dev
 	@$(MAKE) --no-print-directory -j 2 lint fast
 
 fast: install-dev
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not slow" -q
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow" -q
 
 lint: install-dev
 	$(BIN)/ruff check .

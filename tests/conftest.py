@@ -49,20 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "server" in getattr(item, "fixturenames", ()):  # its start costs more than most tests
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("xdist_group") is None and _shares_a_fixture(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if not campaign.in_full:
         left_out = [item for item in items if item.get_closest_marker("campaign")]
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
-
-
-def _shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether a test uses what its module makes once: with its neighbours in one worker it is made once."""
-    information = getattr(item, "_fixtureinfo", None)
-    used = information.name2fixturedefs.values() if information else ()
-    return any(definitions[-1].scope == "module" for definitions in used)
 
 
 def pytest_configure(config: pytest.Config) -> None:

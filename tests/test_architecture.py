@@ -47,13 +47,9 @@ OWNERS = {
 }
 
 
-# The files are read once, by the worker that runs these tests, and not wherever they are collected.
-pytestmark = pytest.mark.xdist_group("architecture")
-
-
 @cache
 def texts() -> dict[str, str]:
-    """Every file of the package by its path in it."""
+    """Every file of the package by its path in it; read when a test asks, and not in every worker."""
     return {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 
 

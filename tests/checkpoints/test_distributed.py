@@ -29,7 +29,7 @@ from tools.testbed import crews
 from tools.testbed.forkserver import ForkServer
 
 POINTS = size(12, 48)
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.slow
 
 
 class World:

@@ -23,7 +23,7 @@ from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Trials, account, differences, train_watched
 
 # References that the tests share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("killed while saving")]
+pytestmark = pytest.mark.slow
 
 CELL = Cell(accumulation=4, dropout=0.1)
 PARTS = Cell(accumulation=4, dropout=0.1, ranks=2)

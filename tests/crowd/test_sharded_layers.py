@@ -28,7 +28,7 @@ from tools.testbed import tiny
 from tools.testbed.crews import enter
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded")]
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "gpt2", "gpt_neox", "qwen3", "mistral", "gemma2", "gemma3", "bloom", "phi", "cohere")

@@ -18,7 +18,7 @@ from tests.support.browser import CHROMIUM, Browser
 from tests.support.markdown import ROOT
 from tools.testbed.events import DEADLINE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,6 @@ from tests.support.log_lines import log_lines
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = pytest.mark.xdist_group("accelerate hooks")  # references that tests share
-
 
 def complete(server: ForkServer, folder: Path, processes: int, **how: Any) -> None:
     codes = server.run(hooked_loop, folder / "log", ranks=processes, folder=str(folder), **how)

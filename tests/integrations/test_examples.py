@@ -19,7 +19,7 @@ from examples import accelerate_loop, own_loop
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("examples")]  # references that tests share
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 ROWS_PER_STEP = 8

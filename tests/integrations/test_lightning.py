@@ -27,8 +27,7 @@ from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
 
-# A library that is slow to import, and references that tests share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lightning")]
+pytestmark = pytest.mark.slow
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 

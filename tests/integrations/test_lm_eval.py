@@ -26,8 +26,7 @@ from ci_llm.integrations.lm_eval import CrowdLM, main
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 from tools.testbed.forkserver import ForkServer
 
-# A library that is slow to import, and references that tests share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lm eval")]
+pytestmark = pytest.mark.slow
 
 ROWS = embedded_rows("test")[:4]
 LONG = " ".join(row["question"] for row in embedded_rows("test")[:40])

@@ -16,7 +16,7 @@ from tests.support.browser import CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("report")]
+pytestmark = pytest.mark.slow
 
 KEYS = {
     "max_train_steps": 16,

@@ -16,7 +16,7 @@ from tests.support.children import SCRIPTS
 from tools.testbed.forkserver import ENVIRONMENT, ForkServer
 from tools.testbed.trials import account, differences, unwitnessed
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("beginnings")]
+pytestmark = pytest.mark.slow
 
 
 #: A begin, an end, and a number of processes; in the sample each begin meets each end, and both meet both numbers.

@@ -15,8 +15,7 @@ from tests.support.asked import train_asked
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
-# References that trials share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("changing crowd")]
+pytestmark = pytest.mark.slow
 
 #: One agent for 6 steps, then 3 of its clones for 2: the agent-steps of 3 agents over 4 steps.
 BRANCHING: Final = {"num_agents": 3, "branch_at": 0.5, "max_train_steps": 4, "eval_steps": 3, "logging_steps": 4}

@@ -21,8 +21,7 @@ from tests.support.children import ROOT, Child
 from tools.testbed.forkserver import ENVIRONMENT, ForkServer, free_port
 from tools.testbed.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
-# References that trials share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exactness")]
+pytestmark = pytest.mark.slow
 
 ONE_PROCESS = matrix(moment=MOMENTS, accumulation=(1, 4), dropout=(0.0, 0.1), workers=(0, 2))
 OTHER_MATHS = [

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import train_watched
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first wave")]
+pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/first_wave"
 KEYS: dict[str, Any] = {

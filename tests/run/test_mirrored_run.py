@@ -15,7 +15,7 @@ from tests.support import campaign
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mirrored run")]
+pytestmark = pytest.mark.slow
 
 TRIALS = 100 if campaign.in_full else 3
 

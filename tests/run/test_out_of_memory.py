@@ -19,7 +19,7 @@ from tests.support.faults import Fault, adapters, fired, metrics, said, samples,
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("healing memory")]
+pytestmark = pytest.mark.slow
 
 ROWS = 16
 BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_train_samples": 100}

@@ -16,8 +16,7 @@ from tests.support.agent_facts import facts_of
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
-# References that trials share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own rows")]
+pytestmark = pytest.mark.slow
 
 #: 12 steps of 4 rows: epochs of 2, 5, 3 and 5 steps, with short last steps of one micro-batch or with one row.
 NAMES: Final = ("few", "many", "ordered", "again")

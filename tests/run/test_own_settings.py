@@ -14,8 +14,7 @@ from tests.support.agent_facts import facts_of
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
-# References that trials share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own settings")]
+pytestmark = pytest.mark.slow
 
 SMALL: Final = "{name: small, seed: 1, lora_rank: 3, lora_alpha: 5, use_rslora: true, learning_rate: 1e-3}"
 DROPPING: Final = "{name: dropping, seed: 2, lora_dropout: 0.2, dropconnect_p: 0.1, lr_scheduler_type: linear}"

@@ -18,7 +18,7 @@ from tests.support.campaign import sampled, sampled_cases
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded")]
+pytestmark = pytest.mark.slow
 
 PRODUCTS = 28  # adapted layers of the embedded base: so many products in a forward pass, and as many in a backward pass
 #: 13 rows in steps of 8: processes run out of rows before the others do. Two evaluations, one that generates.

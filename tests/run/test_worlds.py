@@ -25,7 +25,7 @@ from tests.support.campaign import sampled
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Fate, train_watched
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worlds")]  # references that tests share
+pytestmark = pytest.mark.slow
 
 AGENTS = 2
 GLOBAL_BATCH = 8

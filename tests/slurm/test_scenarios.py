@@ -18,7 +18,7 @@ from tests.slurm import scenarios
 from tests.slurm.cluster import GRACE_S, KILL_WAIT_S, Cluster, until
 from tests.slurm.scenarios import CAUGHT_AT, STEPS, Scenario
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slow
 
 AT_ONCE = 6  # that many scenarios; more would only wait for the two cores of a small machine
 #: After `out_of_time`, whose clock runs. Who waits for SLURM to miss a node comes early.

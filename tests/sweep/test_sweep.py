@@ -22,8 +22,7 @@ from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, sin
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import _leaves, differences
 
-# References that the trials share.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sweep")]
+pytestmark = pytest.mark.slow
 
 Folder = Callable[[], Path]
 

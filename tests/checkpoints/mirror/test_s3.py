@@ -16,7 +16,7 @@ from tools.testbed import mirrored
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.object_store import BUCKET, CREDENTIALS, FAULTS, FaultProxy, s3_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
