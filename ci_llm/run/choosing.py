@@ -1,0 +1,100 @@
+"""`crowd: auto`: whether the crowd is kept, or one of its agents goes on alone and takes the steps of the others.
+
+It is decided once, by an evaluation after a quarter of the steps. Agents that know their training rows better than the
+crowd knows new ones have learned what these rows can teach one agent: more steps would go into memorising, and a crowd
+averages that away. Agents that know their training rows no better are not done learning: more steps help them more than
+company does. The change acts after the step that follows, as what people ask for does, and it is on record before it
+acts, so that an attempt which goes on from an older checkpoint makes it at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ci_llm.config import Config
+from ci_llm.run.context import Run
+from ci_llm.run.crowd_requests import Decision, put_on_record, read_record
+from ci_llm.run.members import CrowdChange, Members
+from ci_llm.run.state import Choice
+
+logger = logging.getLogger(__name__)
+
+#: The metric that the decision takes beside those of an evaluation: nats per target token, mean over agents.
+TRAINING_NLL: Final = "choice/training_nll"
+_ID: Final = "crowd-auto"
+
+
+def consider(run: Run, metrics: Mapping[str, Any]) -> None:
+    """Decide, if the evaluation after the present step is the one that decides. A collective.
+
+    Args:
+        metrics: of that evaluation, by the names of metrics.jsonl.
+    """
+    if not run.is_choosing or TRAINING_NLL not in metrics:
+        return
+    members = run.state.members or Members.configured(run.config)
+    decide = partial(_decide, run.config, run.state.step, members, metrics, may_write=run.manager.holds_lease)
+    choice = run.processes.on_main(decide)
+    run.state = run.state.with_choice(choice, members.with_planned(changes_of(choice, run.config)))
+    run.status.choice = str(choice)
+    logger.info(f"crowd     {choice}")
+
+
+def choose(step: int, training: float, crowd: float, agents: Sequence[float], numbers: Sequence[int]) -> Choice:
+    """What the evaluation after `step` decides.
+
+    Args:
+        training: NLL of the agents on training rows, their mean.
+        crowd, agents: NLL of the crowd and of every agent on validation rows.
+        numbers: of the agents.
+    """
+    if training >= crowd and all(map(math.isfinite, agents)):
+        _, best = min(zip(agents, numbers, strict=True))
+        return Choice(step, training, crowd, best)
+    return Choice(step, training, crowd)
+
+
+def changes_of(choice: Choice, config: Config) -> list[CrowdChange]:
+    """The change of the crowd that follows: none, if it is kept.
+
+    One agent then takes K times the steps that it would have taken in the crowd, and its learning rate is divided by
+    the root of K.
+    """
+    if choice.agent is None:
+        return []
+    own = {"learning_rate": config.learning_rate / math.sqrt(config.num_agents)}
+    return [CrowdChange(choice.step + 1, "single_out", choice.agent, own)]
+
+
+def _decide(
+    config: Config, step: int, members: Members, metrics: Mapping[str, Any], may_write: Callable[[], bool]
+) -> Choice:
+    """On the main process: as an earlier attempt has decided, if one has; on record before it acts."""
+    agents = [float(metrics[f"eval/{name}/nll"]) for name in members.folders]
+    numbers = [each.number for each in members.agents]
+    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents, numbers)
+    if (known := _known(config.run_folder, step)) is not None:
+        return Choice(step, choice.training, choice.crowd, known.agent if known.refused is None else None)
+    if may_write():
+        _record(config, choice)
+    return choice
+
+
+def _known(folder: Path, step: int) -> Decision | None:
+    found = [each for each in read_record(folder) if each.id == _ID and each.step == step + 1]
+    return found[-1] if found else None
+
+
+def _record(config: Config, choice: Choice) -> None:
+    changes = changes_of(choice, config)
+    kept = Decision(_ID, choice.step + 1, "single_out", 0, refused=str(choice))
+    decision = Decision(_ID, *vars(changes[0]).values()) if changes else kept
+    try:
+        put_on_record(config.run_folder, decision)
+    except OSError as error:
+        logger.warning(f"crowd     what was decided cannot be put on record, the run goes on: {error.strerror}")
