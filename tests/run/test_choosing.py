@@ -94,12 +94,19 @@ def test_what_leaves_nothing_to_decide(keys: dict[str, object], says: str) -> No
 
 # As runs
 
-#: The third of 12 steps decides. At the start of a training the agents know no rows yet, and one goes on alone.
-KEYS: Final = {"num_agents": 3, "max_train_steps": 12, "crowd": "auto", "eval_steps": 5, "logging_steps": 1}
+#: The third of 12 steps decides. On the same rows the mean of probabilities is never worse than the mean of the agents:
+#: an evaluation on the training rows always lets one agent go on alone.
+KEYS: Final[dict[str, Any]] = {
+    **{"num_agents": 3, "max_train_steps": 12, "crowd": "auto", "eval_steps": 5, "logging_steps": 1},
+    **{"eval_split": "train", "eval_samples": "null"},
+}
 DECIDES, LAST = 3, 4 + 3 * 8
 CELL: Final = Cell()
-#: Two rows that are learned by heart before the decision.
-BY_HEART: Final = KEYS | {"max_train_samples": 2, "learning_rate": 2e-2, "num_warmup_steps": 0, "max_train_steps": 24}
+#: Two rows that are learned by heart before the decision, and others to evaluate on.
+BY_HEART: Final = KEYS | {
+    **{"max_train_samples": 2, "learning_rate": 2e-2, "num_warmup_steps": 0, "max_train_steps": 24},
+    **{"eval_split": "validation", "eval_samples": 8},
+}
 
 in_trials = [pytest.mark.slow, pytest.mark.xdist_group("choosing")]
 
@@ -177,8 +184,11 @@ class TestRuns:
         assert trials.train(CELL, folder, **KEYS) == [0], (folder / "log").read_text()
         assert read(folder, "evaluation.json")["names"] == [f"agent{other}"]
 
+    def test_loader_workers_prepare_the_rows_of_the_longer_run(self, trials: Trials, alone: Path) -> None:
+        assert not differences(account(alone), account(complete(trials, Cell(workers=2), **KEYS)))
+
     def test_two_processes_agree_and_repeat_it(self, trials: Trials) -> None:
-        cell = Cell(ranks=2, workers=1)
+        cell = Cell(ranks=2)
         undisturbed = complete(trials, cell, **KEYS)
         assert read(undisturbed, "evaluation.json")["agent_steps"] == 3 * 12
         folder, fate = trials.new_folder(), Fate("SIGKILL", DECIDES + 1, committed=DECIDES)
