@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -38,25 +38,26 @@ def consider(run: Run, metrics: Mapping[str, Any]) -> None:
     if not run.is_choosing or TRAINING_NLL not in metrics:
         return
     members = run.state.members or Members.configured(run.config)
-    decide = partial(_decide, run.config, run.state.step, members, metrics, may_write=run.manager.holds_lease)
+    dropped = run.nonfinite.dropped(run.state.recovery)
+    train = {each.folder: each.number for k, each in enumerate(members.agents) if k not in dropped}
+    decide = partial(_decide, run.config, run.state.step, train, metrics, may_write=run.manager.holds_lease)
     choice = run.processes.on_main(decide)
     run.state = run.state.with_choice(choice, members.with_planned(changes_of(choice, run.config)))
     run.status.choice = str(choice)
     logger.info(f"crowd     {choice}")
 
 
-def choose(step: int, training: float, crowd: float, agents: Sequence[float], numbers: Sequence[int]) -> Choice:
+def choose(step: int, training: float, crowd: float, agents: Mapping[int, float]) -> Choice:
     """What the evaluation after `step` decides.
 
     Args:
         training: NLL of the agents on training rows, their mean.
-        crowd, agents: NLL of the crowd and of every agent on validation rows.
-        numbers: of the agents.
+        crowd: NLL of the crowd on validation rows.
+        agents: the same of the agents that can go on, by number.
     """
-    if training >= crowd and all(map(math.isfinite, agents)):
-        _, best = min(zip(agents, numbers, strict=True))
-        return Choice(step, training, crowd, best)
-    return Choice(step, training, crowd)
+    sound = {number: nll for number, nll in agents.items() if math.isfinite(nll)}
+    alone = training >= crowd and sound
+    return Choice(step, training, crowd, min(sound, key=lambda number: sound[number]) if alone else None)
 
 
 def changes_of(choice: Choice, config: Config) -> list[CrowdChange]:
@@ -72,12 +73,15 @@ def changes_of(choice: Choice, config: Config) -> list[CrowdChange]:
 
 
 def _decide(
-    config: Config, step: int, members: Members, metrics: Mapping[str, Any], may_write: Callable[[], bool]
+    config: Config, step: int, train: Mapping[str, int], metrics: Mapping[str, Any], may_write: Callable[[], bool]
 ) -> Choice:
-    """On the main process: as an earlier attempt has decided, if one has; on record before it acts."""
-    agents = [float(metrics[f"eval/{name}/nll"]) for name in members.folders]
-    numbers = [each.number for each in members.agents]
-    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents, numbers)
+    """On the main process: as an earlier attempt has decided, if one has; on record before it acts.
+
+    Args:
+        train: name -> number of the agents that train.
+    """
+    agents = {number: float(metrics[f"eval/{name}/nll"]) for name, number in train.items()}
+    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents)
     if (known := _known(config.run_folder, step)) is not None:
         return Choice(step, choice.training, choice.crowd, known.agent if known.refused is None else None)
     if may_write():
@@ -91,9 +95,9 @@ def _known(folder: Path, step: int) -> Decision | None:
 
 
 def _record(config: Config, choice: Choice) -> None:
-    changes = changes_of(choice, config)
-    kept = Decision(_ID, choice.step + 1, "single_out", 0, refused=str(choice))
-    decision = Decision(_ID, *vars(changes[0]).values()) if changes else kept
+    decision = Decision(_ID, choice.step + 1, "single_out", 0, refused=str(choice))
+    for change in changes_of(choice, config):
+        decision = Decision(_ID, change.step, change.verb, change.agent, change.own)
     try:
         put_on_record(config.run_folder, decision)
     except OSError as error:

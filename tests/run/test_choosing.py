@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from ci_llm.config import Config
 from ci_llm.core.typed_json import dump_json, load_json
+from ci_llm.embedded.stories import rows
 from ci_llm.errors import ConfigError
 from ci_llm.run.choosing import TRAINING_NLL, changes_of, choose
 from ci_llm.run.members import CrowdChange, Members, config_of
@@ -28,12 +31,12 @@ AUTO: Final = Config(num_agents=4, crowd="auto", learning_rate=8e-3)
 
 
 def test_agents_that_know_their_rows_better_than_the_crowd_knows_new_ones_stay_together() -> None:
-    agents = [0.4, 0.2, 0.3]
-    assert choose(5, 0.10, 0.15, agents, [0, 1, 2]).agent is None
-    assert choose(5, 0.15, 0.15, agents, [0, 1, 2]).agent == 1
-    assert choose(5, 0.20, 0.15, agents, [0, 4, 7]).agent == 4
-    assert choose(5, 0.20, 0.15, [0.4, float("nan"), 0.3], [0, 1, 2]).agent is None
-    assert choose(5, float("nan"), 0.15, agents, [0, 1, 2]).agent is None
+    agents = {0: 0.4, 4: 0.2, 7: 0.3}
+    assert choose(5, 0.10, 0.15, agents).agent is None
+    assert choose(5, 0.15, 0.15, agents).agent == 4
+    assert choose(5, 0.20, 0.15, agents | {4: math.nan}).agent == 7
+    assert choose(5, 0.20, 0.15, {0: math.nan}).agent is None
+    assert choose(5, math.nan, 0.15, agents).agent is None
 
 
 @given(st.integers(2, 12), st.integers(4, 5000))
@@ -94,19 +97,12 @@ def test_what_leaves_nothing_to_decide(keys: dict[str, object], says: str) -> No
 
 # As runs
 
-#: The third of 12 steps decides. On the same rows the mean of probabilities is never worse than the mean of the agents:
-#: an evaluation on the training rows always lets one agent go on alone.
-KEYS: Final[dict[str, Any]] = {
-    **{"num_agents": 3, "max_train_steps": 12, "crowd": "auto", "eval_steps": 5, "logging_steps": 1},
-    **{"eval_split": "train", "eval_samples": "null"},
-}
+#: The third of 12 steps decides.
+KEYS: Final = {"num_agents": 3, "max_train_steps": 12, "crowd": "auto", "eval_steps": 5, "logging_steps": 1}
 DECIDES, LAST = 3, 4 + 3 * 8
 CELL: Final = Cell()
 #: Two rows that are learned by heart before the decision, and others to evaluate on.
-BY_HEART: Final = KEYS | {
-    **{"max_train_samples": 2, "learning_rate": 2e-2, "num_warmup_steps": 0, "max_train_steps": 24},
-    **{"eval_split": "validation", "eval_samples": 8},
-}
+BY_HEART: Final = KEYS | {"max_train_samples": 2, "learning_rate": 2e-2, "num_warmup_steps": 0, "max_train_steps": 24}
 
 in_trials = [pytest.mark.slow, pytest.mark.xdist_group("choosing")]
 
@@ -127,9 +123,21 @@ def read(folder: Path, name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone(trials: Trials) -> Path:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a run of which one agent goes on alone: it is evaluated on its training rows.
+
+    There the mean of probabilities is never worse than the agents' mean.
+    """
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, islice(rows("train"), 9))))
+    same = {"dataset_name": file, "eval_dataset_name": file, "max_train_samples": 9, "eval_samples": 9}
+    return KEYS | same
+
+
+@pytest.fixture(scope="module")
+def alone(trials: Trials, keys: dict[str, Any]) -> Path:
     """The folder of an undisturbed run of which one agent goes on alone."""
-    return complete(trials, **KEYS)
+    return complete(trials, **keys)
 
 
 class TestRuns:
@@ -154,26 +162,32 @@ class TestRuns:
         assert trained == [3] * (DECIDES + 1) + [1] * (LAST - DECIDES - 1)
 
     @pytest.mark.parametrize("saved", range(DECIDES - 1, DECIDES + 3))
-    def test_a_run_killed_around_the_decision(self, trials: Trials, alone: Path, saved: int) -> None:
+    def test_a_run_killed_around_the_decision(
+        self, trials: Trials, keys: dict[str, Any], alone: Path, saved: int
+    ) -> None:
         folder, fate = trials.new_folder(), Fate("SIGKILL", saved + 1, committed=saved)
-        assert trials.train(CELL, folder, fate, save_steps=saved, **KEYS) == [-signal.SIGKILL]
-        assert trials.train(CELL, folder, **KEYS) == [0], (folder / "log").read_text()
+        assert trials.train(CELL, folder, fate, save_steps=saved, **keys) == [-signal.SIGKILL]
+        assert trials.train(CELL, folder, **keys) == [0], (folder / "log").read_text()
         log = (folder / "run/training.log").read_text()
         assert f"step {saved} of" in log
         assert "exactness: bitwise" in log
         assert not differences(account(alone), account(folder))
 
-    def test_a_run_killed_while_it_evaluates_for_the_decision(self, trials: Trials, alone: Path) -> None:
+    def test_a_run_killed_while_it_evaluates_for_the_decision(
+        self, trials: Trials, keys: dict[str, Any], alone: Path
+    ) -> None:
         folder, fate = trials.new_folder(), Fate("SIGKILL", DECIDES, None, committed=DECIDES)
-        assert trials.train(CELL, folder, fate, save_steps=DECIDES, **KEYS) == [-signal.SIGKILL]
-        assert trials.train(CELL, folder, **KEYS) == [0], (folder / "log").read_text()
+        assert trials.train(CELL, folder, fate, save_steps=DECIDES, **keys) == [-signal.SIGKILL]
+        assert trials.train(CELL, folder, **keys) == [0], (folder / "log").read_text()
         assert not differences(account(alone), account(folder))
 
-    def test_what_was_decided_is_done_again_from_an_older_checkpoint(self, trials: Trials, alone: Path) -> None:
+    def test_what_was_decided_is_done_again_from_an_older_checkpoint(
+        self, trials: Trials, keys: dict[str, Any], alone: Path
+    ) -> None:
         """Whatever the evaluation says the second time: the record does."""
         folder, fate = trials.new_folder(), Fate("SIGKILL", DECIDES + 3, committed=DECIDES + 2)
-        keys = KEYS | {"save_steps": 1, "save_total_limit": 20}
-        assert trials.train(CELL, folder, fate, **keys) == [-signal.SIGKILL]
+        often = {"save_steps": 1, "save_total_limit": 20}
+        assert trials.train(CELL, folder, fate, **keys, **often) == [-signal.SIGKILL]
         for newer in [path for path in folder.glob("run/checkpoint_step_*") if path.name != "checkpoint_step_1"]:
             newer.rename(folder / newer.name)
         (decision,) = read(folder, "crowd_changes.json")
@@ -181,19 +195,21 @@ class TestRuns:
         assert (decision["step"], f"agent{decision['agent']}") == (DECIDES + 1, survivor)
         other = (decision["agent"] + 1) % 3
         (folder / "run/crowd_changes.json").write_text(json.dumps([decision | {"agent": other}]))
-        assert trials.train(CELL, folder, **KEYS) == [0], (folder / "log").read_text()
+        assert trials.train(CELL, folder, **keys) == [0], (folder / "log").read_text()
         assert read(folder, "evaluation.json")["names"] == [f"agent{other}"]
 
-    def test_loader_workers_prepare_the_rows_of_the_longer_run(self, trials: Trials, alone: Path) -> None:
-        assert not differences(account(alone), account(complete(trials, Cell(workers=2), **KEYS)))
+    def test_loader_workers_prepare_the_rows_of_the_longer_run(
+        self, trials: Trials, keys: dict[str, Any], alone: Path
+    ) -> None:
+        assert not differences(account(alone), account(complete(trials, Cell(workers=2), **keys)))
 
-    def test_two_processes_agree_and_repeat_it(self, trials: Trials) -> None:
+    def test_two_processes_agree_and_repeat_it(self, trials: Trials, keys: dict[str, Any]) -> None:
         cell = Cell(ranks=2)
-        undisturbed = complete(trials, cell, **KEYS)
+        undisturbed = complete(trials, cell, **keys)
         assert read(undisturbed, "evaluation.json")["agent_steps"] == 3 * 12
         folder, fate = trials.new_folder(), Fate("SIGKILL", DECIDES + 1, committed=DECIDES)
-        assert trials.train(cell, folder, fate, save_steps=DECIDES, **KEYS) == [-signal.SIGKILL] * 2
-        assert trials.train(cell, folder, **KEYS) == [0, 0], (folder / "log").read_text()
+        assert trials.train(cell, folder, fate, save_steps=DECIDES, **keys) == [-signal.SIGKILL] * 2
+        assert trials.train(cell, folder, **keys) == [0, 0], (folder / "log").read_text()
         assert not differences(account(undisturbed), account(folder))
 
     def test_a_crowd_that_is_kept_trains_as_one_that_is_fixed(self, trials: Trials) -> None:
