@@ -152,11 +152,7 @@ class AgentKeys(Keys):
         "train one agent for this share of the agent-steps, then num_agents clones of it, each with row weights of its"
         " own, for the rest; null: num_agents agents from the start (docs/crowd.md)",
     )
-    crowd: Literal["fixed", "auto"] = exact(
-        "fixed",
-        "auto: decide after a quarter of the steps, by validation, whether the crowd is kept or one agent goes on alone"
-        " and takes the steps of the others too (docs/crowd.md)",
-    )
+    crowd: Literal["fixed", "auto"] = exact("fixed", "auto: validation decides whether one agent goes on alone")
     init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
     )

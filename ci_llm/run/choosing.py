@@ -12,14 +12,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config import Config
-from ci_llm.run.context import Run
 from ci_llm.run.crowd_requests import Decision, put_on_record, read_record
-from ci_llm.run.members import CrowdChange, Members
+from ci_llm.run.members import CrowdChange
 from ci_llm.run.state import Choice
 
 logger = logging.getLogger(__name__)
@@ -29,22 +27,24 @@ TRAINING_NLL: Final = "choice/training_nll"
 _ID: Final = "crowd-auto"
 
 
-def consider(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Decide, if the evaluation after the present step is the one that decides. A collective.
+def decide(
+    config: Config, step: int, train: Mapping[str, int], metrics: Mapping[str, Any], may_write: Callable[[], bool]
+) -> Choice:
+    """Decide on the main process: as an earlier attempt has decided, if one has; on record before it acts.
 
     Args:
-        metrics: of that evaluation, by the names of metrics.jsonl.
+        step: optimizer steps taken.
+        train: name -> number of the agents that train.
+        metrics: of the evaluation after that step, by the names of metrics.jsonl.
+        may_write: whether this attempt holds the run's folder.
     """
-    if not run.is_choosing or TRAINING_NLL not in metrics:
-        return
-    members = run.state.members or Members.configured(run.config)
-    dropped = run.nonfinite.dropped(run.state.recovery)
-    train = {each.folder: each.number for k, each in enumerate(members.agents) if k not in dropped}
-    decide = partial(_decide, run.config, run.state.step, train, metrics, may_write=run.manager.holds_lease)
-    choice = run.processes.on_main(decide)
-    run.state = run.state.with_choice(choice, members.with_planned(changes_of(choice, run.config)))
-    run.status.choice = str(choice)
-    logger.info(f"crowd     {choice}")
+    agents = {number: float(metrics[f"eval/{name}/nll"]) for name, number in train.items()}
+    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents)
+    if (known := _known(config.run_folder, step)) is not None:
+        return Choice(step, choice.training, choice.crowd, known.agent if known.refused is None else None)
+    if may_write():
+        _record(config, choice)
+    return choice
 
 
 def choose(step: int, training: float, crowd: float, agents: Mapping[int, float]) -> Choice:
@@ -70,23 +70,6 @@ def changes_of(choice: Choice, config: Config) -> list[CrowdChange]:
         return []
     own = {"learning_rate": config.learning_rate / math.sqrt(config.num_agents)}
     return [CrowdChange(choice.step + 1, "single_out", choice.agent, own)]
-
-
-def _decide(
-    config: Config, step: int, train: Mapping[str, int], metrics: Mapping[str, Any], may_write: Callable[[], bool]
-) -> Choice:
-    """On the main process: as an earlier attempt has decided, if one has; on record before it acts.
-
-    Args:
-        train: name -> number of the agents that train.
-    """
-    agents = {number: float(metrics[f"eval/{name}/nll"]) for name, number in train.items()}
-    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents)
-    if (known := _known(config.run_folder, step)) is not None:
-        return Choice(step, choice.training, choice.crowd, known.agent if known.refused is None else None)
-    if may_write():
-        _record(config, choice)
-    return choice
 
 
 def _known(folder: Path, step: int) -> Decision | None:

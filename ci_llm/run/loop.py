@@ -25,9 +25,9 @@ from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
-from ci_llm.run.choosing import TRAINING_NLL, consider
+from ci_llm.run.choosing import TRAINING_NLL
 from ci_llm.run.context import Run
-from ci_llm.run.crowd_changes import change_crowd
+from ci_llm.run.crowd_changes import change_crowd, consider
 from ci_llm.run.crowd_parts import stretches
 from ci_llm.run.crowd_requests import is_waiting
 from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics
