@@ -153,10 +153,11 @@ class AgentKeys(Keys):
     )
     branch_at: Annotated[float, Gt(0), Lt(1)] | None = exact(
         None,
-        "train one agent for this share of the agent-steps, then num_agents clones of it, each with row weights of its"
-        " own, for the rest; null: num_agents agents from the start (docs/crowd.md)",
+        "train one agent for this share of the agent-steps, then num_agents clones of it; null: off (docs/crowd.md)",
     )
-    crowd: Literal["fixed", "auto"] = exact("fixed", "auto: validation decides whether one agent goes on alone")
+    crowd: Literal["fixed", "auto"] = exact(
+        "fixed", "auto: a quarter through, validation keeps the crowd or lets one agent go on alone (docs/crowd.md)"
+    )
     init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
     )
