@@ -152,11 +152,10 @@ class AgentKeys(Keys):
         (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
     )
     branch_at: Annotated[float, Gt(0), Lt(1)] | None = exact(
-        None,
-        "train one agent for this share of the agent-steps, then num_agents clones of it; null: off (docs/crowd.md)",
+        None, "train one agent for this share of the agent-steps, then num_agents clones; null: off (docs/crowd.md)"
     )
     crowd: Literal["fixed", "auto"] = exact(
-        "fixed", "auto: a quarter through, validation keeps the crowd or lets one agent go on alone (docs/crowd.md)"
+        "fixed", "auto: at a quarter, validation keeps the crowd or lets one agent go on alone (docs/crowd.md)"
     )
     init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
