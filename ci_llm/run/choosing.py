@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config import Config
+from ci_llm.distributed.processes import Processes
 from ci_llm.run.crowd_requests import Decision, put_on_record, read_record
-from ci_llm.run.members import CrowdChange
-from ci_llm.run.state import Choice
+from ci_llm.run.members import CrowdChange, Members
+from ci_llm.run.state import Choice, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +29,26 @@ TRAINING_NLL: Final = "choice/training_nll"
 _ID: Final = "crowd-auto"
 
 
-def decide(
-    config: Config, step: int, train: Mapping[str, int], metrics: Mapping[str, Any], may_write: Callable[[], bool]
-) -> Choice:
-    """Decide on the main process: as an earlier attempt has decided, if one has; on record before it acts.
+def decided(
+    config: Config,
+    state: TrainState,
+    metrics: Mapping[str, Any],
+    dropped: Collection[int],
+    processes: Processes,
+    may_write: Callable[[], bool],
+) -> TrainState:
+    """The state in which it is decided about the crowd, with the change that is planned for it. A collective.
 
     Args:
-        step: optimizer steps taken.
-        train: name -> number of the agents that train.
-        metrics: of the evaluation after that step, by the names of metrics.jsonl.
+        metrics: of the evaluation after the present step, by the names of metrics.jsonl.
+        dropped: places of the agents that take no steps any more.
         may_write: whether this attempt holds the run's folder.
     """
-    agents = {number: float(metrics[f"eval/{name}/nll"]) for name, number in train.items()}
-    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents)
-    if (known := _known(config.run_folder, step)) is not None:
-        return Choice(step, choice.training, choice.crowd, known.agent if known.refused is None else None)
-    if may_write():
-        _record(config, choice)
-    return choice
+    members = state.members or Members.configured(config)
+    train = {each.folder: each.number for k, each in enumerate(members.agents) if k not in dropped}
+    choice = processes.on_main(partial(_decide, config, state.step, train, metrics, may_write))
+    logger.info(f"crowd     {choice}")
+    return state.with_choice(choice, members.with_planned(changes_of(choice, config)))
 
 
 def choose(step: int, training: float, crowd: float, agents: Mapping[int, float]) -> Choice:
@@ -70,6 +74,23 @@ def changes_of(choice: Choice, config: Config) -> list[CrowdChange]:
         return []
     own = {"learning_rate": config.learning_rate / math.sqrt(config.num_agents)}
     return [CrowdChange(choice.step + 1, "single_out", choice.agent, own)]
+
+
+def _decide(
+    config: Config, step: int, train: Mapping[str, int], metrics: Mapping[str, Any], may_write: Callable[[], bool]
+) -> Choice:
+    """On the main process: as an earlier attempt has decided, if one has; on record before it acts.
+
+    Args:
+        train: name -> number of the agents that train.
+    """
+    agents = {number: float(metrics[f"eval/{name}/nll"]) for name, number in train.items()}
+    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents)
+    if (known := _known(config.run_folder, step)) is not None:
+        return Choice(step, choice.training, choice.crowd, known.agent if known.refused is None else None)
+    if may_write():
+        _record(config, choice)
+    return choice
 
 
 def _known(folder: Path, step: int) -> Decision | None:

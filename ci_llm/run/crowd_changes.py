@@ -9,7 +9,7 @@ checkpoints.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,8 +20,6 @@ from torch import Tensor
 from ci_llm.config import Config
 from ci_llm.crowd.model import Crowd
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run import choosing
-from ci_llm.run.choosing import TRAINING_NLL
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_parts import crowd_settings, objective_of, optimizer_groups, rows_and_plan, schedules
 from ci_llm.run.crowd_requests import CrowdRequest, Decision, decide, read_waiting
@@ -47,24 +45,6 @@ def change_crowd(run: Run, verdict: Verdict) -> None:
         if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
             run.state = replace(run.state, members=members.with_planned(changes))
     make_due_changes(run)
-
-
-def consider(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Decide about the crowd, if the evaluation after the present step is the one that does. A collective.
-
-    Args:
-        metrics: of that evaluation, by the names of metrics.jsonl.
-    """
-    if not run.is_choosing or TRAINING_NLL not in metrics:
-        return
-    members = run.state.members or Members.configured(run.config)
-    dropped = run.nonfinite.dropped(run.state.recovery)
-    train = {each.folder: each.number for k, each in enumerate(members.agents) if k not in dropped}
-    make = partial(choosing.decide, run.config, run.state.step, train, metrics, may_write=run.manager.holds_lease)
-    choice = run.processes.on_main(make)
-    run.state = run.state.with_choice(choice, members.with_planned(choosing.changes_of(choice, run.config)))
-    run.status.choice = str(choice)
-    logger.info(f"crowd     {choice}")
 
 
 def make_due_changes(run: Run) -> None:

@@ -25,9 +25,9 @@ from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
-from ci_llm.run.choosing import TRAINING_NLL
+from ci_llm.run.choosing import TRAINING_NLL, decided
 from ci_llm.run.context import Run
-from ci_llm.run.crowd_changes import change_crowd, consider
+from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.crowd_parts import stretches
 from ci_llm.run.crowd_requests import is_waiting
 from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics
@@ -247,12 +247,15 @@ def evaluate(run: Run) -> str | None:
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Let the evaluation after the present step decide which step is best. A collective."""
+    """Let the evaluation after the present step decide which step is best, and about the crowd. A collective."""
     threshold = run.config.early_stopping_threshold
     validation = validation_after(run.state, metrics, threshold, run.processes)
     run.state = replace(run.state, validation=validation)
     run.status.best_step = validation.best_step
-    consider(run, metrics)
+    if run.is_choosing and TRAINING_NLL in metrics:
+        dropped = run.nonfinite.dropped(run.state.recovery)
+        run.state = decided(run.config, run.state, metrics, dropped, run.processes, run.manager.holds_lease)
+        run.status.choice = str(run.state.choice)
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
