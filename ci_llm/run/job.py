@@ -265,6 +265,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
     run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
+    run.status.choice = str(run.state.choice) if run.state.choice else None
     run.mirror.on_change = partial(setattr, run.status, "mirror")
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
@@ -407,6 +408,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         "step": step,
         "last_step": run.state.step,
         "agent_steps": run.state.agent_steps,
+        **({"choice": str(run.state.choice)} if run.state.choice else {}),
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
         "warning": run.status.warning,

@@ -44,6 +44,8 @@ def score_table(record: Mapping[str, Any]) -> str:
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
     interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
     lines.append(f"exact match of {what}, over {rows_evaluated(record['n'], record['rows_trained_on'])}{interval}")
+    if record.get("choice"):
+        lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
