@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence, Sized
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 from ci_llm.config import Config
@@ -80,7 +80,7 @@ def recognised(
     Raises:
         DataError: it is a stream, it is empty, or no column can be used.
     """
-    if not isinstance(data, Sized):
+    if not hasattr(data, "__len__"):
         raise DataError(
             "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
             "buffer, so an interrupted run could not go on exactly.",
