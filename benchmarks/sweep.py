@@ -52,7 +52,6 @@ RANKS = (4, 16)
 GRID = [{"lora_rank": rank, "learning_rate": float(f"{rate:.3g}")} for rank in RANKS for rate in RATES]
 KEEP, RUNGS = 0.25, 3
 BARE = ("report_to=none", "write_report=false", "save_steps=null", "save_interval_seconds=null", "eval_steps=null")
-#: Modules that "all-linear" adapts.
 EVALUATED_AT_A_TIME = 50
 
 WAYS = ("sweep", "pruned", "packed", "peft pruned", "peft")
