@@ -96,9 +96,6 @@ def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     A scheduler object would have a position to save, and Accelerate steps a prepared one once per process.
     """
     total_steps = config.schedule_steps or total_steps
-    warmup = config.num_warmup_steps
-    if warmup is None:
-        warmup = round(config.num_warmup_steps_ratio * total_steps)
     dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     extra: dict[str, float] = (
         {"num_decay_steps": max(1, total_steps // 10)} if "stable_decay" in config.lr_scheduler_type else {}
@@ -108,7 +105,7 @@ def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     scheduler = get_scheduler(
         config.lr_scheduler_type,
         dummy,
-        num_warmup_steps=warmup,
+        num_warmup_steps=config.warmup_steps(total_steps),
         num_training_steps=total_steps,
         scheduler_specific_kwargs=extra,
     )
