@@ -248,15 +248,16 @@ def test_the_programs_of_the_generation_benchmark_choose_the_same_tokens(monkeyp
     assert "1.00 x" in told
 
 
-def test_the_regret_of_a_way_is_taken_from_the_runs_that_all_went_to_their_end() -> None:
-    """PEFT's from PEFT's own; none where not all of them were measured."""
+def test_the_regret_of_a_way_is_taken_from_the_pass_in_which_all_went_to_their_end() -> None:
+    """None without it, or where not all full runs were measured; the others of these are taken to cost the same."""
     whole = {number: 1.0 + number / 10 for number in range(len(sweep.GRID))}
-    packed, ours = sweep.Way("packed", 40.0, 0, whole), sweep.Way("sweep", 10.0, 2, {2: 1.2})
-    theirs, pruned = sweep.Way("peft", 80.0, 0, {0: 1.0}), sweep.Way("peft pruned", 20.0, 3, {3: 1.3})
-    rows = sweep.table({42: [ours, packed, theirs, pruned]}).splitlines()[2:]
+    grid, ours = sweep.Way("grid", 40.0, 0, whole), sweep.Way("sweep", 10.0, 2, {2: 1.2})
+    theirs, pruned = sweep.Way("peft", 10.0, 0, {0: 1.0, 8: 1.5}), sweep.Way("peft pruned", 20.0, 3, {3: 1.3})
+    rows = sweep.table({1: [ours, grid, theirs, pruned]}).splitlines()[2:]
     assert rows == [
-        "| sweep | 10.0 | 1.00 | 0.2000 | rank 4 at 0.00164 |",
-        "| packed | 40.0 | 4.00 | 0.0000 | rank 4 at 0.0005 |",
-        "| peft | 80.0 | 8.00 |  | rank 4 at 0.0005 |",
-        "| peft pruned | 20.0 | 2.00 |  | rank 4 at 0.00297 |",
+        "| sweep | 10.0 | 1.00 (1.00 to 1.00) | 0.2000 (at most 0.2000) | rank 4 at 0.00164 |",
+        "| grid | 40.0 | 4.00 (4.00 to 4.00) | 0.0000 (at most 0.0000) | rank 4 at 0.0005 |",
+        "| peft | 80.0 | 8.00 (8.00 to 8.00) |  |  |",
+        "| peft pruned | 20.0 | 2.00 (2.00 to 2.00) | 0.3000 (at most 0.3000) | rank 4 at 0.00297 |",
     ]
+    assert "0.2000" not in sweep.table({1: [ours]})
