@@ -179,14 +179,14 @@ def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -
     """The rows of the table, the crowd last; `chosen` holds the best agent of every seed's crowd."""
     crowds = scores[CROWD]
     lines = [
-        _line("agents, mean of 4", crowds, lambda values, _: values[:-1].mean(0)),
-        _line("best agent by validation", crowds, lambda values, number: values[chosen[number]]),
+        line_of("agents, mean of 4", crowds, lambda values, _: values[:-1].mean(0)),
+        line_of("best agent by validation", crowds, lambda values, number: values[chosen[number]]),
     ]
-    lines += [_line(system.name, scores[system], lambda values, _: values[0]) for system in (RANK, STEPS)]
-    return [*lines, _line("crowd", crowds, lambda values, _: values[-1])]
+    lines += [line_of(system.name, scores[system], lambda values, _: values[0]) for system in (RANK, STEPS)]
+    return [*lines, line_of("crowd", crowds, lambda values, _: values[-1])]
 
 
-def _line(name: str, scores: Sequence[Scores], pick: Callable[[Tensor, int], Tensor]) -> Results:
+def line_of(name: str, scores: Sequence[Scores], pick: Callable[[Tensor, int], Tensor]) -> Results:
     """One row of the table; `pick` reduces [K+1, n] of the seed with the given index to [n]."""
     right = torch.stack([pick(one.right.double(), number) for number, one in enumerate(scores)])
     nll = torch.stack([pick(one.nll.double(), number) for number, one in enumerate(scores)])
