@@ -124,7 +124,11 @@ class BaseModelKeys(Keys):
         "autocast precision of the forward pass; auto: bf16 where the hardware multiplies it faster, else no, and a run"
         " keeps what it began with; if not given, that of accelerate launch",
     )
-    use_gradient_checkpointing: bool = rounding(False, "recompute layers in the backward pass: less memory, slower")
+    use_gradient_checkpointing: bool | Literal["auto"] = rounding(
+        False,
+        "recompute layers in the backward pass: less memory, slower; auto: where their activations would not fit,"
+        " by the estimate of the dry run",
+    )
 
 
 class AgentKeys(Keys):

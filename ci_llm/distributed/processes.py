@@ -29,6 +29,7 @@ from torch import distributed as dist
 from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, option, read_launch
 from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.memory import free_memory
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
 from ci_llm.distributed.precision import AUTO, AUTOCAST, check_precision, chosen, runs_on_cpu, slowest, speed_of_bf16
@@ -146,6 +147,11 @@ class Processes:
         why = speed.why if before is None else "auto keeps what the run began with"
         base = "" if settled.model_dtype == config.model_dtype else f", model_dtype={settled.model_dtype}"
         return settled, f"mixed_precision={settled.mixed_precision}{base}: {why}"
+
+    def free_memory(self) -> int:
+        """Bytes that are free for this process, in the memory of its device; on a CPU its part of what all share."""
+        free, _ = free_memory(self.device)
+        return free // self.launch.num_local_processes if self.device.type == "cpu" else free
 
     def agree(self, ballot: Ballot) -> Verdict:
         """Vote: one small all-reduce, and the only wait for the device in a step. A collective.

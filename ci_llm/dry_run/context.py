@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,40 +15,19 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.data.agent_rows import EvaluationRows
+from ci_llm.data.lengths import Lengths
 from ci_llm.data.rows import Rows
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.dry_run.architecture import Shape
-from ci_llm.dry_run.cost_model import Trace
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
+from ci_llm.run.cost_model import Trace
 
 TOY_STEPS = 2
 TOY_ROWS_ON_CPU = 16  # on a CPU the real number would fit, but take long
 TOY_EVAL_ROWS = 4
-SAMPLED_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of a row.
-
-    Attributes:
-        mean, spread: their mean and standard deviation.
-        learned: share of them that is learned.
-        sampled: whether rows were tokenised as the run will do it; else this is an upper bound.
-    """
-
-    mean: float
-    spread: float
-    longest: int
-    learned: float
-    sampled: bool = True
-
-    def longest_in_batch(self, rows: int) -> int:
-        """Tokens per row to expect of the longest among thousands of micro-batches of `rows` rows."""
-        return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
 
 
 @dataclass

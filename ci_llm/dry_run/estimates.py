@@ -9,10 +9,10 @@ import torch
 
 from ci_llm.crowd.base import DTYPES
 from ci_llm.dry_run.context import CheckContext
-from ci_llm.dry_run.cost_model import AGENT_COPIES, base_dtype
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.dry_run.report import duration, size
 from ci_llm.errors import ConfigError
+from ci_llm.run.cost_model import AGENT_COPIES, base_dtype
 from ci_llm.run.setup import plan_ahead
 
 #: Training reaches about this share of the speed of bare matrix products.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,16 +11,18 @@ from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import require_positions
 from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.chat_template import use_chat_template
-from ci_llm.data.encoder import Example
+from ci_llm.data.lengths import SAMPLED, Lengths
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.distributed.precision import AUTO
 from ci_llm.dry_run.architecture import find_shape
-from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext, Lengths
-from ci_llm.dry_run.cost_model import Untraceable, trace
+from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.report import count, size
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
+from ci_llm.run.cost_model import Trace, Untraceable, trace_longest
+from ci_llm.run.recomputation import recompute_on_all
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -50,7 +51,7 @@ def template(context: CheckContext) -> str:
     tokenizer = _tokenizer(context)
     if not context.shape.offline:
         use_chat_template(tokenizer, context.config.chat_template)
-    wanted = max(SAMPLED_ROWS, TOY_STEPS * context.toy_batch * context.processes.count)
+    wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.count)
     tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.count)
     if not context.shape.offline:
         context.lengths = _lengths(context.examples)
@@ -69,14 +70,7 @@ def _told(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRow
 
 def _lengths(each: Sequence[TokenizedRows]) -> Lengths:
     different = {id(examples): examples for examples in each}.values()
-    return lengths_of([examples[number] for examples in different for number in range(len(examples))])
-
-
-def lengths_of(sampled: Sequence[Example]) -> Lengths:
-    """The tokens of these rows."""
-    tokens = [len(example.input_ids) for example in sampled]
-    learned = sum(int(example.supervised.sum()) for example in sampled)
-    return Lengths(statistics.mean(tokens), statistics.pstdev(tokens), max(tokens), learned / sum(tokens))
+    return Lengths.of([examples[number] for examples in different for number in range(len(examples))])
 
 
 def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
@@ -133,25 +127,26 @@ def tokenized(
 
 def estimate(context: CheckContext) -> str:
     """What one micro-step costs, found without weights."""
-    rows, tokens = context.micro_batch, context.longest_tokens
-    learned = max(1, min(tokens - 1, round(context.lengths.learned * tokens)))
-    device = context.processes.device
+    recomputes = ""
     try:
-        context.trace = trace(
-            *(context.config, context.shape.config, device),
-            rows=rows,
-            tokens=tokens,
-            targets=learned,
-            processes=context.processes.count,
-        )
+        context.trace = found = _traced(context)
+        if context.config.use_gradient_checkpointing == AUTO:
+            settled = recompute_on_all(found, context.processes.free_memory() - found.base_bytes, context.processes)
+            context.config = context.config.model_copy(update={"use_gradient_checkpointing": settled})
+            context.trace = found = _traced(context) if settled else found
+            recomputes = f"\nuse_gradient_checkpointing=auto becomes {str(settled).lower()} on this machine"
     except Untraceable as error:
         return f"this architecture cannot be traced without weights: {error}"
-    found = context.trace
     return (
         f"{count(found.base_parameters)} parameters, {context.config.num_agents} agents of"
         f" {count(found.agent_parameters)}; a micro-step of {_micro_batch(context)}"
-        f" takes {found.flops / 1e12:.2g} TFLOP{_unshared(context)}"
+        f" takes {found.flops / 1e12:.2g} TFLOP{recomputes}{_unshared(context)}"
     )
+
+
+def _traced(context: CheckContext) -> Trace:
+    shape, processes = context.shape.config, context.processes
+    return trace_longest(context.config, shape, processes.device, context.micro_batch, context.lengths, processes.count)
 
 
 def _unshared(context: CheckContext) -> str:

@@ -23,7 +23,8 @@ from ci_llm.crowd.prompts import Prompter, form_of, last_answer
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.chat_template import use_chat_template
-from ci_llm.dry_run.context import SAMPLED_ROWS, TOY_EVAL_ROWS, TOY_STEPS, CheckContext
+from ci_llm.data.lengths import SAMPLED
+from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.inputs import tokenize_samples
 from ci_llm.dry_run.report import count, duration, size
 from ci_llm.embedded import BASE_FOLDER
@@ -86,7 +87,7 @@ def _base(context: CheckContext) -> tuple[Base, str]:
                 raise
     context.uses_stand_in = True
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
-    tokenize_samples(context, tokenizer, SAMPLED_ROWS, TOY_EVAL_ROWS, min(config.max_seq_length, 512))
+    tokenize_samples(context, tokenizer, SAMPLED, TOY_EVAL_ROWS, min(config.max_seq_length, 512))
     remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
     return open_base(config, context.processes, "embedded"), remark
 

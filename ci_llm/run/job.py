@@ -42,7 +42,7 @@ from ci_llm.run.mirroring import RunMirror, require_store
 from ci_llm.run.recovery import Requests, apply_requests, find_beginning, in_force
 from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table
 from ci_llm.run.result import Result, conclusion_of
-from ci_llm.run.resume import Restored, Source, settle_precision
+from ci_llm.run.resume import Restored, Source, recorded_config, settle_precision
 from ci_llm.run.setup import build, check_folder
 from ci_llm.run.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import TrainState, Validation
@@ -122,8 +122,9 @@ def run_among(
     run: Run | None = None
     try:
         start, requests = find_beginning(config, processes, manager, mirror)
-        config = settle_precision(config, processes, start.source)
-        run = build(config, processes, interrupts, manager, mirror, log, loaded)
+        before = None if start.source is None else recorded_config(start.source)
+        config = settle_precision(config, processes, before)
+        run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
         run.callbacks, run.proposes = Callbacks(callbacks, config), loaded is None
         result = _run_to_end(run, start, requests)
         return result

@@ -89,7 +89,7 @@ class MemoryRelief:
         if rows > 1:
             recovery = replace(recovery, micro_batch_size=rows // 2)
             done = f"micro-batch {rows} -> {rows // 2} row(s), the effective batch of {state.rows_per_step} holds"
-        elif not (self.config.use_gradient_checkpointing or recovery.recompute):
+        elif not (self.config.use_gradient_checkpointing is True or recovery.recompute):
             recovery = replace(recovery, recompute=True)
             self.crowd.gradient_checkpointing_enable()
             done = "layers are recomputed in the backward pass from now on"

@@ -99,9 +99,9 @@ def recorded_config(source: Source) -> Config:
         raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
 
 
-def settle_precision(config: Config, processes: Processes, source: Source | None) -> Config:
-    """The configuration with a precision in place of auto; the checkpoint remembers what its run began with."""
-    config, line = processes.settle_precision(config, None if source is None else recorded_config(source))
+def settle_precision(config: Config, processes: Processes, before: Config | None) -> Config:
+    """The configuration with a precision in place of auto; a checkpoint's settings say what its run began with."""
+    config, line = processes.settle_precision(config, before)
     if line:
         logger.info(f"precision {line}")
     return config

@@ -49,6 +49,7 @@ from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.out_of_memory import MemoryRelief
+from ci_llm.run.recomputation import settle_recomputation
 from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.rounds import StopVote
@@ -87,11 +88,13 @@ def build(
     mirror: RunMirror,
     log: RunLog,
     loaded: Loaded | None = None,
+    before: Config | None = None,
 ) -> Run:
     """Load, check and join everything a run needs, at step 0; logs what it found.
 
     Args:
         loaded: base and rows of an earlier run of this process, whose crowd has left the base; None: they are loaded.
+        before: the settings of the checkpoint that the run goes on from.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
@@ -99,6 +102,7 @@ def build(
     set_determinism(config)
     loaded = (loaded or load(config, processes)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
+    config = settle_recomputation(config, rows, processes, before)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
     crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
@@ -231,7 +235,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
         [training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
     )
-    if config.use_gradient_checkpointing:
+    if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     for line in _described(config, crowd):
         logger.info(f"agents    {line}")

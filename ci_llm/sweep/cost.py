@@ -10,19 +10,17 @@ from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import load_architecture
+from ci_llm.data.lengths import Lengths, sampled
 from ci_llm.distributed.processes import Processes
-from ci_llm.dry_run.cost_model import Untraceable, trace
-from ci_llm.dry_run.inputs import lengths_of
 from ci_llm.dry_run.report import size
 from ci_llm.errors import ConfigError
+from ci_llm.run.cost_model import Untraceable, trace_longest
 from ci_llm.run.loading import Loaded
+from ci_llm.run.recomputation import USABLE
 from ci_llm.sweep.trials import Plan
 
-#: Share of the free memory that a pack may take by the estimate.
-USABLE: Final = 0.8
 #: Trials of a pack where nothing can be estimated.
 CAUTIOUS: Final = 4
-_SAMPLED: Final = 64
 
 
 def trials_per_pass(
@@ -53,20 +51,15 @@ def trials_per_pass(
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
     """How many of the largest trials fit beside the base, which is in memory; None if that is not known."""
     [rows] = loaded.rows
-    lengths = lengths_of([rows[number] for number in range(0, len(rows), max(1, len(rows) // _SAMPLED))])
-    tokens = lengths.longest_in_batch(config.batch_size)
-    learned = max(1, min(tokens - 1, round(lengths.learned * tokens)))
+    lengths = Lengths.of(sampled([rows]))
     shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
     alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
     try:
-        found = trace(alone, shape, processes.device, rows=config.batch_size, tokens=tokens, targets=learned)
+        found = trace_longest(alone, shape, processes.device, config.batch_size, lengths)
     except Untraceable:
         return None
-    free, _ = free_memory(processes.device)
-    if processes.device.type == "cpu":
-        free //= processes.launch.num_local_processes
     # Every agent has a copy of the activations, and nothing but the base is shared.
-    return int(USABLE * free // (found.agents_bytes + found.activation_bytes))
+    return int(USABLE * processes.free_memory() // (found.agents_bytes + found.activation_bytes))
 
 
 def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:

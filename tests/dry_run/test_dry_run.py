@@ -24,12 +24,12 @@ from ci_llm.core.memory import cgroup_limits
 from ci_llm.distributed.precision import Speed, chosen
 from ci_llm.dry_run.architecture import KNOWN
 from ci_llm.dry_run.checks import Check, CheckResult, run_checks
-from ci_llm.dry_run.cost_model import trace
 from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.dry_run.plan import CHECKS
 from ci_llm.dry_run.report import Report
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
+from ci_llm.run.cost_model import trace
 from tests.support.campaign import sampled
 from tests.support.children import Child
 from tools.testbed.forkserver import ROOT, ForkServer
@@ -266,6 +266,8 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     assert told is not None
     config, device = load_config(PRESETS / preset), torch.device("cpu")
     config = config.model_copy(update=chosen(config, Speed(True, "the hardware that it names has bf16")))
+    if config.use_gradient_checkpointing == "auto":
+        config = config.model_copy(update={"use_gradient_checkpointing": True})
     shape = AutoConfig.for_model(**KNOWN[config.model_name])
     tokens = config.max_seq_length
     sizes = {"rows": config.batch_size, "tokens": tokens, "targets": tokens // 2}

@@ -25,6 +25,7 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.quantized import BITS, stored_bytes
 from ci_llm.crowd.sharded_layers import layers_of, weights_to_shard
 from ci_llm.data.batches import Batch
+from ci_llm.data.lengths import Lengths
 from ci_llm.run.crowd_parts import lora_settings
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
@@ -87,6 +88,15 @@ def trace(
         return _trace(config, shape, device, rows, tokens, targets, processes)
     except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
         raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
+
+
+def trace_longest(
+    config: Config, shape: PreTrainedConfig, device: torch.device, rows: int, lengths: Lengths, processes: int = 1
+) -> Trace:
+    """Trace the longest micro-step to expect of rows with these lengths; see `trace`."""
+    tokens = lengths.longest_in_batch(rows)
+    targets = lengths.learned_of(tokens)
+    return trace(config, shape, device, rows=rows, tokens=tokens, targets=targets, processes=processes)
 
 
 def _trace(
@@ -161,7 +171,7 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
-    if config.use_gradient_checkpointing:
+    if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     return crowd.train()
 

@@ -1,0 +1,95 @@
+"""`use_gradient_checkpointing: auto`: layers are recomputed where their activations would not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ci_llm.cli.main import main
+from ci_llm.config import load_config
+from ci_llm.crowd.base import load_architecture
+from ci_llm.crowd.model import Crowd
+from ci_llm.data.lengths import Lengths
+from ci_llm.distributed import processes
+from ci_llm.run.cost_model import trace_longest
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
+WORDS = [
+    "use_gradient_checkpointing=auto",
+    "num_agents=2",
+    "lora_rank=2",
+    "batch_size=2",
+    "max_train_samples=8",
+    "max_seq_length=256",
+    "eval_samples=4",
+    "generation_eval_samples=0",
+    "eval_steps=null",
+    "num_workers=0",
+    "report_to=none",
+]
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """A run on a machine with so many bytes free."""
+
+    def train(free: int, steps: int, *words: str) -> int:
+        monkeypatch.setattr(processes, "free_memory", lambda _: (free, free))
+        return main(["train", *WORDS, f"max_train_steps={steps}", f"output_dir={tmp_path / 'run'}", *words])
+
+    return train
+
+
+def test_a_run_decides_by_the_free_memory_where_it_begins_and_keeps_it(
+    train_with: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    enabled = []
+    enable = Crowd.gradient_checkpointing_enable
+    monkeypatch.setattr(Crowd, "gradient_checkpointing_enable", lambda self: (enabled.append(1), enable(self)))
+    assert train_with(10**6, 2) == 0
+    assert "memory    use_gradient_checkpointing=true: by estimate agents 0.00 GB" in capsys.readouterr().out
+    assert "use_gradient_checkpointing: true" in (tmp_path / "run/checkpoint_step_2/config.yaml").read_text()
+    assert len(enabled) == 1
+    assert train_with(10**12, 4) == 0
+    said = capsys.readouterr().out
+    assert "memory    use_gradient_checkpointing=true: auto keeps what the run began with" in said
+    assert "exactness: bitwise" in said
+    assert len(enabled) == 2
+    assert train_with(10**12, 6, "use_gradient_checkpointing=false") == 0
+    assert "exactness: sample-exact" in capsys.readouterr().out
+    assert len(enabled) == 2
+
+
+def test_a_run_with_room_recomputes_nothing(train_with: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_with(10**12, 1) == 0
+    assert "use_gradient_checkpointing=false: by estimate" in capsys.readouterr().out
+
+
+def test_the_dry_run_says_what_it_becomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "free_memory", lambda _: (10**6, 10**6))
+    assert main(["check", *WORDS, "output_dir=run"]) == 0
+    assert "use_gradient_checkpointing=auto becomes true on this machine" in capsys.readouterr().out
+
+
+def test_recomputed_layers_need_less_by_the_estimate() -> None:
+    shape, lengths = load_architecture("embedded"), Lengths(60, 8.0, 80, learned=0.3)
+    kept, recomputed = (
+        trace_longest(load_config(None, [f"use_gradient_checkpointing={on}"]), shape, torch.device("cpu"), 8, lengths)
+        for on in ("false", "true")
+    )
+    assert recomputed.activation_bytes < kept.activation_bytes / 2
+    assert recomputed.flops > kept.flops
+    assert recomputed.agents_bytes == kept.agents_bytes
+
+
+def test_the_longest_rows_of_a_batch() -> None:
+    lengths = Lengths(100, 10.0, 130, learned=0.25)
+    assert [lengths.longest_in_batch(rows) for rows in (1, 4, 16, 1600)] == [130, 120, 110, 101]
+    assert [lengths.learned_of(tokens) for tokens in (100, 2, 4000)] == [25, 1, 1000]
