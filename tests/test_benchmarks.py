@@ -26,14 +26,18 @@ from benchmarks import (
     sharded,
     step,
     sweep,
+    sweep_crowd,
     uncertainty,
 )
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
+from ci_llm.config import load_config
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.calibration import fit
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores
+from ci_llm.sweep.board import agents_of
+from ci_llm.sweep.trials import Trial
 from tools.testbed.forkserver import ForkServer
 
 
@@ -133,6 +137,17 @@ def test_the_crowds_table_says_who_answers_how_well() -> None:
     mean, *_, last = crowd.table(lines).splitlines()[2:]
     assert mean == "| agents, mean of 4 | 0.375 | 0.2500 | +0.375 | ± 0.469 | -0.1500 | ± 0.0000 |"
     assert last.startswith("| crowd | 0.750 | 0.1000 |")
+
+
+def test_the_crowd_of_the_best_trials_is_held_against_that_of_equals() -> None:
+    best = scores([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], [0.3, 0.2, 0.1])
+    equals = scores([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]], [0.2, 0.2, 0.15])
+    lines = sweep_crowd.lines_of([best], [equals])
+    assert [float(line.exact_match) for line in lines] == [0.375, 0.5, 0.5, 0.75]
+    assert crowd.table(lines).splitlines()[4].startswith("| crowd of equals | 0.500 | 0.1500 | +0.250 |")
+    trials = [Trial(3, {"lora_rank": 4, "learning_rate": 2e-3}), Trial(7, {"lora_rank": 16, "learning_rate": 1e-3})]
+    config = load_config(None, [f"agents={agents_of(trials)}"])
+    assert [(own.lora_rank, own.learning_rate) for own in config.each_agent] == [(4, 2e-3), (16, 1e-3)]
 
 
 def test_the_controls_have_the_crowds_size_and_compute() -> None:
