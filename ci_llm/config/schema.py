@@ -125,9 +125,7 @@ class BaseModelKeys(Keys):
         " keeps what it began with; if not given, that of accelerate launch",
     )
     use_gradient_checkpointing: bool | Literal["auto"] = rounding(
-        False,
-        "recompute layers in the backward pass: less memory, slower; auto: where their activations would not fit,"
-        " by the estimate of the dry run",
+        False, "recompute layers in the backward pass: less memory, slower; auto: where they would not fit otherwise"
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
-from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import load_architecture
 from ci_llm.data.lengths import Lengths, sampled
 from ci_llm.distributed.processes import Processes
@@ -39,7 +38,7 @@ def trials_per_pass(
     if wanted == "auto":
         return max(1, min(trials, CAUTIOUS if fit is None else fit))
     if fit is not None and min(int(wanted), trials) > max(fit, 1):
-        free, _ = free_memory(processes.device)
+        free = processes.free_memory()
         raise ConfigError(
             f"{min(int(wanted), trials)} trials of one pass do not fit into memory: {size(free)} are free",
             where=f"agents_per_pass: {wanted}",

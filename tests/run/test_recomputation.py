@@ -60,8 +60,7 @@ def test_a_run_decides_by_the_free_memory_where_it_begins_and_keeps_it(
     assert "exactness: bitwise" in said
     assert len(enabled) == 2
     assert train_with(10**12, 6, "use_gradient_checkpointing=false") == 0
-    assert "exactness: sample-exact" in capsys.readouterr().out
-    assert len(enabled) == 2
+    assert len(enabled) == 2, "what is said plainly is done"
 
 
 def test_a_run_with_room_recomputes_nothing(train_with: Train, capsys: pytest.CaptureFixture[str]) -> None:

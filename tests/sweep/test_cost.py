@@ -9,6 +9,7 @@ import pytest
 
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config.sweep import read_sweep
+from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.run.loading import Loaded, load
@@ -33,7 +34,7 @@ def loaded(processes: Processes) -> Loaded:
 
 
 def fitting(wanted: int | str, free: int, loaded: Loaded, processes: Processes, patch: pytest.MonkeyPatch) -> int:
-    patch.setattr(cost, "free_memory", lambda device: (free, 4 * free))
+    patch.setattr(processes_module, "free_memory", lambda device: (free, 4 * free))
     return cost.trials_per_pass(READING.config, READING.spaces, wanted, 1000, loaded, processes)
 
 
