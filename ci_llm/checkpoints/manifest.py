@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 import xxhash
 
 from ci_llm.core.durable import Bytes, read_chunks, read_exactly
+from ci_llm.core.sealed import seal, unseal
 from ci_llm.core.typed_json import Json, decode, encode, parse_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
@@ -32,6 +33,7 @@ OWN_KEYS = ("format_version", "step", "attempt", "wall_time", "forms", "files", 
 NOT_DAMAGE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 JsonObject: TypeAlias = "dict[str, Json]"
+_SEAL = partial(hashlib.blake2b, digest_size=32)
 
 
 def digest(parts: Iterable[Bytes]) -> str:
@@ -102,7 +104,7 @@ class Manifest:
         body: JsonObject = {"format_version": FORMAT_VERSION, "step": self.step, "attempt": self.attempt}
         body |= {"wall_time": self.wall_time, **{key: encode(value) for key, value in self.info.items()}}
         body |= {"forms": dict(self.forms), "files": {name: _dump(file) for name, file in self.files.items()}}
-        return _canonical({**body, "digest": _self_digest(body)})
+        return seal(body, _SEAL)
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
@@ -112,11 +114,7 @@ class Manifest:
             ValueError: it is not what `dump` wrote.
             CheckpointError: it is whole, but its format is newer than this program, or more than one version older.
         """
-        body = parse_json(data)
-        if not isinstance(body, dict) or _canonical(body) != data:
-            raise ValueError("the manifest is not as it was written")
-        if body.pop("digest", None) != _self_digest(body):
-            raise ValueError("the manifest does not have its own digest")
+        body = unseal(data, _SEAL, "the manifest")
         _check_version(body.get("format_version"))
         return cls._of(body)
 
@@ -145,14 +143,6 @@ def _parse(value: Json) -> FileRecord:
         case {"size": int(size), "digest": str(whole), "tensors": dict(tensors)}:
             return FileRecord(size, whole, {name: str(one) for name, one in tensors.items()})
     raise ValueError("the manifest describes a file without size or digest")
-
-
-def _canonical(body: JsonObject) -> bytes:
-    return (json.dumps(body, indent=1) + "\n").encode()
-
-
-def _self_digest(body: JsonObject) -> str:
-    return hashlib.blake2b(_canonical(body), digest_size=32).hexdigest()
 
 
 def _check_version(version: Json) -> None:

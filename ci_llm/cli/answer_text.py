@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,13 @@ def given(answer: Answer) -> str:
     return "[no answer: it is too unsure]" if answer.abstained else answer.answer
 
 
-def beside(answer: Answer) -> str:
-    """The crowd's answer and those of the agents: side by side if the terminal is wide enough, else below."""
-    named = {"crowd": answer.answer} | {f"agent{k}": own for k, own in enumerate(answer.agents)}
+def beside(answer: Answer, names: Sequence[str]) -> str:
+    """The crowd's answer and those of the agents: side by side if the terminal is wide enough, else below.
+
+    Args:
+        names: of the agents, `Crowd.names`: a crowd that has changed has gaps.
+    """
+    named = {"crowd": answer.answer} | dict(zip(names, answer.agents, strict=True))
     columns = [[name, *text.splitlines()] for name, text in named.items()]
     widths = [max(map(len, column)) for column in columns]
     if sum(widths) + _GAP * (len(widths) - 1) <= width():

@@ -42,7 +42,7 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
     Raises:
         BadInput: a value is out of range.
     """
-    from ci_llm.crowd.asking import Manner
+    from ci_llm.crowd.asking import GenerationOptions
     from ci_llm.crowd.decoding import Decoding
 
     sampling = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
@@ -51,7 +51,7 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
     choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
     choices |= {"do_sample": bool(sampling), **sampling}
     policy = {"abstain_below": call.abstain_below, "agents_per_prompt": call.agents_per_prompt}
-    Manner(Decoding(**choices), **policy)  # refuses a bad value before the model is loaded
+    GenerationOptions(Decoding(**choices), **policy)  # refuses a bad value before the model is loaded
     return {**choices, **{name: value for name, value in policy.items() if value is not None}}
 
 

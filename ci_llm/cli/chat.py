@@ -200,14 +200,14 @@ class Conversation:
             raise BadInput(error.what, where=f"a conversation of {len(prompt)} messages", hint=hint) from error
 
     def _show_agents(self) -> None:
-        from ci_llm.crowd.asking import answers, manner_of
+        from ci_llm.crowd.asking import answers, options_of
 
         if self._asked is None:
             raise ConfigError("nothing was asked yet", hint="ask something first")
         prompt, choices = self._asked
         choices = {name: value for name, value in choices.items() if name != "agents_per_prompt"}
-        [answer] = answers(self._crowd, [prompt], manner_of(self._crowd, self._stops, **choices))
-        print(beside(answer))
+        [answer] = answers(self._crowd, [prompt], options_of(self._crowd, self._stops, **choices))
+        print(beside(answer, self._crowd.names))
         print(how_sure(answer))
 
     def _reset(self) -> None:

@@ -19,6 +19,7 @@ from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
+    from ci_llm.crowd.model import Crowd
 
 _DESCRIPTION = """Ask the crowd of a run. A terminal shows the answer and how sure the crowd is; a pipe gets the
 answer alone; --json gives one object per prompt."""
@@ -54,7 +55,8 @@ def generate(words: Sequence[str]) -> int:
     prompts = list(_prompts(call))
     choices = choices_of(call)
     whole = call.json or call.agents or sys.stdout.isatty()
-    for number, answer in enumerate(_answers(call, prompts, choices, include_agents=whole)):
+    crowd, found = _asked(call, prompts, choices, include_agents=whole)
+    for number, answer in enumerate(found):
         if call.json:
             print(_as_json(answer, tokens=call.tokens), flush=True)
         elif not whole:
@@ -62,7 +64,7 @@ def generate(words: Sequence[str]) -> int:
         else:
             if len(prompts) > 1:
                 print("\n" * (number > 0) + textwrap.shorten(f"> {_words(answer.prompt)}", width()))
-            print(beside(answer) if answer.agents and call.agents else given(answer))
+            print(beside(answer, crowd.names) if answer.agents and call.agents else given(answer))
             print(how_sure(answer), flush=True)
     return 0
 
@@ -88,17 +90,19 @@ def _prompts(call: argparse.Namespace) -> Iterator[Any]:
         raise ConfigError("the prompt is empty", where="command line", hint="write one, or give --file F")
 
 
-def _answers(
+def _asked(
     call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any], *, include_agents: bool
-) -> Iterator[Answer]:
-    from ci_llm.crowd.asking import answers, manner_of
+) -> tuple[Crowd, Iterator[Answer]]:
+    """The crowd, opened, and its answers, which come one by one."""
+    from ci_llm.crowd.asking import answers, options_of
     from ci_llm.crowd.streaming import stop_strings_of
 
     stops = stop_strings_of(stop_strings(call))
     if call.batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="--batch-size", hint="leave it out for 16")
     crowd = open_run(call.run, call.base_model)
-    return answers(crowd, prompts, manner_of(crowd, stops, **choices), call.batch_size, include_agents=include_agents)
+    options = options_of(crowd, stops, **choices)
+    return crowd, answers(crowd, prompts, options, call.batch_size, include_agents=include_agents)
 
 
 def _as_json(answer: Answer, *, tokens: bool) -> str:

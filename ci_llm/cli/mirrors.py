@@ -83,8 +83,8 @@ def push(call: argparse.Namespace) -> dict[str, Any]:
     """Send what a run's folder holds, and heal what is damaged there; the record of it."""
     from ci_llm.checkpoints.catalog import current_line
     from ci_llm.checkpoints.manager import CheckpointManager
-    from ci_llm.checkpoints.mirror.filling import Filled
-    from ci_llm.checkpoints.mirror.mirror import Mirror, read_token
+    from ci_llm.checkpoints.mirror.found import Found, read_token
+    from ci_llm.checkpoints.mirror.mirror import Mirror
     from ci_llm.run.mirroring import STORY
 
     if not current_line(call.run):
@@ -94,17 +94,18 @@ def push(call: argparse.Namespace) -> dict[str, Any]:
         mirror = Mirror(call.url, call.run, story=STORY)
         head = mirror.reader.head()
         step = manager.latest_step() or 0
-        filled = Filled()
-        if head is not None and read_token(call.run) == head.run:
+        token = read_token(call.run)
+        found = Found(head.generation if head else 0)
+        if head is not None and token is not None and token.run == head.run:
             if head.newest is not None and head.newest.step > step:
                 what = f"the mirror holds step {head.newest.step}, and this folder step {step} as its newest"
                 raise BadInput(what, where=mirror.reader.url, hint="pull it, or push to another prefix")
-            filled = Filled(mirror.reader.damage(head), same_run=True)
-        mirror.begin(step, number, filled.damage, same_run=filled.same_run)
+            found = Found(head.generation, mirror.reader.damage(head), same_run=True)
+        mirror.begin(step, number, found)
         try:
             done = mirror.flush(PUSH_S)
         finally:
             mirror.close()
     if not done:
         raise BadInput(f"not everything was sent: {mirror.state.error}", where=mirror.state.url)
-    return {"healed": sorted(filled.damage.values()), **asdict(mirror.state)}
+    return {"healed": sorted(found.damage.values()), **asdict(mirror.state)}

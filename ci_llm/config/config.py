@@ -92,6 +92,10 @@ class Config(AllKeys):
         """The data sets of `eval_dataset_name`; empty where the training data has the rows to evaluate on."""
         return _one_by_one(self.eval_dataset_name) if self.eval_dataset_name else ()
 
+    def rows_per_step(self, num_processes: int) -> int:
+        """Rows of one optimizer step, of all processes together: the effective batch of a run that begins."""
+        return self.global_batch_size or self.batch_size * num_processes * self.gradient_accumulation_steps
+
     @property
     def keeps_best(self) -> bool:
         """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
@@ -131,6 +135,13 @@ class Config(AllKeys):
         mappings: Sequence[Mapping[str, Any]] = self.agents or [{}] * self.num_agents
         own = [{key: agent[key] for key in ROWS_KEYS if key in agent} for agent in mappings]
         return [self.model_copy(update={**changed, "agents": ()}) for changed in own]
+
+    @property
+    def evaluated_on(self) -> list[tuple[str, ...]]:
+        """Per agent what tells its rows to evaluate on from those of another: equal ones are the same rows."""
+        if self.eval_dataset_names:
+            return [self.eval_dataset_names] * self.num_agents
+        return [(own.dataset_name, own.dataset_subset or "", own.dataset_split) for own in self.rows_of_each]
 
     @property
     def data_seeds(self) -> list[int]:

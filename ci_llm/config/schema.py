@@ -384,7 +384,7 @@ class RecoveryKeys(Keys):
     max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row after which an agent is rolled back")
     good_after_steps: Count = exact(50, "finite steps in a row after which an agent counts as healthy again")
     drop_nonfinite_agents: bool = exact(
-        False, "leave an agent that nothing helps out of all later steps, and train the others on; false: the run ends"
+        False, "an agent that stays nonfinite takes no further steps, and the others go on; false: the run ends"
     )
     hang_timeout: Seconds | None = free(
         None, "seconds without progress that count as a hang; null: learned from the steps so far"

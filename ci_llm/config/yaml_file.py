@@ -92,7 +92,7 @@ def _value(key: yaml.Node, node: yaml.Node, name: str, depth: int) -> Raw:
 
 
 def _section(node: yaml.Node, name: str) -> Raw:
-    """A value that may be a mapping, and one of mappings."""
+    """A value of a section. It may be a mapping, and the values of that mapping may be mappings too."""
     if not isinstance(node, yaml.MappingNode) or node.tag not in _PLAIN_TAGS:
         return _raw(node, name)
     return Mapped(tuple(Entry(_key_text(key), _section(value, name), _place(name, key)) for key, value in node.value))

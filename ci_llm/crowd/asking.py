@@ -40,7 +40,7 @@ class Choices(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Manner:
+class GenerationOptions:
     """How prompts are answered.
 
     Attributes:
@@ -119,14 +119,14 @@ def decoding_of(prompter: Prompter, *, seed: int | None = None, **choices: Any) 
     return Decoding(ends=prompter.ends, seed=torch.Generator().seed() if seed is None else seed, **choices)
 
 
-def manner_of(
+def options_of(
     crowd: Crowd,
     stop_strings: Sequence[str] = (),
     *,
     abstain_below: float | None = None,
     agents_per_prompt: float | None = None,
     **choices: Any,
-) -> Manner:
+) -> GenerationOptions:
     """How a crowd answers, from the arguments of `Crowd.generate`.
 
     Raises:
@@ -134,27 +134,31 @@ def manner_of(
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
     decoding = decoding_of(prompter_of(crowd), **choices)
-    manner = Manner(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)
+    options = GenerationOptions(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)
     if abstain_below is not None or agents_per_prompt is not None:
         _require_calibration(crowd, decoding.aggregator, abstains=abstain_below is not None)
-    return manner
+    return options
 
 
-def texts(crowd: Crowd, prompts: Sequence[Prompt], manner: Manner, batch_size: int = 16) -> list[str]:
+def texts(crowd: Crowd, prompts: Sequence[Prompt], options: GenerationOptions, batch_size: int = 16) -> list[str]:
     """The crowd's answer to each prompt, and nothing else, "" where it abstains; see `answers`."""
-    if manner.abstain_below is not None or manner.agents_per_prompt is not None:
-        found = answers(crowd, prompts, manner, batch_size, include_agents=False)
+    if options.abstain_below is not None or options.agents_per_prompt is not None:
+        found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
-    batches = _batches(crowd, prompts, batch_size)
-    return [
-        text
-        for batch in batches
-        for text in _texts(batch, crowd.generate_ids(batch.ids, manner.decoding, **batch.how(manner)).crowd, manner)
-    ]
+    written: list[str] = []
+    for batch in _batches(crowd, prompts, batch_size):
+        generated = crowd.generate_ids(batch.ids, options.decoding, **batch.arguments(options))
+        written += _texts(batch, generated.crowd, options)
+    return written
 
 
 def answers(
-    crowd: Crowd, prompts: Sequence[Prompt], manner: Manner, batch_size: int = 16, *, include_agents: bool = True
+    crowd: Crowd,
+    prompts: Sequence[Prompt],
+    options: GenerationOptions,
+    batch_size: int = 16,
+    *,
+    include_agents: bool = True,
 ) -> Iterator[Answer]:
     """Answer the prompts in order, `batch_size` at a time; an answer comes as soon as its batch is ready.
 
@@ -163,24 +167,24 @@ def answers(
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
     for batch in _batches(crowd, prompts, batch_size):
-        yield from _of_batch(crowd, batch, manner, include_agents=include_agents)
+        yield from _answer_batch(crowd, batch, options, include_agents=include_agents)
 
 
-def stream(crowd: Crowd, prompt: Prompt, manner: Manner) -> Stream[Answer]:
+def stream(crowd: Crowd, prompt: Prompt, options: GenerationOptions) -> Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. What is decided about a whole answer comes in one piece."""
     [batch] = _batches(crowd, [prompt], 1)
 
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
-        decoding = manner.decoding
-        if manner.abstain_below is not None or manner.agents_per_prompt is not None or find_vote(decoding.aggregator):
-            [answer] = _of_batch(crowd, replace(batch, stop=stop), manner, include_agents=False)
+        decoding = options.decoding
+        if options.abstain_below is not None or options.agents_per_prompt is not None or find_vote(decoding.aggregator):
+            [answer] = _answer_batch(crowd, replace(batch, stop=stop), options, include_agents=False)
             if answer.answer and not answer.abstained:
                 emit(answer.answer)
             return answer
-        text = TextSoFar(batch.prompter.tokenizer, manner.stop_strings, emit)
+        text = TextSoFar(batch.prompter.tokenizer, options.stop_strings, emit)
         generated = crowd.generate_ids(batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update)
         text.finish(generated.crowd[0])
-        return _Wording(crowd, batch, manner).answer(0, generated.crowd[0], generated.tokens[0])
+        return _Wording(crowd, batch, options).answer(0, generated.crowd[0], generated.tokens[0])
 
     return Stream(produce)
 
@@ -209,13 +213,13 @@ class _Batch:
             numbers=[self.numbers[n] for n in numbers],
         )
 
-    def how(self, manner: Manner) -> dict[str, Any]:
+    def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """What `Crowd.generate_ids` is told of them."""
         return {
             "numbers": self.numbers,
             "stop": self.stop,
-            "is_over": _is_over(self.prompter, manner.stop_strings),
-            "answers_of": lambda texts: final_answers(_texts(self, texts, manner)),
+            "is_over": _is_over(self.prompter, options.stop_strings),
+            "answers_of": lambda texts: final_answers(_texts(self, texts, options)),
         }
 
 
@@ -232,36 +236,38 @@ def _batches(crowd: Crowd, prompts: Sequence[Prompt], batch_size: int) -> Iterat
         yield _Batch(prompter, prompts[part], rows[part], range(len(rows))[part])
 
 
-def _of_batch(crowd: Crowd, batch: _Batch, manner: Manner, *, include_agents: bool) -> Iterator[Answer]:
-    if manner.agents_per_prompt is not None:
-        return _escalating(crowd, batch, manner)
-    return _together(crowd, batch, manner, include_agents=include_agents)
+def _answer_batch(crowd: Crowd, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
+    if options.agents_per_prompt is not None:
+        return _ask_one_first(crowd, batch, options)
+    return _ask_all(crowd, batch, options, include_agents=include_agents)
 
 
-def _together(crowd: Crowd, batch: _Batch, manner: Manner, *, include_agents: bool) -> Iterator[Answer]:
+def _ask_all(crowd: Crowd, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
     """All agents answer, token by token or by a vote."""
     generated = crowd.generate_ids(
-        batch.ids, manner.decoding, include_agents=include_agents, uncertainty=True, **batch.how(manner)
+        batch.ids, options.decoding, include_agents=include_agents, uncertainty=True, **batch.arguments(options)
     )
-    wording, agents = _Wording(crowd, batch, manner), generated.agents if include_agents else []
+    wording, agents = _Wording(crowd, batch, options), generated.agents if include_agents else []
     for number, ids in enumerate(generated.crowd):
         yield wording.answer(number, ids, generated.tokens[number], [agent[number] for agent in agents])
 
 
-def _escalating(crowd: Crowd, batch: _Batch, manner: Manner) -> Iterator[Answer]:
+def _ask_one_first(crowd: Crowd, batch: _Batch, options: GenerationOptions) -> Iterator[Answer]:
     """One agent answers, and all of them where it is unsure."""
-    calibration = _require_calibration(crowd, manner.decoding.aggregator, abstains=False)
-    limit = calibration.escalates_below(manner.agents_per_prompt or 1)
-    decoding = replace(manner.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
-    alone = crowd.generate_ids(batch.ids, decoding, agent=calibration.agent, uncertainty=True, **batch.how(manner))
-    wording = _Wording(crowd, batch, manner, calibration.agent_right)
+    calibration = _require_calibration(crowd, options.decoding.aggregator, abstains=False)
+    limit = calibration.escalates_below(options.agents_per_prompt or 1)
+    decoding = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
+    alone = crowd.generate_ids(
+        batch.ids, decoding, agent=calibration.agent, uncertainty=True, **batch.arguments(options)
+    )
+    wording = _Wording(crowd, batch, options, calibration.agent_right)
     found = [
         replace(wording.answer(number, ids, alone.tokens[number]), agents_asked=1)
         for number, ids in enumerate(alone.crowd)
     ]
     unsure = [number for number, answer in enumerate(found) if (answer.probability_right or 0) < limit]
     if unsure:
-        second = _together(crowd, batch.only(unsure), manner, include_agents=False)
+        second = _ask_all(crowd, batch.only(unsure), options, include_agents=False)
         for number, answer in zip(unsure, second, strict=True):
             found[number] = replace(answer, agents_asked=1 + crowd.num_agents)
     yield from found
@@ -273,8 +279,8 @@ def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[Token
     return lambda ids: TextSoFar(prompter.tokenizer, stop_strings).update(ids)
 
 
-def _texts(batch: _Batch, all_ids: Sequence[TokenIds], manner: Manner) -> list[str]:
-    return [cut(batch.prompter.text(ids), manner.stop_strings) for ids in all_ids]
+def _texts(batch: _Batch, all_ids: Sequence[TokenIds], options: GenerationOptions) -> list[str]:
+    return [cut(batch.prompter.text(ids), options.stop_strings) for ids in all_ids]
 
 
 class _Wording:
@@ -284,10 +290,10 @@ class _Wording:
         right: how probably an answer is right; None: as the calibration has it of the crowd, if it fits.
     """
 
-    def __init__(self, crowd: Crowd, batch: _Batch, manner: Manner, right: Logistic | None = None) -> None:
-        self._crowd, self._batch, self._manner = crowd, batch, manner
+    def __init__(self, crowd: Crowd, batch: _Batch, options: GenerationOptions, right: Logistic | None = None) -> None:
+        self._crowd, self._batch, self._options = crowd, batch, options
         calibration = crowd.calibration
-        if right is None and calibration and calibration.aggregator == manner.decoding.aggregator:
+        if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
             right = calibration.right
         self._right = right
 
@@ -295,8 +301,8 @@ class _Wording:
         self, number: int, ids: TokenIds, tokens: Sequence[TokenUncertainty], own: Sequence[TokenIds] = ()
     ) -> Answer:
         """The answer to prompt `number` of the batch."""
-        batch, manner = self._batch, self._manner
-        [text], agents = _texts(batch, [ids], manner), tuple(_texts(batch, own, manner))
+        batch, options = self._batch, self._options
+        [text], agents = _texts(batch, [ids], options), tuple(_texts(batch, own, options))
         right = None if self._right is None else self._right(signals(tokens))
         return Answer(
             prompt=batch.prompts[number],
@@ -304,7 +310,7 @@ class _Wording:
             agents=agents,
             agreement=agreement(text, agents) if agents else None,
             probability_right=right,
-            abstained=right is not None and manner.abstain_below is not None and right < manner.abstain_below,
+            abstained=right is not None and options.abstain_below is not None and right < options.abstain_below,
             agents_asked=self._crowd.num_agents,
             complete=len(tokens) > len(ids) or len(text) < len(batch.prompter.text(ids)),
             tokens=tuple(tokens),

@@ -33,10 +33,9 @@ from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.core.work import counted
 from ci_llm.crowd.quantized import Quantization, QuantizedLinear, quantized_loading, stored_quantization
 from ci_llm.crowd.sharded_layers import ShardedLayers, gathered, is_sharded
+from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: What loading an incomplete or damaged folder raises. RuntimeError is left out: it also stands for exhausted memory.
 _UNREADABLE = (

@@ -201,10 +201,19 @@ def learn(crowd: Crowd, batches: Callable[[], Iterable[Batch]], concentration: f
     nats = [0.0] * len(TEMPERATURES)
     for log_probs, wanted in _targets(crowd, batches()):
         mixture = dirichlet.aggregate(log_probs, weights)
-        for number, temperature in enumerate(TEMPERATURES):
-            picked = (mixture / temperature).log_softmax(-1).gather(-1, wanted[:, None])
-            nats[number] -= float(picked.double().sum())
+        nats = [sum(pair) for pair in zip(nats, nats_by_temperature(mixture, wanted), strict=True)]
     return Learned(weights.weights, learn_temperature(nats))
+
+
+def nats_by_temperature(mixture: Tensor, wanted: Tensor) -> list[float]:
+    """The nats of the targets [S] under log-probabilities [S, V], in sum, at each of `TEMPERATURES`.
+
+    A temperature changes the sum by which a distribution is normalised, so that sum is taken anew for each. Nothing
+    else is: the targets are picked once, and the largest log-probability is subtracted once.
+    """
+    below = mixture - mixture.amax(-1, keepdim=True)
+    picked = below.gather(-1, wanted[:, None]).squeeze(-1)
+    return [float(((below / t).exp_().sum(-1).log_() - picked / t).double().sum()) for t in TEMPERATURES]
 
 
 def _targets(crowd: Crowd, batches: Iterable[Batch]) -> Iterable[tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ from transformers.generation import (
 )
 
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote
+from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote, is_mean
 from ci_llm.crowd.uncertainty import TokenUncertainty, own_uncertainty, token_uncertainty, tokens_of
 from ci_llm.errors import BadInput, ModelError
 
@@ -102,16 +102,16 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         own, shared = per_agent[:, : self._first], per_agent[:, self._first :]
         numbers: list[Tensor] = []
         if self._first and (self._uncertainty or self._vote):
-            own, number = self._alone(input_ids, own)
+            own, number = self._choose_for_agents(input_ids, own)
             numbers.append(number)
         if shared.shape[1]:
-            shared, number = self._together(input_ids, shared)
+            shared, number = self._choose_for_crowd(input_ids, shared)
             numbers.append(number)
         if self._uncertainty:
             self._recorded.append(torch.cat(numbers, dim=1))
         return torch.cat([own, shared], dim=1).view_as(scores)
 
-    def _together(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_for_crowd(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The crowd's rows [K, B, V] with its choice, and how sure it is of it, [4, B]."""
         finite, learned = without_nan(scores, self._learned)
         log_probs, how = finite.log_softmax(-1), self._decoding.aggregator
@@ -123,9 +123,9 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         forced = _forced(crowd, chosen).expand(self._num_agents, -1, -1)
         if not self._uncertainty:
             return forced, chosen
-        return forced, token_uncertainty(log_probs, crowd, chosen, is_mean=how == "probability")
+        return forced, token_uncertainty(log_probs, crowd, chosen, is_mean=is_mean(how))
 
-    def _alone(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_for_agents(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The agents' own rows [K, F, V] with their choices, and how sure each is of its own, [4, K·F]."""
         finite = scores.nan_to_num(nan=0.0)  # an agent with NaN writes anything, and is not sure of it
         log_probs = finite.log_softmax(-1)

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import adapter_config, attach
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.asking import Answer, Choices, answers, manner_of, stream, texts
+from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
 from ci_llm.crowd.attention import PACKED
-from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import Generated, TokenIds, generate_ids, is_padding_invariant
@@ -35,6 +34,7 @@ from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
 from ci_llm.crowd.voting import Reading, elect, final_answers
 from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class Crowd(nn.Module):
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
             BadInput: a value is out of range, or a prompt cannot be used.
         """
-        manner = manner_of(
+        options = options_of(
             self,
             stop_strings_of(stop_strings),
             abstain_below=abstain_below,
@@ -290,7 +290,7 @@ class Crowd(nn.Module):
             top_k=top_k,
             seed=seed,
         )
-        how = (self, prompts_of(prompts), manner, batch_size)
+        how = (self, prompts_of(prompts), options, batch_size)
         return list(answers(*how)) if details else texts(*how)
 
     def stream(
@@ -310,7 +310,7 @@ class Crowd(nn.Module):
         Raises:
             ModelError, BadInput: as `generate`.
         """
-        return stream(self, prompt, manner_of(self, stop_strings_of(stop_strings), **choices))
+        return stream(self, prompt, options_of(self, stop_strings_of(stop_strings), **choices))
 
     def generate_ids(
         self,

@@ -63,7 +63,7 @@ class Passes:
         if self.packed:
             return self._agent_after_agent(batches)
         nothing = self.agents.weights.new_zeros(1, 0, 1)
-        return [nothing if own is None else self._alone(k, own) for k, own in enumerate(batches.each)]
+        return [nothing if own is None else self._states_of_agent(k, own) for k, own in enumerate(batches.each)]
 
     def _agent_after_agent(self, batches: AgentBatches) -> list[Tensor]:
         laid = [None if batch is None else self._laid(batch) for batch in batches.each]
@@ -76,7 +76,7 @@ class Passes:
         parts = zip(states.split(sizes, dim=1), batches.each, strict=True)
         return [part if batch is None else part[:, : batch.num_tokens] for part, batch in parts]
 
-    def _alone(self, k: int, batch: Batch) -> Tensor:
+    def _states_of_agent(self, k: int, batch: Batch) -> Tensor:
         inputs, index = self._rectangle(batch)
         size = inputs["input_ids"].numel()
         with reading(self.agents, [slice(0, size if agent == k else 0) for agent in range(self.num_agents)]):

@@ -2,7 +2,8 @@
 
 What goes there is what `Crowd.from_pretrained("user/name")` reads, the card, and the tokenizers of the agents. The
 moments of the optimizer stay. The hub takes a commit as a whole or not at all, and knows files that it has got; so a
-push that was interrupted is called again, and goes on.
+push that was interrupted is called again, and goes on. A later push replaces an earlier one: the same commit deletes
+what the earlier crowd had and this one has not, such as a fifth agent. Other files of the repository stay.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 PREFIX: Final = "hub:"
 PUBLISHED: Final = (*FILES, "README.md", "agent*/tokenizer*", "agent*/chat_template.jinja")
 MERGED: Final = "merged"
+#: What a push replaces as a whole.
+REPLACED: Final = (*PUBLISHED, f"{MERGED}/*")
 TRIES: Final = 4
 
 
@@ -113,11 +116,18 @@ class _Hub:
         return self._asked(name, lambda: self._api.create_repo(name, private=private, exist_ok=True).repo_id)
 
     def commit(self, to: str, files: Mapping[str, Path], message: str) -> None:
-        """One commit with all files; what the hub has got already is not sent again."""
-        from huggingface_hub import CommitOperationAdd
+        """One commit: all files, and without those of an earlier push; what the hub has got is not sent again."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         added = [CommitOperationAdd(name, path) for name, path in files.items()]
-        self._asked(to, lambda: self._api.create_commit(to, added, commit_message=message))
+
+        def commit() -> None:
+            # Listed anew at each try: the one before may have arrived although its answer was lost.
+            stale = [name for name in self._api.list_repo_files(to) if name not in files and _is_published(name)]
+            deleted = [CommitOperationDelete(name) for name in stale]
+            self._api.create_commit(to, [*added, *deleted], commit_message=message)
+
+        self._asked(to, commit)
 
     def is_private(self, name: str) -> bool:
         return self._asked(name, lambda: bool(self._api.repo_info(name).private))
@@ -146,6 +156,11 @@ class _Hub:
                     what = f"the hub does not take it: {_first_line(error)}"
                     raise CheckpointError(what, where=where, hint="call it again later: it goes on") from error
             self._sleep(backoff_s(failures, hurry=False))
+
+
+def _is_published(name: str) -> bool:
+    """Whether a push wrote this file, now or earlier. The slash makes a pattern match the whole path."""
+    return any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in REPLACED)
 
 
 _REFUSALS: Final = frozenset({400, 401, 403, 404, 422})

@@ -125,7 +125,7 @@ class QuantizedLinear(nn.Module):
     def quant_state(self) -> Any:
         return self._own_state or getattr(self.stored, "quant_state", None)
 
-    def let_go(self) -> Tensor:
+    def release_codes(self) -> Tensor:
         """Take the numbers away, for shards of them to come; the scales stay here. Returns the numbers."""
         self._own_state, numbers = self.quant_state, self.stored.data
         shape = (self.stored_rows, *numbers.shape[1:])

@@ -81,7 +81,7 @@ class ShardedLayers:
         # cast: the residual stream stays in the precision it has without shards.
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, cast_forward_inputs=False)
         for number, layer in enumerate(layers_of(model)):
-            parts = {each: each.let_go() for each in layer.modules() if isinstance(each, QuantizedLinear)}
+            parts = {each: each.release_codes() for each in layer.modules() if isinstance(each, QuantizedLinear)}
             kept = {*layer.parameters()} - weights_to_shard(layer, self._dtype)
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=kept)
             for each, part in parts.items():

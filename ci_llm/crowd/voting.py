@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ci_llm.crowd.aggregators import aggregate, find_vote
+from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
 from ci_llm.crowd.answers import AnswerStyle, final_answer
 from ci_llm.crowd.decoding import Decoding, without_nan
 from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertainty, tokens_of
@@ -74,8 +74,8 @@ def read_texts(
     for chunk in crowd.head.chunks(batch.num_targets):
         finite, learned = without_nan(crowd.head.logits(states[:, chunk]), crowd.learned)
         log_probs = finite.log_softmax(-1)
-        together = aggregate(log_probs, aggregator, learned)
-        numbers.append(token_uncertainty(log_probs, together, batch.targets[chunk]))
+        mixture = aggregate(log_probs, aggregator, learned)
+        numbers.append(token_uncertainty(log_probs, mixture, batch.targets[chunk], is_mean=is_mean(aggregator)))
     tokens = iter(tokens_of(torch.cat(numbers, dim=1)))
     read = {text: [next(tokens) for _ in text] for text in distinct}
     return [read[tuple(text)] for text in texts]

@@ -126,7 +126,7 @@ class Plan:
         return self.samples_seen(step) / self.num_rows
 
     def epochs(self, step: int) -> list[float]:
-        """`epoch`, as the only one of its kind."""
+        """The epoch of this plan, in a list of one: a run without own rows has one plan for all agents."""
         return [self.epoch(step)]
 
 

@@ -30,8 +30,14 @@ def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
     Raises:
         DataError: there is no such data set or split, it is empty, or no column can be used.
     """
-    different = {id(rows): rows for rows in load_rows_of_each(config, split)}
-    return _joined([*different.values()], config)
+    each = load_rows_of_each(config, split)
+    if split == "train":
+        return _joined([*{id(rows): rows for rows in each}.values()], config)
+    sets: dict[Hashable, Rows] = {}  # agents with other parts of one data set are evaluated on the same rows
+    for own, rows in zip(config.evaluated_on, each, strict=True):
+        if own not in sets or rows.num_trained_on > sets[own].num_trained_on:  # of equal ones the most trained on
+            sets[own] = rows
+    return _joined([*sets.values()], config)
 
 
 def load_rows_of_each(config: Config, split: Literal["train", "eval"]) -> list[Rows]:

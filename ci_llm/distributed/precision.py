@@ -14,8 +14,8 @@ from ci_llm.errors import ModelError
 AUTO: Final = "auto"
 #: What `auto` becomes, by key: where bf16 is faster, and elsewhere.
 CHOICES: Final = {"mixed_precision": ("bf16", "no"), "model_dtype": ("bf16", "fp32")}
-#: The precisions of an autocast, by the word of `mixed_precision`; no autocast otherwise.
-AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: The words of `model_dtype` and `mixed_precision`, and what they mean.
+DTYPES: Final = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precisions(Protocol):
@@ -25,6 +25,11 @@ class Precisions(Protocol):
     def mixed_precision(self) -> str: ...
     @property
     def model_dtype(self) -> str | None: ...
+
+
+def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
+    """The dtype in which an autocast computes; None: there is no autocast, or it is not decided yet."""
+    return None if mixed_precision in ("no", AUTO) else DTYPES[mixed_precision]
 
 
 @dataclass(frozen=True)

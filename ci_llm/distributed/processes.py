@@ -32,7 +32,15 @@ from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.memory import free_memory
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
-from ci_llm.distributed.precision import AUTO, AUTOCAST, check_precision, chosen, runs_on_cpu, slowest, speed_of_bf16
+from ci_llm.distributed.precision import (
+    AUTO,
+    autocast_dtype,
+    check_precision,
+    chosen,
+    runs_on_cpu,
+    slowest,
+    speed_of_bf16,
+)
 from ci_llm.distributed.process_group import join, leave, peer_errors, rendezvous_errors
 from ci_llm.errors import CiLlmError, LaunchError
 
@@ -97,7 +105,7 @@ class Processes:
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self.follow: Callable[[], None] = lambda: None
         self._tokens: list[Path] = []
-        self._autocast = AUTOCAST.get(config.mixed_precision)
+        self._autocast = autocast_dtype(config.mixed_precision)
         logger.debug("process %d of %d on %s; %s", self.index, self.count, self.device, self.launch)
 
     @property
@@ -143,7 +151,7 @@ class Processes:
         speed = slowest(self.gather_object(speed_of_bf16()))
         settled = config.model_copy(update=chosen(config, speed, before))
         check_precision(settled)
-        self._autocast = AUTOCAST.get(settled.mixed_precision)
+        self._autocast = autocast_dtype(settled.mixed_precision)
         why = speed.why if before is None else "auto keeps what the run began with"
         base = "" if settled.model_dtype == config.model_dtype else f", model_dtype={settled.model_dtype}"
         return settled, f"mixed_precision={settled.mixed_precision}{base}: {why}"

@@ -87,8 +87,7 @@ class CheckContext:
     @property
     def rows_per_step(self) -> int:
         """The effective batch of the real run."""
-        c = self.config
-        return c.global_batch_size or c.batch_size * self.processes.count * c.gradient_accumulation_steps
+        return self.config.rows_per_step(self.processes.count)
 
     @property
     def num_rows(self) -> list[int]:

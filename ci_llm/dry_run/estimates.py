@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ci_llm.crowd.base import DTYPES
+from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.dry_run.report import duration, size
@@ -88,7 +88,8 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
 def _flops_per_s(context: CheckContext) -> float:
     """The speed of a matrix product in the precision of the forward pass, on the device of this process."""
     device = context.processes.device
-    dtype = DTYPES.get(context.config.mixed_precision) or base_dtype(context.config, context.shape.config, device)
+    config = context.config
+    dtype = autocast_dtype(config.mixed_precision) or base_dtype(config, context.shape.config, device)
     side = SIDE[device.type]
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     times = []

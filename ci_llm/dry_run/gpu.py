@@ -20,10 +20,11 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.memory import free_memory, is_out_of_memory
 from ci_llm.crowd.attention import Segments, packed_attention
-from ci_llm.crowd.base import DTYPES, load_base
+from ci_llm.crowd.base import load_base
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
+from ci_llm.distributed.precision import DTYPES
 from ci_llm.distributed.processes import Processes
 from ci_llm.dry_run.checks import Inapplicable
 from ci_llm.dry_run.context import CheckContext

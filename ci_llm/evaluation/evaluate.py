@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import xxhash
@@ -20,16 +20,16 @@ from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, merge_records
-from ci_llm.crowd.base import DTYPES
 from ci_llm.crowd.calibration import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.metrics import Reader
-from ci_llm.crowd.pretrained import located, weights_fingerprint
+from ci_llm.crowd.pretrained import default_names, located, weights_fingerprint
 from ci_llm.crowd.recognise import require_checkpoint
 from ci_llm.crowd.scoring import Scores, evaluation_record, score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
+from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation.loading import Job, Request, default_output, load, refuse_unanswerable, require_place
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
@@ -37,8 +37,11 @@ from ci_llm.evaluation.sureness import sureness_record
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["loading", "scoring", "answering"]
+Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "answering"]
 Progress = Callable[[Phase, int, int], None]
+
+#: Of `calibration.learn` over the rows.
+_PASSES: Final[tuple[Phase, ...]] = ("learning weights", "learning the temperature")
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,9 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
     manifest = read_manifest(checkpoint)
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
         if calibrated is not None:  # before the answers, which may depend on what is learned
+            passes = iter(_PASSES)
             concentration = job.config.dirichlet_alpha_aggregator
-            job.crowd.learned = learn(job.crowd, lambda: _batches(job, lambda *_: None), concentration)
+            job.crowd.learned = learn(job.crowd, lambda: _batches(job, progress, next(passes)), concentration)
         if len(job.questions):
             source = _source(job, checkpoint, manifest)
             with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:
@@ -124,7 +128,7 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
     """The precision of the training's own evaluations."""
-    dtype = DTYPES.get(config.mixed_precision)
+    dtype = autocast_dtype(config.mixed_precision)
     if dtype is None or (dtype == torch.float16 and device.type == "cpu"):  # as Accelerate, which then takes fp32
         return nullcontext()
     return torch.autocast(device.type, dtype)
@@ -155,10 +159,10 @@ def _score(job: Job, progress: Progress) -> Scores:
     return scores
 
 
-def _batches(job: Job, progress: Progress) -> Iterator[Batch]:
+def _batches(job: Job, progress: Progress, phase: Phase = "scoring") -> Iterator[Batch]:
     total = len(job.tokenized)
     for part in share(range(total), 0, 1, 4 * job.batch_size):
-        progress("scoring", part[0], total)
+        progress(phase, part[0], total)
         yield pack([job.tokenized[number] for number in part], part)
 
 
@@ -256,6 +260,8 @@ def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, row
     task = job.request.choice.data or config.task
     forced = evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
     record = {**merge_records(forced, right), "step": step}
+    if job.crowd.names != default_names(job.crowd.num_agents):
+        record["folders"] = job.crowd.names
     if right is not None:
         request, calibration = job.request, job.crowd.calibration
         sure = sureness_record(
@@ -289,6 +295,8 @@ def _lines(job: Job) -> list[str]:
     found = job.tokenized.rows.description
     # After it come the template, the tokens, what was cut or left out, and finally an example row.
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
+    if job.request.choice.is_own and len({*job.config.evaluated_on}) > 1:
+        facts.append("each agent answers the rows of all agents; the run's evaluation.json scores it by its own rows")
     if job.questions.left_out and len(job.questions):
         facts.append(
             f"not asked: {job.questions.left_out} rows, which have no question, or no place for a whole answer"

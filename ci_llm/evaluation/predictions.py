@@ -8,8 +8,6 @@ has left at the end, and goes on from there; any other call is refused.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.core.durable import append, cut, make_folders, read_json, write_bytes, write_json
+from ci_llm.core.locks import locked
 from ci_llm.errors import BadInput
 
 Row = dict[str, Any]
@@ -159,16 +158,13 @@ def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row
 @contextmanager
 def _held(path: Path) -> Iterator[None]:
     """Lock the file: of two evaluations at a time the second is refused."""
-    with path.open("rb") as file:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise BadInput(
-                    "another process evaluates into this file", where=str(path), hint="wait for it, or give --output"
-                ) from error
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # some network filesystems have no locks
-                raise
+            held.enter_context(locked(path, wait=False, required=False))
+        except BlockingIOError as error:
+            raise BadInput(
+                "another process evaluates into this file", where=str(path), hint="wait for it, or give --output"
+            ) from error
         yield
 
 

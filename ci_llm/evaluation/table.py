@@ -9,7 +9,7 @@ from typing import Any
 
 from ci_llm.evaluation.evaluate import Evaluation
 from ci_llm.evaluation.predictions import Row
-from ci_llm.report.scores import gains, rows_evaluated, scores, what_evaluated
+from ci_llm.report.scores import agents_of, gains, rows_evaluated, scores, what_evaluated
 
 
 def table(evaluation: Evaluation) -> Iterator[str]:
@@ -80,8 +80,8 @@ def failed_rows(rows: Sequence[Row]) -> list[Row]:
 def _text_table(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'':<14}{'perplexity':>12}{'bits per byte':>17}{'nats per token':>16}"
     figures = [record["perplexity"], record["bits_per_byte"], record["nll"]]
-    for k, (perplexity, bits, nll) in enumerate(zip(*(each["agents"] for each in figures), strict=True)):
-        yield _text_line(f"agent{k}", perplexity, bits, nll)
+    for name, *numbers in zip(agents_of(record), *(each["agents"] for each in figures), strict=True):
+        yield _text_line(name, *numbers)
     count = len(record["nll"]["agents"])
     bits, nll = (sum(each["agents"]) / count for each in figures[1:])
     yield _text_line("agents, mean", math.exp(nll), bits, nll)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ci_llm.core.ranking import place_of_trial
 from ci_llm.errors import BadInput
 
 NAME = "sweep.json"
@@ -40,7 +41,7 @@ def read_trials(folder: Path) -> Leaderboard | None:
         metric, steps = record["plan"]["metric"], record["plan"]["steps"]
         scored = [trial for trial in record["trials"] if trial["scores"]]
         keys = tuple(dict.fromkeys(key for trial in scored for key in trial["settings"]))
-        scored.sort(key=lambda trial: _place(trial, more_is_better=metric == "exact_match"))
+        scored.sort(key=lambda trial: place_of_trial(trial["id"], trial["scores"], metric))
         rows = [
             (each["id"], each["status"], steps[each["rung"] - 1], each["score"], _told(each["settings"], keys))
             for each in scored
@@ -50,11 +51,6 @@ def read_trials(folder: Path) -> Leaderboard | None:
         return None
     except (TypeError, KeyError, IndexError, ValueError) as error:
         raise BadInput(f"no record of a sweep: {error}", where=str(path), hint="move it away") from error
-
-
-def _place(trial: dict[str, Any], *, more_is_better: bool) -> tuple[bool, int, float, int]:
-    score = trial["score"] or 0.0
-    return trial["score"] is None, -trial["rung"], -score if more_is_better else score, trial["id"]
 
 
 def _told(settings: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...]:

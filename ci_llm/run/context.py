@@ -24,6 +24,7 @@ from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.best_step import kept_steps
 from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
+from ci_llm.run.crowd_requests import Unrecorded
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
@@ -51,6 +52,7 @@ class Run:
         lanes: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
+        unrecorded: why the disk takes no decision about requests, if it takes none.
         proposes: whether people are told at its end what to do next.
     """
 
@@ -84,6 +86,7 @@ class Run:
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
     callbacks: Callbacks = field(default_factory=Callbacks)
+    unrecorded: Unrecorded = field(default_factory=Unrecorded)
     proposes: bool = True
 
     @property

@@ -19,13 +19,14 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ci_llm.config import Config
-from ci_llm.crowd.base import DTYPES, load_error
+from ci_llm.crowd.base import load_error
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.quantized import BITS, stored_bytes
 from ci_llm.crowd.sharded_layers import layers_of, weights_to_shard
 from ci_llm.data.batches import Batch
 from ci_llm.data.lengths import Lengths
+from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.run.crowd_parts import lora_settings
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
@@ -144,7 +145,7 @@ def _sharded(config: Config, crowd: Crowd, processes: int) -> tuple[int, int]:
     """(bytes of the base that other processes store; bytes of the largest layer while it is gathered)."""
     if config.base_sharding == "none" or processes == 1:
         return 0, 0
-    layers = [weights_to_shard(layer, DTYPES.get(config.mixed_precision)) for layer in layers_of(crowd.model)]
+    layers = [weights_to_shard(layer, autocast_dtype(config.mixed_precision)) for layer in layers_of(crowd.model)]
     stored = [sum(_stored_bytes(config, weight) for weight in weights) for weights in layers]
     return sum(stored) * (processes - 1) // processes, GATHERED_COPIES * max(stored)
 
@@ -190,7 +191,7 @@ def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]
 
 
 def _forward_backward(config: Config, crowd: Crowd, batch: Batch) -> None:
-    mixed = DTYPES.get(config.mixed_precision)
+    mixed = autocast_dtype(config.mixed_precision)
     with torch.autocast(batch.input_ids.device.type, dtype=mixed, enabled=mixed is not None):
         loss = Objective(config.diversity, config.lambda_sw)(crowd(batch), batch, 0)
     loss.total.backward()

@@ -22,7 +22,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_parts import crowd_settings, objective_of, optimizer_groups, rows_and_plan, schedules
-from ci_llm.run.crowd_requests import CrowdRequest, Decision, decide, read_waiting
+from ci_llm.run.crowd_requests import CrowdRequest, Decision, Unrecorded, decide, read_waiting
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.resume import STOPPED
 from ci_llm.run.setup import lengths_of, plan_ahead
@@ -41,7 +41,7 @@ def change_crowd(run: Run, verdict: Verdict) -> None:
     if verdict.request:
         members = run.state.members or Members.configured(run.config)
         dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
-        take = partial(_take_requests, run.config, members, run.state.step, dropped)
+        take = partial(_take_requests, run.config, members, run.state.step, dropped, run.unrecorded)
         if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
             run.state = replace(run.state, members=members.with_planned(changes))
     make_due_changes(run)
@@ -124,26 +124,32 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
         yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
-def _take_requests(config: Config, members: Members, step: int, dropped: Collection[int]) -> list[CrowdChange]:
-    """On the main process: decide about the requests in the run's folder, and put that on record before it acts.
+def _take_requests(
+    config: Config, members: Members, step: int, dropped: Collection[int], unrecorded: Unrecorded
+) -> list[CrowdChange]:
+    """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record.
 
     Args:
         step: optimizer steps taken.
         dropped: numbers of the agents that take no steps any more.
+        unrecorded: why they waited before, which is not told again.
     """
     folder, decisions = config.run_folder, []
     for request in read_waiting(folder):
         decision = _decision(request, members, step, dropped)
         if decision.refused is None:
             members, _ = members.with_planned([decision.change]).after(step, config)
-        else:
-            logger.warning(f"crowd     the request to {decision.verb} agent{decision.agent}: {decision.refused}")
         decisions.append(decision)
     try:
-        decide(folder, decisions)
+        decide(folder, decisions)  # before anything acts or is told
     except OSError as error:
-        logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({error.strerror})")
+        if unrecorded.is_news(error.strerror or str(error)):
+            logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({unrecorded.reason})")
         return []
+    unrecorded.is_news(None)
+    for refused in decisions:
+        if refused.refused is not None:
+            logger.warning(f"crowd     the request to {refused.verb} agent{refused.agent}: {refused.refused}")
     return [decision.change for decision in decisions if decision.refused is None]
 
 

@@ -59,6 +59,18 @@ class Decision:
         return CrowdChange.from_dict({"step": self.step, "verb": self.verb, "agent": self.agent, "own": self.own})
 
 
+@dataclass
+class Unrecorded:
+    """Why the disk takes no decision at present; None: it does."""
+
+    reason: str | None = None
+
+    def is_news(self, reason: str | None) -> bool:
+        """Note the present reason; whether it is one, and not the one of the step before."""
+        before, self.reason = self.reason, reason
+        return reason not in (None, before)
+
+
 def ask(run_folder: Path, verb: Verb, agent: int, own: Mapping[str, Any]) -> CrowdRequest:
     """Leave a request for the run in this folder.
 
@@ -94,7 +106,11 @@ def settings_of_clone(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def is_waiting(run_folder: Path) -> bool:
-    """Whether a request lies in the folder; cheap enough for every step."""
+    """Whether a request lies in the folder; asked at every step.
+
+    It takes one system call where nobody has asked for anything yet, and four afterwards: as long as two or three
+    calls of stat, which would not see a second request within the same tick of the disk's clock.
+    """
     return bool(_names(run_folder))
 
 

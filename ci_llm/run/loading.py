@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 
 from ci_llm.config import Config
-from ci_llm.crowd.base import DTYPES, Base, load_architecture, load_base, require_positions
+from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.prompts import PromptForm, form_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
@@ -19,6 +19,7 @@ from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.members import Members, config_of
 
@@ -105,7 +106,7 @@ def open_base(config: Config, processes: Processes, model_name: str | None = Non
     """
     layers = None
     if shares_layers(config, processes):
-        layers = ShardedLayers(processes.device, DTYPES.get(config.mixed_precision))
+        layers = ShardedLayers(processes.device, autocast_dtype(config.mixed_precision))
         processes.follow = layers.follow
     name = model_name or config.model_name
     return load_base(name, config.model_dtype, processes.device, config.quantization, layers)

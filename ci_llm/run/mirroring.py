@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.filling import Filled, fill
+from ci_llm.checkpoints.mirror.filling import fill
+from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.mirror import Mirror, MirrorState
 from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.cluster.launch import Launch
@@ -65,7 +66,7 @@ class RunMirror:
         self._config, self._manager, self._interrupts = config, manager, interrupts
         self._launch: Launch = processes.launch
         self._mirror: Mirror | None = None
-        self._filled = Filled()
+        self._found = Found()
         self.on_change: Callable[[dict[str, Any]], object] = lambda state: None
         if config.mirror is not None and processes.is_main:
             self._mirror = Mirror(
@@ -87,7 +88,7 @@ class RunMirror:
             CheckpointError: the mirror holds another run, or does not answer while the disk is empty.
         """
         if self._mirror is not None:
-            self._filled = fill(self._mirror.reader, self._manager, STORY)
+            self._found = fill(self._mirror.reader, self._manager, STORY)
 
     def begin(self, going_on_from: int, attempt: int) -> None:
         """Claim the mirror for this attempt, whose folder is leased, and send from here on.
@@ -96,10 +97,10 @@ class RunMirror:
             going_on_from: newer steps leave the line there; -1: all of them do.
 
         Raises:
-            WriterBusy: the mirror holds another run.
+            WriterBusy: the mirror holds another run, or another attempt has claimed it since `fill_disk`.
         """
         if (mirror := self._mirror) is not None:
-            mirror.begin(going_on_from, attempt, self._filled.damage, same_run=self._filled.same_run)
+            mirror.begin(going_on_from, attempt, self._found)
             self._manager.after_save = lambda result: mirror.wake()
             logger.info(f"mirror    {mirror.state.url}")
 

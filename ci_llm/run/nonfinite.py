@@ -41,12 +41,14 @@ class Findings:
             loss scale mends.
         bad_batch: every agent was nonfinite in this step, now or in an earlier attempt.
         tokens: packed tokens, of all processes, on which at least one agent was trained.
+        own_rows: whether each agent had rows of its own.
     """
 
     left_out: tuple[int, ...]
     nonfinite: tuple[int, ...]
     bad_batch: bool
     tokens: int
+    own_rows: bool = False
 
     @property
     def overflowed(self) -> tuple[int, ...]:
@@ -61,7 +63,12 @@ def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
 
 
 def findings_of(
-    verdict: Verdict, loss_scale: float | None, *, known_bad: bool = False, dropped: Sequence[int] = ()
+    verdict: Verdict,
+    loss_scale: float | None,
+    *,
+    known_bad: bool = False,
+    dropped: Sequence[int] = (),
+    own_rows: bool = False,
 ) -> Findings:
     """What the verdict on a step means.
 
@@ -69,6 +76,7 @@ def findings_of(
         loss_scale: the factor on fp16 losses; None in every other precision.
         known_bad: the step was found bad before, so that nothing was computed in it.
         dropped: agents that are left out of every step; the others are judged as if they were alone.
+        own_rows: whether each agent had rows of its own.
     """
     everybody = tuple(range(len(verdict.nonfinite)))
     judged = tuple(k for k in everybody if k not in dropped)
@@ -79,7 +87,7 @@ def findings_of(
     # Under a loss scale a gradient may overflow although its agent is fine. The scale does not touch the loss.
     nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(verdict.sums[k])))
     bad = nonfinite == judged
-    return Findings(left_out, nonfinite, bad_batch=bad, tokens=0 if bad else int(verdict.sums[-1]))
+    return Findings(left_out, nonfinite, bad, 0 if bad else int(verdict.sums[-1]), own_rows)
 
 
 class NonFiniteResponse:
@@ -127,7 +135,8 @@ class NonFiniteResponse:
             return replace(state, recovery=self._skip(state, BadBatch(state.step - 1, tuple(rows(state.step - 1)))))
         step, before = state.step - 1, state.recovery
         dropped = self.dropped(before)
-        after = before.after(step, findings.nonfinite, self._bounds, (*findings.overflowed, *dropped))
+        bounds = replace(self._bounds, own_rows=findings.own_rows)
+        after = before.after(step, findings.nonfinite, bounds, (*findings.overflowed, *dropped))
         for k in findings.nonfinite:
             logger.warning(_account(state.names[k], step, before.agents[k], after.agents[k]))
             if after.agents[k].rollbacks > before.agents[k].rollbacks:
@@ -171,8 +180,9 @@ class NonFiniteResponse:
 
 
 def _account(name: str, step: int, before: AgentRecovery, after: AgentRecovery) -> str:
-    cut = f"learning rate x {before.lr_factor:.3g} -> x {after.lr_factor:.3g}"
-    return f"{name}    not finite in step {step + 1}, {before.nonfinite_in_a_row + 1} in a row: left out, {cut}"
+    cut = f", learning rate x {before.lr_factor:.3g} -> x {after.lr_factor:.3g}"
+    cut = "" if after.lr_factor == before.lr_factor else cut
+    return f"{name}    not finite in step {step + 1}, {before.nonfinite_in_a_row + 1} in a row: left out{cut}"
 
 
 def _exhausted(recovery: RecoveryState, agents: Sequence[int], all_names: Sequence[str], bounds: Bounds) -> NonFinite:

@@ -2,8 +2,10 @@
 
 The response to one agent escalates. It is left out of the step, and its learning rate is cut. After `max_in_a_row`
 nonfinite steps in a row it is rolled back to its last good snapshot. After as many again in the same episode, the
-attempt ends. If every agent is nonfinite in a step, the batch is taken for the cause: it is skipped permanently.
-`max_in_a_row` such steps in a row end the attempt, because then the weights are the cause and not the batches.
+attempt ends. An agent with rows of its own keeps its rate until it is rolled back: until then its rows are the first
+suspects, and only it has read them. If every agent is nonfinite in a step, the batch is taken for the cause: it is
+skipped permanently. `max_in_a_row` such steps in a row end the attempt, because then the weights are the cause and not
+the batches.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ class Bounds:
         lr_divisor: `nonfinite_lr_factor`, at least 1: a nonfinite step divides the agent's learning rate by it.
         max_in_a_row: `max_consecutive_nonfinite`.
         good_after: `good_after_steps`: this many finite steps in a row end an episode.
+        own_rows: each agent has rows of its own in a step; else all have the same.
     """
 
     lr_divisor: float = 1.5
     max_in_a_row: int = 5
     good_after: int = 50
+    own_rows: bool = False
 
 
 #: Attribute -> key in train_state.json, where they differ. The keys are a format: older checkpoints hold them.
@@ -76,10 +80,12 @@ class AgentRecovery:
         return replace(self, nonfinite_in_a_row=0, finite_in_a_row=finite)
 
     def _after_nonfinite_step(self, step: int, bounds: Bounds) -> AgentRecovery:
+        in_a_row = self.nonfinite_in_a_row + 1
+        spared = bounds.own_rows and in_a_row < bounds.max_in_a_row and not self.rolled_back
         worse = replace(
             self,
-            lr_factor=max(self.lr_factor / bounds.lr_divisor, LEAST_LR_FACTOR),
-            nonfinite_in_a_row=self.nonfinite_in_a_row + 1,
+            lr_factor=self.lr_factor if spared else max(self.lr_factor / bounds.lr_divisor, LEAST_LR_FACTOR),
+            nonfinite_in_a_row=in_a_row,
             episode_start=step if self.episode_start is None else self.episode_start,
             finite_in_a_row=0,
         )

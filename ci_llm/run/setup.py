@@ -124,9 +124,7 @@ def join(
     eval_rows: EvaluationRows,
 ) -> Run:
     """The run at step 0, of parts that are ready."""
-    rows_per_step = config.global_batch_size or (
-        config.batch_size * processes.count * config.gradient_accumulation_steps
-    )
+    rows_per_step = config.rows_per_step(processes.count)
     _, steps = plan_ahead(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
     _, plan = rows_and_plan(config, rows, members, rows_per_step)

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from ci_llm.core.ranking import GREATER_IS_BETTER
 from ci_llm.run.members import Members
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
-
-#: The metrics that can say which step is best, and whether more of them is better.
-GREATER_IS_BETTER: Final[Mapping[str, bool]] = {"nll": False, "exact_match": True}
 
 
 @dataclass(frozen=True)

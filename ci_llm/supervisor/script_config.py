@@ -7,7 +7,6 @@ that comes from a group file is only looked up here, and changed by an override 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Final
 
 import yaml
 
+from ci_llm.core.locks import locked
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.script_settings import overrides
 
@@ -106,7 +106,7 @@ class TemporaryConfigs:
     def __init__(self, original: Path) -> None:
         self._original = original
         self._digest = _digest(original)
-        self._locks: dict[Path, int] = {}
+        self._copy = contextlib.ExitStack()  # its end removes the copy
 
     @property
     def original_is_unchanged(self) -> bool:
@@ -132,12 +132,10 @@ class TemporaryConfigs:
         try:
             mode = self._original.stat().st_mode & 0o777 | 0o600 if self._original.exists() else 0o600
             # O_EXCL: never over a file of the user. 0o600 in any case: this process must be able to write it.
-            lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-            self._locks[path] = lock
-            with contextlib.suppress(OSError):  # without locks no supervisor removes it but this one
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            with open(lock, "wb", closefd=False) as file:
-                file.write((text if text.endswith("\n") else text + "\n").encode() + mark.encode())
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+            self._copy.callback(path.unlink, missing_ok=True)
+            self._copy.enter_context(locked(path, required=False))  # without locks nobody removes it but this one
+            path.write_text((text if text.endswith("\n") else text + "\n") + mark, encoding="utf-8")
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -149,10 +147,7 @@ class TemporaryConfigs:
 
     def close(self) -> None:
         """Remove the copy."""
-        for path, lock in self._locks.items():
-            path.unlink(missing_ok=True)
-            os.close(lock)
-        self._locks.clear()
+        self._copy.close()
 
 
 def _leaves(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[tuple[str, Leaf]]:
@@ -182,21 +177,11 @@ def _defaults(root: yaml.MappingNode) -> Iterator[tuple[str, str]]:
 
 def _removed_if_abandoned(path: Path) -> bool:
     """Remove a copy, known by its last line, whose supervisor does not live any more; return whether it was one."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if path.suffix != ".json" and not text.endswith(_MARK):
-            return False
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-    except OSError:  # a living supervisor holds the lock, or the filesystem has no locks
-        return False
-    finally:
-        os.close(handle)
-    return True
+    with contextlib.suppress(OSError), locked(path, wait=False):  # a living supervisor holds it, or there are no locks
+        if path.suffix == ".json" or path.read_text(encoding="utf-8", errors="replace").endswith(_MARK):
+            path.unlink()
+            return True
+    return False
 
 
 def _digest(path: Path) -> bytes | None:

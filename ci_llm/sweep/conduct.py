@@ -118,10 +118,7 @@ class Conductor:
     def _plan(self, loaded: Loaded, processes: Processes) -> tuple[int, int]:
         """The steps of a whole run, and the trials of a pass. A collective."""
         config, keys = self._reading.config, self._reading.keys
-        rows_per_step = config.global_batch_size or (
-            config.batch_size * processes.count * config.gradient_accumulation_steps
-        )
-        _, steps = plan_ahead(config, [len(loaded.rows[0])], rows_per_step)
+        _, steps = plan_ahead(config, [len(loaded.rows[0])], config.rows_per_step(processes.count))
         fit = partial(trials_per_pass, config, self._reading.spaces, keys.agents_per_pass, keys.trials or 1)
         return steps, processes.on_main(lambda: fit(loaded, processes))
 

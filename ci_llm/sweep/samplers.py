@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ci_llm.config.sweep import Choices, Range, Space
-from ci_llm.sweep.trials import GREATER_IS_BETTER, Trial
+from ci_llm.core.ranking import GREATER_IS_BETTER
+from ci_llm.sweep.trials import Trial
 
 Settings = dict[str, Any]
 #: Draws in a row that only repeat known settings, after which a space counts as exhausted.

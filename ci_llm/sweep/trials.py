@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-#: The metrics by which trials are compared, and whether more is better.
-GREATER_IS_BETTER: Final[Mapping[str, bool]] = {"nll": False, "exact_match": True}
+from ci_llm.core.ranking import GREATER_IS_BETTER, place_of_trial
 
 Status = Literal["running", "pruned", "failed", "completed"]
 
@@ -181,10 +180,8 @@ class Standings:
     @property
     def leaderboard(self) -> list[Trial]:
         """All scored trials: those of higher rungs first, within a rung the best first, and failed ones last."""
-        order: list[Trial] = []
-        for rung in reversed(range(len(self.plan.steps))):
-            order += [trial for trial in self.ranked(rung) if trial not in order and not trial.failed]
-        return order + [trial for trial in self.trials if trial.failed]
+        scored = [trial for trial in self.trials if trial.scores]
+        return sorted(scored, key=lambda trial: place_of_trial(trial.id, trial.scores, self.plan.metric))
 
     def status(self, trial: Trial) -> Status:
         """Where a trial stands."""

@@ -143,6 +143,19 @@ def test_agents_shows_what_each_agent_answers_alone(crowd: Crowd, capsys: pytest
     assert f"of {K} agents agree" in told.splitlines()[-1]
 
 
+def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
+    crowd: Crowd, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One was stopped, and another one cloned."""
+    names = ["agent0", *(f"agent{k + 3}" for k in range(1, K))]
+    monkeypatch.setattr(crowd, "names", names)
+    talk = Conversation(crowd, SHORT, ())
+    talk.say(QUESTIONS[0])
+    capsys.readouterr()
+    talk.command("/agents")
+    assert capsys.readouterr().out.splitlines()[0].split() == ["crowd", *names]
+
+
 def test_seed_draws_and_takes_back(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(crowd, {**SHORT, "temperature": 3.0}, (), shows_sureness=False)
     greedy = said(talk, QUESTIONS[0], capsys)

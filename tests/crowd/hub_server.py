@@ -71,6 +71,9 @@ class HubServer:
             }
         if "/commit/" in path:
             return self._commit(name, body)
+        if "/tree/" in path:
+            found = self.files.get(name, {})
+            return 200, [{"type": "file", "path": path, "size": len(found[path]), "oid": "2" * 40} for path in found]
         return 200, {"id": name, "private": self.repositories[name], "sha": "0" * 40, "siblings": [], "tags": []}
 
     def _commit(self, name: str, body: bytes) -> tuple[int, Any]:
@@ -78,6 +81,10 @@ class HubServer:
             return self.refuse.pop(0), {"error": "not now"}
         lines = [json.loads(line) for line in body.splitlines()]
         added = {each["value"]["path"]: each["value"]["content"] for each in lines if each["key"] == "file"}
-        self.files.setdefault(name, {}).update({path: base64.b64decode(data) for path, data in added.items()})
+        files = self.files.setdefault(name, {})
+        for each in lines:
+            if each["key"] == "deletedFile":
+                del files[each["value"]["path"]]
+        files |= {path: base64.b64decode(data) for path, data in added.items()}
         self.commits.append(lines[0]["value"]["summary"])
         return 200, {"commitOid": "1" * 40, "commitUrl": f"{self.address}/{name}/commit/{'1' * 40}"}

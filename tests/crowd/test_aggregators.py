@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ci_llm import Crowd
-from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote
+from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote, is_mean
 from ci_llm.crowd.answers import final_answer
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.decoding import Decoding
@@ -25,6 +25,14 @@ PER_AGENT = torch.tensor([[0.9, 0.1], [0.5, 0.5]], dtype=torch.float64).log()
 @pytest.fixture(scope="module")
 def crowd() -> Crowd:
     return disturbed_crowd()
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_what_is_taken_for_the_mean_is_the_mean(name: str) -> None:
+    """Else how sure the crowd is would be told of another distribution, or the mean be computed twice."""
+    log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    found = aggregate(log_probs, name, Learned((0.5, 0.3, 0.2), 0.8))
+    assert is_mean(name) == torch.allclose(found, log_probs.exp().mean(0).log(), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
-from ci_llm.crowd.asking import Answer, answers, decoding_of, manner_of, prompter_of
+from ci_llm.crowd.asking import Answer, answers, decoding_of, options_of, prompter_of
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
@@ -109,7 +109,7 @@ def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) ->
 
 
 def test_answers_come_batch_by_batch_and_the_batch_changes_none(crowd: Crowd, detailed: list[Answer]) -> None:
-    found = answers(crowd, QUESTIONS, manner_of(crowd, seed=0, **SHORT), batch_size=2, include_agents=False)
+    found = answers(crowd, QUESTIONS, options_of(crowd, seed=0, **SHORT), batch_size=2, include_agents=False)
     assert isinstance(found, Iterator)
     first = next(found)
     assert (first.answer, first.agents, first.agreement) == (detailed[0].answer, (), None)
@@ -121,7 +121,7 @@ def test_answers_come_batch_by_batch_and_the_batch_changes_none(crowd: Crowd, de
 def test_a_prompt_that_is_too_long_is_refused_before_any_is_answered(crowd: Crowd) -> None:
     limit = crowd.model.config.max_position_embeddings
     with pytest.raises(DataError, match=rf"a prompt has \d+ tokens, and the base reads {limit}") as caught:
-        next(answers(crowd, [*QUESTIONS, "Ann has 3 pens. " * limit], manner_of(crowd), batch_size=1))
+        next(answers(crowd, [*QUESTIONS, "Ann has 3 pens. " * limit], options_of(crowd), batch_size=1))
     assert caught.value.where == "prompt 5 (counted from 0)"
 
 

@@ -26,6 +26,7 @@ from ci_llm.crowd.calibration import (
     learn,
     learn_temperature,
     learn_weights,
+    nats_by_temperature,
     signals,
 )
 from ci_llm.crowd.exporting import prepare
@@ -111,6 +112,15 @@ def test_the_temperature_is_that_of_the_least_nats() -> None:
     assert learn_temperature([float(n) for n in range(len(TEMPERATURES))]) == pytest.approx(0.5)
 
 
+def test_the_nats_at_each_temperature_are_those_of_the_softened_mixture() -> None:
+    generator = torch.Generator().manual_seed(3)
+    mixture = (4 * torch.randn(6, 11, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    mixture[2, 5] = -math.inf  # a token that no agent gives any probability
+    wanted = torch.randint(5, (6,), generator=generator)
+    soft = [(mixture / t).log_softmax(-1)[range(6), wanted] for t in TEMPERATURES]
+    assert nats_by_temperature(mixture, wanted) == pytest.approx([-float(each.sum()) for each in soft], rel=1e-12)
+
+
 def test_what_is_learned_of_targets_lowers_their_nats(crowd: Crowd) -> None:
     prompter = prompter_of(crowd)
 
@@ -176,7 +186,7 @@ def test_answers_carry_the_probability_that_they_are_right(crowd: Crowd, plain: 
 def test_one_agent_is_asked_first_and_all_where_it_is_unsure(crowd: Crowd, plain: list[Answer]) -> None:
     prompter = prompter_of(crowd)
     ids = [prompter.ids(question) for question in QUESTIONS]
-    alone = crowd.generate_ids(ids, manner_decoding(crowd), agent=1, uncertainty=True)
+    alone = crowd.generate_ids(ids, decoding_of_crowd(crowd), agent=1, uncertainty=True)
     assert [prompter.text(text) for text in alone.crowd] == [answer.agents[1] for answer in plain]
     own = calibration_of(plain)
     p = [own.agent_right(signals(tokens)) for tokens in alone.tokens]
@@ -195,7 +205,7 @@ def test_one_agent_is_asked_first_and_all_where_it_is_unsure(crowd: Crowd, plain
         crowd.calibration = None
 
 
-def manner_decoding(crowd: Crowd) -> Any:
+def decoding_of_crowd(crowd: Crowd) -> Any:
     from ci_llm.crowd.decoding import Decoding
 
     return Decoding(24, prompter_of(crowd).ends)

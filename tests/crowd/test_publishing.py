@@ -86,6 +86,19 @@ def test_a_merge_lies_beside_the_agents(run: Path, hub: HubServer) -> None:
     }
 
 
+def test_a_later_push_takes_away_what_this_crowd_no_longer_has_and_nothing_else(run: Path, hub: HubServer) -> None:
+    publishing.publish(run, "hub:user/twice", merge=merge_of("svd"))
+    files = hub.files["user/twice"]
+    own = {"LICENSE": b"mine", "agent0/notes.md": b"mine", "docs/README.md": b"mine"}
+    former = {f"agent{K}/adapter_model.safetensors": b"of a larger crowd", "calibration.json": b"of another one"}
+    files |= own | former
+    publishing.publish(run, "hub:user/twice")
+    assert not [name for name in files if name in former or name.startswith("merged/")]
+    assert own.items() <= files.items()
+    assert f"agent{K - 1}/adapter_model.safetensors" in files
+    assert len(hub.commits) == 2, "what goes and what comes is one commit"
+
+
 def test_without_a_login_the_way_is_named(run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_another")
     with pytest.raises(BadInput, match="the hub refuses \\(401\\)") as refused:

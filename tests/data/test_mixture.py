@@ -130,6 +130,12 @@ def test_data_sets_share_the_rows_of_an_evaluation(tmp_path: Path, monkeypatch: 
     assert not {*questions(load_rows(config, "train"))} & {*questions(load_rows(config, "eval"))}
 
 
+def test_agents_with_parts_of_one_data_set_are_evaluated_on_its_rows_once() -> None:
+    config = Config(eval_samples=6, num_agents=2, agents=({"max_train_samples": 5}, {"max_train_samples": 7}))
+    assert len(load_rows(config, "eval")) == 6
+    assert len(load_rows(config, "train")) == 12
+
+
 def test_commas_alone_name_a_data_set_that_does_not_exist() -> None:
     assert Config(dataset_name=",").dataset_names == (",",)
     with pytest.raises(DataError, match="does not exist"):

@@ -6,11 +6,13 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.config import Config
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.metrics import METRICS, answer_reader
@@ -20,6 +22,8 @@ from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import rows as embedded_rows
+from ci_llm.evaluation.evaluate import _lines
+from ci_llm.evaluation.rows import Choice
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import render
 from tests.evaluation.trials import evaluate
@@ -333,6 +337,19 @@ def test_plain_text_has_no_predictions(saved: Path, tmp_path: Path, capsys: pyte
     assert "plain text has no answers" in refusal(capsys, saved, "--data", data, "--output", tmp_path / "p.jsonl")
 
 
+def test_agents_with_data_of_their_own_are_asked_the_rows_of_all_and_that_is_said() -> None:
+    rows = SimpleNamespace(description=["2 rows"])
+    job: Any = SimpleNamespace(
+        tokenized=SimpleNamespace(rows=rows, description=["2 rows", "a template", "tokens", "an example"]),
+        request=SimpleNamespace(choice=Choice(None, None, None, {})),
+        questions=SimpleNamespace(left_out=0),
+        config=Config(num_agents=2, agents=({"dataset_name": "a.jsonl"}, {"dataset_name": "b.jsonl"})),
+    )
+    assert any("each agent answers the rows of all agents" in line for line in _lines(job))
+    job.config = job.config.model_copy(update={"eval_dataset_name": "c.jsonl"})
+    assert _lines(job) == ["2 rows"], "one set scores all, here as in the run"
+
+
 # How sure it is
 
 
@@ -356,8 +373,11 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     assert {key: again[key] for key in ("by", "auroc", "escalation")} == {
         key: sure[key] for key in ("by", "auroc", "escalation")
     }
-    assert main(["evaluate", str(run)]) == 0
-    assert "\nprobability_right: " in capsys.readouterr().out
+    assert main(["evaluate", str(run), "--calibrate", "--batch-size", "1"]) == 0
+    told = capsys.readouterr()
+    assert "\nprobability_right: " in told.out
+    for phase in ("learning weights", "learning the temperature"):
+        assert f"{phase} row 4 of 7\n" in told.err
     [row] = lines(run / "predictions.jsonl")[:1]
     words = ["generate", str(run), row["prompt"], "--max-new-tokens", "12"]
     assert main([*words, "--json"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from ci_llm.errors import BadInput
 from ci_llm.report.page import write_report
 from ci_llm.report.trials import read_trials
+from ci_llm.sweep.trials import Plan, Standings, Trial
 from tests.report.folders import leave_status
 
 
@@ -34,6 +36,7 @@ def leave(folder: Path, metric: str) -> Path:
         trial(2, [0.4, 0.3], "completed", learning_rate=2e-3, lora_target_modules=["q_proj", "v_proj"]),
         trial(3, [0.6], learning_rate=4e-3),
         trial(4, [], "running", learning_rate=8e-3),
+        trial(5, [0.45, None], "failed", learning_rate=3e-3),
     ]
     record = {"plan": {"metric": metric, "steps": [4, 16]}, "trials": trials, "best": 2}
     folder.mkdir(exist_ok=True)
@@ -41,13 +44,21 @@ def leave(folder: Path, metric: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("metric", "order"), [("nll", [2, 0, 3, 1]), ("exact_match", [2, 3, 0, 1])])
+def standings(folder: Path) -> Standings:
+    record = json.loads((folder / "sweep.json").read_text())
+    plan = Plan((4, 16), trials=6, per_pass=6, keep=0.5, metric=record["plan"]["metric"])
+    scores = [tuple(math.nan if score is None else score for score in each["scores"]) for each in record["trials"]]
+    return Standings(plan, tuple(Trial(id, {}, each) for id, each in enumerate(scores)))
+
+
+@pytest.mark.parametrize(("metric", "order"), [("nll", [2, 0, 3, 1, 5]), ("exact_match", [2, 3, 0, 1, 5])])
 def test_trials_that_went_further_come_first_and_failed_ones_last(
     metric: str, order: list[int], tmp_path: Path
 ) -> None:
     board = read_trials(leave(tmp_path, metric))
     assert board is not None
     assert [row[0] for row in board.rows] == order
+    assert order == [each.id for each in standings(tmp_path).leaderboard], "the terminal shows the same"
     assert board.rows[0] == (2, "completed", 16, 0.3, ("0.002", "q_proj, v_proj"))
     assert board.keys == ("learning_rate", "lora_target_modules")
 

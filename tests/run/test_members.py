@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,12 +18,15 @@ from ci_llm.config import Config
 from ci_llm.config.config import entries_of
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.errors import CheckpointError, ConfigError, ModelError
+from ci_llm.run import crowd_requests
+from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.crowd_parts import crowd_settings, require_distinct_branches
 from ci_llm.run.crowd_requests import (
     FOLDER,
     RECORD,
     CrowdRequest,
     Decision,
+    Unrecorded,
     ask,
     decide,
     forget_after,
@@ -30,6 +38,7 @@ from ci_llm.run.crowd_requests import (
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.state import Best, TrainState, Validation
+from tests.support.log_lines import log_lines
 
 FOUR = Config(num_agents=4)
 
@@ -222,6 +231,37 @@ def test_a_file_that_is_no_request_is_refused(tmp_path: Path, content: str, says
     assert says in found.refused
     decide(tmp_path, [found])
     assert not is_waiting(tmp_path)
+
+
+def test_a_full_disk_is_told_once_and_the_request_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(
+        config=Config(output_dir=str(tmp_path)),
+        state=TrainState(step=3),
+        processes=SimpleNamespace(on_main=lambda decide: decide()),
+        manager=SimpleNamespace(holds_lease=lambda: True),
+        nonfinite=SimpleNamespace(dropped=lambda recovery: ()),
+        is_finished=False,
+        unrecorded=Unrecorded(),
+    )
+    verdict: Any = SimpleNamespace(request=True)
+    ask(tmp_path, "stop", 9, {})
+    with monkeypatch.context() as full, log_lines() as said:
+        for code in (errno.ENOSPC, errno.ENOSPC, errno.EDQUOT):
+            full.setattr(crowd_requests, "write_json", refusing(code))
+            change_crowd(run, verdict)
+    assert [line.rpartition("(")[2] for line in said] == ["No space left on device)", "Disk quota exceeded)"]
+    assert is_waiting(tmp_path)
+    with log_lines() as said:
+        change_crowd(run, verdict)
+    assert "there is no agent9" in said[-1]
+    assert not is_waiting(tmp_path)
+
+
+def refusing(code: int) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
 
 
 def test_a_request_holds_only_what_is_checked_again(tmp_path: Path) -> None:

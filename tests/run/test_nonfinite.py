@@ -44,6 +44,21 @@ def test_the_other_agents_keep_their_bits(server: ForkServer, undisturbed: Path,
     assert "agent1    not finite in step 6, 1 in a row: left out, learning rate x 0.667 -> x 0.444" in said(tmp_path)
 
 
+def test_a_bad_row_of_one_agent_costs_it_no_more_than_it_would_alone(server: ForkServer, tmp_path: Path) -> None:
+    """Each reads the rows in an order of its own, so that one agent's bad batch is not the other's."""
+    one, other = "{seed: 1, data_seed: 3}", "{seed: 2, data_seed: 4}"
+    fault = Fault("nan gradient", steps=(4,), agents=(0,))
+    for name, agents in (("alone", [one]), ("beside", [one, other])):
+        keys = {"agents": f"[{', '.join(agents)}]", "num_agents": len(agents)}
+        assert train(server, tmp_path / name, fault, **keys) == [0], said(tmp_path / name)
+        assert fired(tmp_path / name) == [("nan gradient", 4, 0)]
+    assert weights(tmp_path / "beside", [0]) == weights(tmp_path / "alone", [0])
+    last = metrics(tmp_path / "beside")[-1]
+    assert last["train/agent0/skipped_steps"] == 1
+    assert last.get("train/agent0/learning_rate_share", 1) == 1
+    assert "finite in step 5, 1 in a row: left out\n" in said(tmp_path / "beside")
+
+
 def test_the_vote_of_one_process_counts_for_all(server: ForkServer, tmp_path: Path) -> None:
     for name, faults in (("whole", []), ("faulty", [Fault("nan gradient", steps=(3,), process=1, agents=(2,))])):
         assert train(server, tmp_path / name, *faults, ranks=2) == [0, 0], said(tmp_path / name)

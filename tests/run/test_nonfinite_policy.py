@@ -29,6 +29,18 @@ def test_each_nonfinite_step_cuts_the_rate_and_a_finite_one_ends_the_count() -> 
     assert after("..xx.") == AgentRecovery(lr_factor=0.25, episode_start=2, finite_in_a_row=1)
 
 
+def test_rows_that_only_one_agent_has_are_skipped_for_it_before_its_rate_is_cut() -> None:
+    own = replace(BOUNDS, own_rows=True)
+    agent = AgentRecovery()
+    for step, kind in enumerate("xx.xx.x...."):
+        agent = agent.after(step, kind == "x", own)
+    assert agent == AgentRecovery(), "as an agent alone, which skips a bad batch"
+    for step in range(BOUNDS.max_in_a_row):
+        agent = agent.after(step, True, own)
+    assert (agent.rolled_back, agent.lr_factor) == (True, 0.5), "so many in a row are no accident of the rows"
+    assert agent.after(3, True, own).lr_factor == 0.25
+
+
 def test_the_bound_rolls_back_once_in_an_episode() -> None:
     at_bound = after("xxx")
     assert (at_bound.rolled_back, at_bound.rollbacks, at_bound.nonfinite_in_a_row) == (True, 1, 0)

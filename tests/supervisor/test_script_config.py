@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_only_a_marked_copy_that_nobody_holds_is_removed(tmp_path: Path) -> None
 
 def test_a_folder_without_locks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise OSError("no locks here")
+        raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     temporary = TemporaryConfigs(write(tmp_path, "a: 1"))

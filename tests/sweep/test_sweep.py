@@ -226,6 +226,21 @@ def test_a_pack_of_sick_trials_alone_ends_itself_and_not_the_sweep(server: ForkS
     assert [trial["status"] for trial in record(folder)["trials"]] == ["failed", "completed"]
 
 
+def test_packs_of_another_size_after_a_kill_come_to_the_same_trials_and_bits(
+    server: ForkServer, undisturbed: Path, new_folder: Folder
+) -> None:
+    folder = new_folder()
+    codes = call(server, folder, place="ci_llm.sweep.sweep.write_record", call=3)  # when the first pack was scored
+    assert codes == [-signal.SIGKILL], (folder / "log").read_text()
+    complete(server, folder, arguments=words(agents_per_pass=1))
+    told, before = record(folder), record(undisturbed)
+    assert [len(segment["trials"]) for segment in told["segments"]] == [3, 1, 1, 1]
+    results = [[(trial["settings"], trial["scores"]) for trial in each["trials"]] for each in (told, before)]
+    assert results[0] == results[1]
+    best = [path / "run/best/adapter_model.safetensors" for path in (folder, undisturbed)]
+    assert best[0].read_bytes() == best[1].read_bytes()
+
+
 def test_another_space_in_the_same_folder_is_refused(server: ForkServer, undisturbed: Path) -> None:
     before = (undisturbed / "run/sweep.json").read_bytes()
     other = words(learning_rate="[1e-3,2e-3]", keep=0.25, batch_size=4, trials=2)

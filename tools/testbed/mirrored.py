@@ -61,12 +61,12 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool)
         mirror = Mirror(url, run, keep=KEEP, story=STORY)
         for attempt in range(5):  # who starts the run again after an error
             with contextlib.suppress(MirrorUnreachable):
-                filled = fill(mirror.reader, manager, STORY)
+                found = fill(mirror.reader, manager, STORY)
                 break
             assert attempt < 4
         newest = manager.latest_step()
         assert newest is None or dict(manager.metadata(newest).files) == records(newest), "wrong bytes restored"
-        mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), filled.damage, same_run=filled.same_run)
+        mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), found)
         manager.after_save = lambda result: mirror.wake()
         with (run / STORY[0]).open("a") as metrics:
             metrics.write(f'{{"step": {step}}}\n')

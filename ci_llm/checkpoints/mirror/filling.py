@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ci_llm.checkpoints.catalog import pinned_steps
 from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.mirror.found import Found, Token, read_token, write_token
 from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
-from ci_llm.checkpoints.mirror.mirror import read_token, write_token
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.story import restore_story
 from ci_llm.checkpoints.mirror.writer import another_run
@@ -21,20 +20,7 @@ from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Filled:
-    """What was found in a mirror at the start of an attempt.
-
-    Attributes:
-        damage: what is wrong with steps that were passed over, by the keys of their records.
-        same_run: whether the run on the disk is the one in the mirror, as far as can be told.
-    """
-
-    damage: Mapping[str, str] = field(default_factory=dict)
-    same_run: bool = False
-
-
-def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str] = ()) -> Filled:
+def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str] = ()) -> Found:
     """Bring the newest step that verifies onto the disk, if the mirror has it and the disk does not. For process 0.
 
     Args:
@@ -45,6 +31,7 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
         CheckpointError: the disk refuses it.
     """
     folder = manager.directory
+    token = read_token(folder)
     try:
         head = reader.head()
     except MirrorUnreachable as error:
@@ -52,11 +39,10 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
             error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
             raise
         logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
-        return Filled()
+        return Found(token.generation if token else None)
     if head is None or not head.line:
-        return Filled()
-    token = read_token(folder)
-    if (token is None and committed(folder)) or (token is not None and head.run not in (token, UNKNOWN_RUN)):
+        return Found(head.generation if head else 0)
+    if (token is None and committed(folder)) or (token is not None and head.run not in (token.run, UNKNOWN_RUN)):
         raise another_run(reader.url)
     count_on_from(folder, head.attempt)
     own = manager.latest_step()
@@ -65,9 +51,10 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
         _take(reader, head, found, manager, story)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
-    if token is None and head.run != UNKNOWN_RUN:
-        write_token(folder, head.run)
-    return Filled(damage, same_run=True)
+    run = head.run or (token.run if token else UNKNOWN_RUN)
+    if run != UNKNOWN_RUN and token != (now := Token(run, head.generation)):
+        write_token(folder, now)
+    return Found(head.generation, damage, same_run=True)
 
 
 def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, story: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.checkpoints.mirror.objects import Conflict, Missing, Version
 from ci_llm.core.durable import PARTIAL, make_folders, write_bytes
+from ci_llm.core.locks import locked
 from ci_llm.errors import CiLlmError, MirrorUnreachable
 
 LOCK = ".lock"
@@ -86,19 +86,13 @@ class FolderObjects:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        try:
-            make_folders(self._root)
-            handle = os.open(self._root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise self._unreachable("write", key, error) from error
-        try:
+        with contextlib.ExitStack() as held:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                make_folders(self._root)
+                held.enter_context(locked(self._root / LOCK, create=True))
             except OSError as error:
                 raise self._unreachable("lock", key, error) from error
             yield
-        finally:
-            os.close(handle)
 
     def _unreachable(self, verb: str, key: str, error: OSError) -> CiLlmError:
         what = f"the folder does not let us {verb} {key}: {error.strerror}"

@@ -13,7 +13,6 @@ that is why others may be removed at any time.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.manifest import Manifest, check_name
-from ci_llm.core.typed_json import parse_json
+from ci_llm.core.sealed import seal, unseal
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 HEAD: Final = "head.json"
@@ -267,26 +266,15 @@ def _parse_files(files: Mapping[str, Any]) -> dict[str, tuple[Block, ...]]:
 
 
 def _sealed(body: Mapping[str, Any]) -> bytes:
-    """JSON with a digest of itself."""
-    body = {"format_version": VERSION, **body}
-    return _text({**body, "digest": hashlib.sha256(_text(body)).hexdigest()})
+    return seal({"format_version": VERSION, **body}, hashlib.sha256)
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:
-    body: Any = parse_json(data)
-    if not isinstance(body, dict):
-        raise ValueError("it is no object")
-    seal = body.pop("digest", None)
-    if seal != hashlib.sha256(_text(body)).hexdigest():
-        raise ValueError("it does not have its own digest")
+    body = unseal(data, hashlib.sha256, "it")
     if body.pop("format_version") != VERSION:
         # No damage: what is taken for damaged is rebuilt, and the steps of a newer program would be lost.
         raise CheckpointError("another version of ci-llm wrote this mirror", hint="use the newest ci-llm")
     return body
-
-
-def _text(body: Mapping[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1) + "\n").encode()
 
 
 def blocks_of(files: Mapping[str, Sequence[Block]]) -> Iterator[Block]:

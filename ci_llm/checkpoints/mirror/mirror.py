@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,18 @@ from typing import Any, Final
 
 from ci_llm.checkpoints.folders import FINAL, committed
 from ci_llm.checkpoints.manifest import MANIFEST
+from ci_llm.checkpoints.mirror.found import Found, Token, read_token, write_token
 from ci_llm.checkpoints.mirror.head import Head
 from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.checkpoints.mirror.pace import Pace, backoff_s
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.story import send_story
 from ci_llm.checkpoints.mirror.writer import MirrorWriter
-from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.urls import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
 
 logger = logging.getLogger(__name__)
 
-TOKEN_FILE: Final = "mirror.json"
 #: A mirror that is behind for this long is worth a warning, and one more whenever that has doubled.
 WARN_S: Final = 60.0
 _POLL_S: Final = 5.0  # how often the thread looks at its lag while nothing happens
@@ -103,21 +102,19 @@ class Mirror:
 
     # Called by the training
 
-    def begin(
-        self, step: int, attempt: int, damage: Mapping[str, str] | None = None, *, same_run: bool = False
-    ) -> None:
+    def begin(self, step: int, attempt: int, found: Found) -> None:
         """Claim the mirror for this attempt, and begin to send. The lease of the folder must be held.
 
         Args:
             step: from which the run goes on; -1: from none.
-            damage: what is wrong with steps there, by the keys of their records.
-            same_run: whether the run on a disk that does not say so is the one of the mirror.
+            found: what the mirror held when that step was decided.
 
         Raises:
-            WriterBusy: the mirror holds another run.
+            WriterBusy: the mirror holds another run, or another attempt has claimed it since.
         """
-        run = read_token(self.folder) or (None if same_run else secrets.token_hex(16))
-        self._claim = partial(self._writer.claim, run, attempt, step, damage)
+        token = read_token(self.folder)
+        run = token.run if token else (None if found.same_run else secrets.token_hex(16))
+        self._claim = partial(self._writer.claim, run, attempt, step, found)
         with contextlib.suppress(MirrorUnreachable):  # the thread goes on trying
             self._claim_now()
         self._thread = threading.Thread(target=self._run, name="ci_llm mirror", daemon=True)
@@ -209,7 +206,7 @@ class Mirror:
     def _claim_now(self) -> None:
         if not self._claimed:
             self._claim()
-            write_token(self.folder, self._writer.head.run)
+            write_token(self.folder, Token(self._writer.head.run, self._writer.head.generation))
             self._claimed = True
 
     def _pass(self) -> None:
@@ -311,25 +308,3 @@ class Mirror:
                 f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
             )
         self.on_change(self.state)
-
-
-def write_token(folder: Path, run: str) -> None:
-    """Record to which run of a mirror a folder belongs."""
-    make_folders(folder)
-    write_json(folder / TOKEN_FILE, {"run": run})
-
-
-def read_token(folder: Path) -> str | None:
-    """The token of the run in a folder; None: it has no mirror yet."""
-    path = folder / TOKEN_FILE
-    try:
-        match read_json(path):
-            case {"run": str(token)}:
-                return token
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        pass
-    raise CheckpointError(
-        "the record of this run's mirror cannot be read", where=str(path), hint="give the run another mirror"
-    )

@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
+from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.head import (
     BLOCKS,
     HEAD,
@@ -66,6 +67,7 @@ class MirrorWriter:
         self._reader = MirrorReader(objects, pace)
         self._version: Version | None = None
         self._is_rebuilt = False
+        self._claims: set[str] = set()  # the stamps of the heads with which this writer tried to claim the mirror
         self._there: dict[tuple[str, int], Block] = {}
         self._records: dict[str, Record] = {}
         self.head = Head(run=UNKNOWN_RUN)
@@ -73,30 +75,31 @@ class MirrorWriter:
 
     # The claim
 
-    def claim(self, run: str | None, attempt: int, going_on_from: int, damage: Mapping[str, str] | None = None) -> None:
+    def claim(self, run: str | None, attempt: int, going_on_from: int, seen: Found) -> None:
         """Become the writer; every step after `going_on_from` leaves the line.
 
         Args:
             run: the token of the run; None: that of the mirror, from which the disk was filled.
             attempt: its number.
             going_on_from: the step from which the run goes on; -1: none.
-            damage: what is wrong with steps that did not verify, by the keys of their records.
+            seen: what the mirror held when that step was decided.
 
         Raises:
-            WriterBusy: the mirror holds another run. MirrorUnreachable.
+            WriterBusy: the mirror holds another run. LostClaim: another attempt has claimed it since.
+            MirrorUnreachable.
         """
         for _ in range(MAX_RACES):
             found = self._reader.find_head()
             old = found.head or Head(run=UNKNOWN_RUN)
-            if run is not None and old.line and old.run not in (run, UNKNOWN_RUN):
-                raise another_run(self._reader.url)
+            self._require_seen(old, run, seen.generation)
             new = replace(
                 old,
                 run=run or old.run or secrets.token_hex(16),
                 generation=old.generation + 1,
                 attempt=max(attempt, old.attempt),
             )
-            new = new.quarantined(damage or {}).going_back(going_on_from).stamped()
+            new = new.quarantined(seen.damage).going_back(going_on_from).stamped()
+            self._claims.add(new.stamp)
             with contextlib.suppress(Conflict):
                 self._put_head(new, found.version)
                 self._require_conditions(new)
@@ -104,6 +107,19 @@ class MirrorWriter:
                 self._is_rebuilt = found.is_rebuilt
                 return
         raise MirrorUnreachable("other writers claim this mirror again and again", where=self._reader.url)
+
+    def _require_seen(self, head: Head, run: str | None, generation: int | None) -> None:
+        """Refuse a mirror of another run, and one that another attempt has claimed since `generation`."""
+        if run is not None and head.line and head.run not in (run, UNKNOWN_RUN):
+            raise another_run(self._reader.url)
+        # A claim of this writer may have arrived although its answer was lost.
+        if generation is not None and head.generation > generation and head.stamp not in self._claims:
+            raise LostClaim(
+                f"another attempt has claimed this mirror since this one read it (generation {head.generation}, read"
+                f" {generation}); its steps would be put aside",
+                where=self._reader.url,
+                hint="call it again when the other attempt has ended: it goes on from the newest step of both",
+            )
 
     def _require_conditions(self, head: Head) -> None:
         """Refuse a store that takes a conditional put although the condition does not hold. The put changes nothing."""

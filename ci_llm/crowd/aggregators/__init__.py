@@ -78,6 +78,17 @@ def aggregate(log_probs: Tensor, aggregator: str, learned: Learned | None = None
 
 
 @cache
+def is_mean(aggregator: str) -> bool:
+    """Whether its distribution is the mean of the agents' probabilities; so is that of a vote which says no other.
+
+    Raises:
+        BadInput: no module of this package has that name.
+    """
+    own, mean = (load_plugin(__name__, name, "aggregate") for name in (aggregator, "probability"))
+    return own is mean
+
+
+@cache
 def find_vote(aggregator: str) -> Vote | None:
     """How this aggregator decides between answers; None if it decides token by token.
 

@@ -10,7 +10,8 @@ import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.mirror import objects
-from ci_llm.checkpoints.mirror.filling import Filled, fill
+from ci_llm.checkpoints.mirror.filling import fill
+from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.head import Entry, Head
 from ci_llm.checkpoints.mirror.mirror import Mirror
 from ci_llm.errors import MirrorUnreachable
@@ -26,7 +27,7 @@ class Node:
         self.folder, self.url = folder, url
         self.manager = CheckpointManager(folder, max_to_keep=keep)
         self.mirror = Mirror(url, folder, keep=keep, story=STORY, **options)
-        self.filled = Filled()
+        self.found = Found()
 
     @property
     def head(self) -> Head:
@@ -40,12 +41,17 @@ class Node:
 
     def begin(self) -> int | None:
         """Fill the disk and claim the mirror; the step from which the run goes on."""
-        self.filled = fill(self.mirror.reader, self.manager, STORY)
+        self.fill()
+        self.claim()
+        return self.manager.latest_step()
+
+    def fill(self) -> None:
+        self.found = fill(self.mirror.reader, self.manager, STORY)
+
+    def claim(self) -> None:
         step = self.manager.latest_step()
-        number = self.manager.acquire_lease()
-        self.mirror.begin(-1 if step is None else step, number, self.filled.damage, same_run=self.filled.same_run)
+        self.mirror.begin(-1 if step is None else step, self.manager.acquire_lease(), self.found)
         self.manager.after_save = lambda _: self.mirror.wake()
-        return step
 
     def save(self, *steps: int, flush: bool = True) -> None:
         for step in steps:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.head import HEAD, Head
 from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.mirror.mirror import MirrorState
+from ci_llm.checkpoints.mirror.writer import LostClaim
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
 from tests.checkpoints.mirror.conftest import ENOUGH_S, Node, Refusing, entry
 from tests.checkpoints.test_store import flip
@@ -95,6 +97,41 @@ def test_of_two_writers_the_last_to_claim_wins_and_nothing_mixes(node: Nodes, sa
     assert {each.record.split("/")[1] for each in other.head.line} == {"g2"}
 
 
+def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+    late, other = node("late"), node("other")
+    late.fill()
+    other.begin()
+    other.save(2)
+    with pytest.raises(LostClaim, match="another attempt has claimed this mirror since this one read it"):
+        late.claim()
+    assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
+    other.close()
+    assert late.begin() == 2, "called again it goes on from there"
+
+
+def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed_meanwhile(
+    node: Nodes, refusing: list[Refusing], said: list[str]
+) -> None:
+    """The disk knows the generation that it was part of last."""
+    one = node("one")
+    one.begin()
+    one.save(1)
+    one.close()
+    other = node("other")
+    other.begin()
+    other.save(2)
+    again = node("one")
+    refusing[2].refuses = lambda verb, key: True
+    assert again.begin() == 1
+    refusing[2].refuses = lambda verb, key: False
+    assert not again.mirror.flush(ENOUGH_S)
+    assert any("another attempt has claimed this mirror since" in line for line in said), said
+    assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
+
+
 def test_what_a_loser_removes_the_winner_does_not_need(node: Nodes) -> None:
     """Both send the same bytes: the loser's leftovers go, the winner's blocks are its own."""
     one = node("one")
@@ -159,7 +196,7 @@ def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes
     back = node("one", keep=None)
     back.manager.read(1)
     back.manager.supersede(1)
-    back.mirror.begin(1, back.manager.acquire_lease())
+    back.mirror.begin(1, back.manager.acquire_lease(), Found())
     assert back.mirror.flush(ENOUGH_S), back.mirror.state
     assert back.line == ["checkpoint_step_1"]
     assert [each.name for each in back.head.superseded] == ["checkpoint_step_3", "checkpoint_step_2"]

@@ -11,6 +11,7 @@ import pytest
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.mirror import head
+from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.head import HEAD, Block, Head, Record
 from ci_llm.checkpoints.mirror.objects import Conflict, open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
@@ -38,7 +39,7 @@ def lying(tmp_path: Path) -> Lying:
 
 def claimed(lying: Lying, run: str | None = "run") -> MirrorWriter:
     writer = MirrorWriter(lying)
-    writer.claim(run, 1, -1)
+    writer.claim(run, 1, -1, Found())
     return writer
 
 
@@ -93,6 +94,27 @@ def test_a_commit_whose_answer_is_lost_counts(lying: Lying) -> None:
     lying.instead.clear()
     writer.commit(with_story(writer, b"two"))
     assert MirrorReader(lying.store).head() == writer.head
+
+
+def test_a_claim_whose_answer_is_lost_is_known_again(lying: Lying) -> None:
+    writer = MirrorWriter(lying)
+
+    def swap(key: str, data: bytes, version: Any) -> None:
+        lying.store.swap(key, data, version)
+        lying.instead["get_version"] = refuse
+        raise MirrorUnreachable("the answer is lost")
+
+    def refuse(*_: Any) -> None:
+        raise MirrorUnreachable("503")
+
+    lying.instead["swap"] = swap
+    with pytest.raises(MirrorUnreachable):
+        writer.claim("run", 1, -1, Found(0))
+    lying.instead.clear()
+    writer.claim("run", 1, -1, Found(0))
+    assert writer.head.generation == 2
+    with pytest.raises(LostClaim):
+        MirrorWriter(lying).claim("run", 1, -1, Found(0))
 
 
 def test_a_store_that_holds_other_bytes_than_were_sent_is_not_believed(lying: Lying) -> None:
