@@ -192,9 +192,10 @@ def results_of(rows: int, seeds: Sequence[int], parts: Sequence[str], folder: Pa
     return lines
 
 
-def table(lines: Sequence[Results]) -> str:
-    """The table in markdown. Every line but the crowd's shows the crowd's gain over it, paired by row."""
-    crowd = next((line for line in lines if line.name == CROWD.name), None)
+def table(lines: Sequence[Results], against: str = CROWD.name) -> str:
+    """The table in markdown. Every line but the crowd's, which is called `against`, shows the crowd's gain over it,
+    paired by row."""
+    crowd = next((line for line in lines if line.name == against), None)
     out = [
         "| | exact match | NLL | ECE | agents per answer | crowd's gain in exact match, over rows |",
         "|---|---|---|---|---|---|",

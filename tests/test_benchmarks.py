@@ -28,14 +28,18 @@ from benchmarks import (
     sharded,
     step,
     sweep,
+    sweep_crowd,
     uncertainty,
 )
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
+from ci_llm.config import load_config
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.calibration import fit
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
+from ci_llm.sweep.board import agents_of
+from ci_llm.sweep.trials import Trial
 from tools.testbed.forkserver import ForkServer
 
 
@@ -167,6 +171,19 @@ def test_what_is_scored_is_what_the_package_scores(monkeypatch: pytest.MonkeyPat
     assert all(0 <= each["ece"] <= 1 for each in found)
 
 
+def test_the_crowd_of_the_best_trials_is_held_against_that_of_equals() -> None:
+    mean = "agents, mean of 4"
+    best = {mean: answer([1, 0, 0, 0], 0.3), "crowd": answer([1, 1, 1, 0], 0.1, 4.0)}
+    equals = {mean: answer([1, 1, 0, 0], 0.2), "crowd": answer([1, 1, 0, 0], 0.15, 4.0)}
+    lines = sweep_crowd.lines_of([best], [equals])
+    assert [float(line.exact_match) for line in lines] == [0.25, 0.5, 0.5, 0.75]
+    of_equals = crowd.table(lines, against=sweep_crowd.BEST).splitlines()[4]
+    assert of_equals.startswith("| crowd of equals | 0.500 | 0.1500 | 0.100 | 4 | +0.250 ±"), of_equals
+    trials = [Trial(3, {"lora_rank": 4, "learning_rate": 2e-3}), Trial(7, {"lora_rank": 16, "learning_rate": 1e-3})]
+    config = load_config(None, [f"agents={agents_of(trials)}"])
+    assert [(own.lora_rank, own.learning_rate) for own in config.each_agent] == [(4, 2e-3), (16, 1e-3)]
+
+
 def test_the_controls_have_the_crowds_size_and_compute() -> None:
     text = crowd.CONFIG.read_text(encoding="utf-8")
     assert "num_agents: 4 " in text
@@ -283,15 +300,16 @@ def test_the_programs_of_the_generation_benchmark_choose_the_same_tokens(monkeyp
     assert "1.00 x" in told
 
 
-def test_the_regret_of_a_way_is_taken_from_the_runs_that_all_went_to_their_end() -> None:
-    """PEFT's from PEFT's own; none where not all of them were measured."""
+def test_the_regret_of_a_way_is_taken_from_the_pass_in_which_all_went_to_their_end() -> None:
+    """None without it, or where not all full runs were measured; the others of these are taken to cost the same."""
     whole = {number: 1.0 + number / 10 for number in range(len(sweep.GRID))}
-    packed, ours = sweep.Way("packed", 40.0, 0, whole), sweep.Way("sweep", 10.0, 2, {2: 1.2})
-    theirs, pruned = sweep.Way("peft", 80.0, 0, {0: 1.0}), sweep.Way("peft pruned", 20.0, 3, {3: 1.3})
-    rows = sweep.table({42: [ours, packed, theirs, pruned]}).splitlines()[2:]
+    grid, ours = sweep.Way("grid", 40.0, 0, whole), sweep.Way("sweep", 10.0, 2, {2: 1.2})
+    theirs, pruned = sweep.Way("peft", 10.0, 0, {0: 1.0, 8: 1.5}), sweep.Way("peft pruned", 20.0, 3, {3: 1.3})
+    rows = sweep.table({1: [ours, grid, theirs, pruned]}).splitlines()[2:]
     assert rows == [
-        "| sweep | 10.0 | 1.00 | 0.2000 | rank 4 at 0.00164 |",
-        "| packed | 40.0 | 4.00 | 0.0000 | rank 4 at 0.0005 |",
-        "| peft | 80.0 | 8.00 |  | rank 4 at 0.0005 |",
-        "| peft pruned | 20.0 | 2.00 |  | rank 4 at 0.00297 |",
+        "| sweep | 10.0 | 1.00 (1.00 to 1.00) | 0.2000 (at most 0.2000) | rank 4 at 0.00164 |",
+        "| grid | 40.0 | 4.00 (4.00 to 4.00) | 0.0000 (at most 0.0000) | rank 4 at 0.0005 |",
+        "| peft | 80.0 | 8.00 (8.00 to 8.00) |  |  |",
+        "| peft pruned | 20.0 | 2.00 (2.00 to 2.00) | 0.3000 (at most 0.3000) | rank 4 at 0.00297 |",
     ]
+    assert "0.2000" not in sweep.table({1: [ours]})

@@ -101,6 +101,11 @@ class Config(AllKeys):
         """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
         return self.early_stopping_patience is not None or self.load_best_model_at_end
 
+    def warmup_steps(self, total_steps: int) -> int:
+        """Optimizer steps in which the learning rate rises, of a schedule of so many."""
+        given = self.num_warmup_steps
+        return round(self.num_warmup_steps_ratio * total_steps) if given is None else given
+
     def notices(self) -> list[str]:
         """What to log once at the start: settings without effect, and doubtful ones."""
         return find_notices(self)

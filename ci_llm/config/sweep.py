@@ -120,6 +120,15 @@ class SweepReading:
     keys: SweepKeys
     lines: tuple[str, ...] = ()
 
+    def warmup_steps(self, total_steps: int) -> int:
+        """Optimizer steps after which the learning rate has risen, in whichever trial that takes longest."""
+        keys = {"num_warmup_steps", "num_warmup_steps_ratio"} & {*self.spaces}
+        swept = [(key, self.spaces[key]) for key in sorted(keys)]
+        longest = [(key, space.values if isinstance(space, Choices) else (space.high,)) for key, space in swept]
+        entries = ({}, *({key: value} for key, values in longest for value in values))
+        trials = self.config.model_copy(update={"agents": entries, "num_agents": len(entries)})
+        return max(trial.warmup_steps(total_steps) for trial in trials.each_agent)
+
 
 @dataclass
 class _Written:

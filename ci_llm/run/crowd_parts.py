@@ -92,10 +92,7 @@ def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     With `schedule_steps` it is that of a run of so many steps, wherever this one ends; later steps have its last rate.
     """
     total_steps = config.schedule_steps or total_steps
-    warmup = config.num_warmup_steps
-    if warmup is None:
-        warmup = round(config.num_warmup_steps_ratio * total_steps)
-    share = factor(config.lr_scheduler_type, warmup, total_steps)
+    share = factor(config.lr_scheduler_type, config.warmup_steps(total_steps), total_steps)
     return lambda step: config.learning_rate * share(min(step, total_steps))
 
 
