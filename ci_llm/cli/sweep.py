@@ -63,6 +63,8 @@ def sweep(words: list[str]) -> int:
 
 
 def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int:
+    from ci_llm.cluster.elastic import exit_code_after_stop
+
     with importing():
         from ci_llm.sweep.conduct import Conductor, known_sweep
 
@@ -79,7 +81,7 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
             show(known, launch.arguments)
         raise
     code = _concluded(found, launch)
-    return reading.config.interrupted_exit_code if stop else code
+    return exit_code_after_stop(stop, reading.config.interrupted_exit_code) if stop else code
 
 
 def _concluded(found: Sweep, launch: Launch) -> int:

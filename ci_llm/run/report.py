@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ci_llm.cluster.elastic import has_rounds
 from ci_llm.config import Config, default_file
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
@@ -125,11 +126,12 @@ def leave_page(
     """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
 
     A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is
-    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later.
+    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later. Between two elastic rounds the
+    others wait for this process.
     """
     told_at = interrupts.stop_requested_at
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
-    if told_at is not None and time.monotonic() - told_at > grace_s / 3:
+    if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
     if not (config.write_report and processes.is_main and find_spec("matplotlib") and manager.holds_lease()):
         return
