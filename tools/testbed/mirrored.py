@@ -65,7 +65,7 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool,
     run = _begin(folder, address, wiped, request_s)
     with CheckpointManager(run, max_to_keep=KEEP) as manager:
         mirror = Mirror(url, run, keep=KEEP, story=STORY)
-        found = _filled(mirror, manager)
+        found = _found(mirror, manager)
         newest = manager.latest_step()
         assert newest is None or dict(manager.metadata(newest).files) == records(newest), "wrong bytes restored"
         mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), found)
@@ -80,7 +80,7 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool,
     return 0
 
 
-def _filled(mirror: Mirror, manager: CheckpointManager) -> Found:
+def _found(mirror: Mirror, manager: CheckpointManager) -> Found:
     """As who starts the run again after an error."""
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
