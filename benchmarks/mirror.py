@@ -35,9 +35,11 @@ from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.errors import DamagedCheckpoint
 from tools.testbed import mirrored
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.object_store import BUCKET, FAULTS, FaultProxy, Plan, s3_server
 
+LOST_S = 1.0  # after which a request counts as lost in a trial that loses some
 HARMS = ("newest broken", "committed lost", "wrong bytes", "stuck")
 
 
@@ -94,6 +96,7 @@ class History:
         self._step += 1
         (self._home / mirrored.ACKNOWLEDGED).unlink(missing_ok=True)
         arguments = {"folder": self._home, "url": self._url, "address": self._proxy.address}
+        arguments["request_s"] = LOST_S if plan.fault == "timeout" else DEADLINE_S
         self._server.run(self._act, self._home / "log", **arguments, step=self._step, wiped=wiped)
         return (self._home / mirrored.ACKNOWLEDGED).exists()
 

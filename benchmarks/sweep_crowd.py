@@ -18,13 +18,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.crowd import BARE, CONFIG, ROOT, Evaluator, Results, line_of, table, train
+from benchmarks.crowd import BARE, CONFIG, ROOT, Results, table, train
+from benchmarks.crowd_answers import Answers, crowd_answers
 from benchmarks.sweep import GRID, RANKS, RATES
-from ci_llm.crowd.scoring import Scores
 from ci_llm.sweep.board import CROWD, agents_of
 from ci_llm.sweep.record import read_record
 from ci_llm.sweep.trials import Trial
 
+BEST = "crowd of the best four"
 SPACES = (f"lora_rank={[*RANKS]}", f"learning_rate={[float(f'{rate:.3g}') for rate in RATES]}")
 
 
@@ -65,14 +66,16 @@ def crowds(seed: int, folder: Path, common: Mapping[str, str]) -> tuple[Path, Pa
     return best, equals
 
 
-def lines_of(best: Sequence[Scores], equals: Sequence[Scores]) -> list[Results]:
+def lines_of(best: Sequence[Answers], equals: Sequence[Answers]) -> list[Results]:
     """The rows of the table; the crowd of the best trials is the last one, which the others are held against."""
-    return [
-        line_of("agents of the best four, mean", best, lambda values, _: values[:-1].mean(0)),
-        line_of("agents of equals, mean", equals, lambda values, _: values[:-1].mean(0)),
-        line_of("crowd of equals", equals, lambda values, _: values[-1]),
-        line_of("crowd of the best four", best, lambda values, _: values[-1]),
-    ]
+    mean = f"agents, mean of {CROWD}"
+    ways = {
+        "agents of the best four, mean": (best, mean),
+        "agents of equals, mean": (equals, mean),
+        "crowd of equals": (equals, "crowd"),
+        BEST: (best, "crowd"),
+    }
+    return [Results.of(name, [one[way] for one in found]) for name, (found, way) in ways.items()]
 
 
 def main() -> None:
@@ -85,9 +88,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder, common = (options.folder or Path(scratch)).absolute(), {"max_train_steps": str(options.steps)}
         made = [crowds(seed, folder / str(seed), common) for seed in options.seeds]
-        test = Evaluator("test", folder)
-        best, equals = ([test(checkpoint) for checkpoint in each] for each in zip(*made, strict=True))
-        print(f"\n{table(lines_of(best, equals))}")
+        best, equals = ([crowd_answers(checkpoint, folder) for checkpoint in each] for each in zip(*made, strict=True))
+        print(f"\n{table(lines_of(best, equals), against=BEST)}")
 
 
 if __name__ == "__main__":

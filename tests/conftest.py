@@ -6,11 +6,13 @@ A run that a test interrupts would else put the job of whoever tests back into S
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +28,7 @@ settings.load_profile("any machine")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "OMPI_", "ACCELERATE_", "TORCHELASTIC_", "TORCH_ELASTIC_", "WANDB_", "CI_LLM_")
 WORLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -34,16 +37,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run in full what is a sample otherwise")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of slow tests alone is not even imported for the fast ones: what some import takes seconds."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "server" in getattr(item, "fixturenames", ()):  # its start costs more than most tests
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("xdist_group") is None and _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if not campaign.in_full:
         left_out = [item for item in items if item.get_closest_marker("campaign")]
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether a test uses what its module makes once: with its neighbours in one worker it is made once."""
+    information = getattr(item, "_fixtureinfo", None)
+    used = information.name2fixturedefs.values() if information else ()
+    return any(definitions[-1].scope == "module" for definitions in used)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +80,17 @@ def server() -> Iterator[ForkServer]:
     """The fork server of all tests that need no environment of their own."""
     with ForkServer("tools.testbed.trials") as started:
         yield started
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For bits that are compared across shapes: how many threads share a product may depend on its size."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

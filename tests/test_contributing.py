@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.testbed.events import DEADLINE_S
+
 ROOT = Path(__file__).parent.parent
 RECIPE = re.compile(r"<!-- recipe: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 
@@ -118,7 +120,7 @@ def test_every_recipe_is_used() -> None:
 @pytest.mark.parametrize("recipe", USES)
 def test_a_recipe_is_one_file(recipe: str, copy: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", USES[recipe]], cwd=copy, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-c", USES[recipe]], cwd=copy, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     if recipe.startswith("backends"):

@@ -385,6 +385,7 @@ _UNFIT: Final[Mapping[str, tuple[str, str]]] = {
     "overwrite_output_dir": ("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
     "schedule_steps": ("every trial follows the schedule of the whole length", "leave it out"),
     "branch_at": ("branches are copies of one agent, and trials must not depend on each other", "leave it out"),
+    "crowd": ("it decides about the agents together, and trials must not depend on each other", "leave it out"),
     "mirror": ("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
     "push_to_hub": ("a sweep has many runs", "leave it out, and push the best one afterwards"),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cluster.elastic import exit_code_after_stop
 from ci_llm.cluster.launch import Launch
 from ci_llm.config.sweep import SweepReading
 from ci_llm.core.attempts import Failure, record_attempt, write_failure
@@ -48,7 +49,7 @@ class Conductor:
 
     def plan(self) -> Plan:
         """What would be trained."""
-        processes = meet(self._reading.config, self._launch)
+        processes = meet(self._reading.config, self._launch, self._interrupts)
         try:
             self._settle_precision(processes)
             steps, per_pass = self._plan(load(self._reading.config, processes), processes)
@@ -67,11 +68,11 @@ class Conductor:
         Raises:
             CiLlmError: the reason is on record in the folder of the sweep.
         """
-        processes = meet(self._reading.config, self._launch)
+        processes = meet(self._reading.config, self._launch, self._interrupts)
         code = 1
         try:
             sweep, stop = self._lead(processes)
-            code = self._reading.config.interrupted_exit_code if stop else 0
+            code = exit_code_after_stop(stop, self._reading.config.interrupted_exit_code) if stop else 0
             return sweep, stop
         finally:
             if not processes.shutdown():

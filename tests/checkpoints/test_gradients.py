@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,6 @@ def loop(folder: str, style: str, kill_at: int | None = None) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(__name__) as started:
-        yield started
 
 
 def last(folder: Path) -> Checkpoint:

@@ -12,8 +12,7 @@ import pytest
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import RunStatus, last_status
 from ci_llm.run.crowd_requests import CrowdRequest, Decision, decide, is_waiting, read_waiting
-
-DEADLINE_S = 60.0
+from tools.testbed.events import DEADLINE_S
 
 
 @pytest.fixture

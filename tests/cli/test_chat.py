@@ -30,14 +30,19 @@ from tools.testbed.events import DEADLINE_S
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 SHORT: Any = {"max_new_tokens": 24}
 ROOT = Path(__file__).parents[2]
-#: The command on a slow machine: while a file is there, each token takes a while.
-SLOWLY = """
+#: The command, whose answer stands still after each token while a file is there.
+HELD = """
 import sys, time
 from pathlib import Path
 from ci_llm.cli.main import main
 from ci_llm.crowd.streaming import TextSoFar
-update, slow = TextSoFar.update, Path(sys.argv[2]).parent / "slow"
-TextSoFar.update = lambda self, ids: (update(self, ids), slow.exists() and time.sleep(0.5))[0]
+update, held = TextSoFar.update, Path(sys.argv[2]).parent / "held"
+def update_and_stand(self, ids):
+    over = update(self, ids)
+    while held.exists():
+        time.sleep(0.01)
+    return over
+TextSoFar.update = update_and_stand
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -215,7 +220,7 @@ class Talk:
         self.pid, self._fd = pty.fork()
         if not self.pid:
             os.environ |= {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            os.execv(sys.executable, [sys.executable, "-c", SLOWLY, "chat", *map(str, words)])
+            os.execv(sys.executable, [sys.executable, "-c", HELD, "chat", *map(str, words)])
         self.output = ""
         self._ended = False
         self._news = threading.Condition()
@@ -265,7 +270,7 @@ def talk_with(*words: str | Path) -> Iterator[Talk]:
 @pytest.mark.slow
 def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
     whole, other = crowd.generate(QUESTIONS[:2], **SHORT)
-    slow = run.parent / "slow"
+    held = run.parent / "held"
     with talk_with(run, "--max-new-tokens", "24") as talk:
         assert "/help lists the commands" in talk.read_until("you> ")
         told = talk.read_until("you> ", talk.type(f"{QUESTIONS[0]}\n")).replace("\r\n", "\n")
@@ -275,11 +280,12 @@ def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
         assert "agents agree" in told
         assert "error: there is no command /nope" in talk.read_until("you> ", talk.type("/nope\n"))
 
-        slow.touch()
+        held.touch()
         start = talk.type(f"{QUESTIONS[1]}\n")
         talk.read_until(f"\r\n{other[:1]}", start)
         talk.type("\x03")
-        slow.unlink()
+        talk.read_until("^C", start)  # the terminal has sent the signal
+        held.unlink()
         assert "confidence" not in talk.read_until("[stopped]", start)
         talk.read_until("you> ", start)
 

@@ -16,6 +16,7 @@ from ci_llm.cli import supervise, train
 from ci_llm.config import Config
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.external_script import ExternalScript
+from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/coming_from"
@@ -145,7 +146,9 @@ def words_of_the_job(words: list[str], folder: Path) -> list[str]:
         (commands / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(folder), "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n"}
     environment = {**os.environ, **job, "PATH": f"{commands}:{os.environ['PATH']}", "CI_LLM_PYTHON": "python"}
-    done = subprocess.run(["bash", *words], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        ["bash", *words], env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
     step = done.stdout.splitlines()
     assert f"{folder}/train.py" in step, done.stderr
     return [word for word in step[step.index(f"{folder}/train.py") + 1 :] if word]

@@ -21,6 +21,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.passes import Passes
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
+from tests.support.peft_twins import peft_loss, with_weights_of
 from tools.testbed.tiny import base, batch
 
 K = 3
@@ -38,7 +39,7 @@ def crowd_of(model: Any, **settings: Any) -> Crowd:
 
 
 def peft_twin(model: Any, crowd: Crowd, agent: int) -> Any:
-    """The same agent as a PEFT model on a copy of the base."""
+    """The same agent as a PEFT model on a copy of the base, configured by the settings and by nothing that we write."""
     targets = sorted({name.rpartition(".")[2] for name in crowd.agents.layers})
     settings = crowd.settings
     config = peft.LoraConfig(
@@ -48,20 +49,9 @@ def peft_twin(model: Any, crowd: Crowd, agent: int) -> Any:
         task_type="CAUSAL_LM",
         use_rslora=settings.use_rslora,
     )
-    twin = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
-    names = {n.replace(".weight", ".default.weight"): t for n, t in crowd.agents.agent_tensors(agent).items()}
-    assert not twin.load_state_dict(names, strict=False).unexpected_keys
-    return twin.train()
-
-
-def peft_loss(twin: Any, packed: Batch) -> Tensor:
-    """Mean cross-entropy over all targets, row by row, without packing or padding."""
-    total = torch.zeros((), dtype=torch.float64)
-    for row, (start, end) in enumerate(zip(packed.bounds, packed.bounds[1:], strict=False)):
-        log_probs = twin(input_ids=packed.input_ids[start:end][None]).logits[0].log_softmax(-1)
-        mine = packed.target_rows == row
-        total = total - log_probs[packed.predict_from[mine] - start, packed.targets[mine]].sum()
-    return total / packed.num_targets
+    return with_weights_of(
+        peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False), crowd, agent
+    )
 
 
 def gradient_error(crowd: Crowd, twin: Any, agent: int) -> float:

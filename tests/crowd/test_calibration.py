@@ -160,49 +160,48 @@ def test_signals_are_the_numbers_of_the_tokens() -> None:
 # How it is used
 
 
-def test_answers_carry_the_probability_that_they_are_right(crowd: Crowd, plain: list[Answer]) -> None:
+def test_answers_carry_the_probability_that_they_are_right(
+    crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert {answer.probability_right for answer in plain} == {None}
-    crowd.calibration = made = calibration_of(plain)
-    try:
-        found = crowd.generate(QUESTIONS, details=True, **SHORT)
-        assert [a.answer for a in found] == [a.answer for a in plain], "a calibration changes no answer"
-        for answer in found:
-            assert answer.probability_right == pytest.approx(made.right(signals(answer.tokens)))
-            assert (answer.agents_asked, answer.abstained) == (K, False)
-        [other] = crowd.generate(QUESTIONS[0], details=True, aggregator="logit", **SHORT)
-        assert other.probability_right is None, "it was fitted on answers of another aggregator"
-        least = sorted(answer.probability_right or 0 for answer in found)
-        limit = (least[2] + least[3]) / 2  # without the agents' own rows, the products round otherwise
-        some = crowd.generate(QUESTIONS, abstain_below=limit, **SHORT)
-        assert [text == "" for text in some] == [(answer.probability_right or 0) < limit for answer in found]
-        assert sum(text == "" for text in some) == 3
-        with crowd.stream(QUESTIONS[0], abstain_below=1.0, **SHORT) as stream:
-            assert list(stream) == []
-            assert stream.result.abstained
-    finally:
-        crowd.calibration = None
+    made = calibration_of(plain)
+    monkeypatch.setattr(crowd, "calibration", made)
+    found = crowd.generate(QUESTIONS, details=True, **SHORT)
+    assert [a.answer for a in found] == [a.answer for a in plain], "a calibration changes no answer"
+    for answer in found:
+        assert answer.probability_right == pytest.approx(made.right(signals(answer.tokens)))
+        assert (answer.agents_asked, answer.abstained) == (K, False)
+    [other] = crowd.generate(QUESTIONS[0], details=True, aggregator="logit", **SHORT)
+    assert other.probability_right is None, "it was fitted on answers of another aggregator"
+    least = sorted(answer.probability_right or 0 for answer in found)
+    limit = (least[2] + least[3]) / 2  # without the agents' own rows, the products round otherwise
+    some = crowd.generate(QUESTIONS, abstain_below=limit, **SHORT)
+    assert [text == "" for text in some] == [(answer.probability_right or 0) < limit for answer in found]
+    assert sum(text == "" for text in some) == 3
+    with crowd.stream(QUESTIONS[0], abstain_below=1.0, **SHORT) as stream:
+        assert list(stream) == []
+        assert stream.result.abstained
 
 
-def test_one_agent_is_asked_first_and_all_where_it_is_unsure(crowd: Crowd, plain: list[Answer]) -> None:
+def test_one_agent_is_asked_first_and_all_where_it_is_unsure(
+    crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompter = prompter_of(crowd)
     ids = [prompter.ids(question) for question in QUESTIONS]
     alone = crowd.generate_ids(ids, decoding_of_crowd(crowd), agent=1, uncertainty=True)
     assert [prompter.text(text) for text in alone.crowd] == [answer.agents[1] for answer in plain]
     own = calibration_of(plain)
     p = [own.agent_right(signals(tokens)) for tokens in alone.tokens]
-    crowd.calibration = replace(own, quantiles=tuple(sorted(p)))
-    try:
-        found = crowd.generate(QUESTIONS, details=True, agents_per_prompt=1 + K * 0.4, **SHORT)
-        limit = crowd.calibration.escalates_below(1 + K * 0.4)
-        assert [a.agents_asked for a in found] == [1 + K if each < limit else 1 for each in p]
-        assert {a.agents_asked for a in found} == {1, 1 + K}
-        for answer, whole in zip(found, plain, strict=True):
-            assert answer.answer == (whole.agents[1] if answer.agents_asked == 1 else whole.answer)
-            assert answer.disagreement == 0 or answer.agents_asked == 1 + K
-        texts = crowd.generate(QUESTIONS, agents_per_prompt=1 + K * 0.4, batch_size=2, **SHORT)
-        assert texts == [answer.answer for answer in found], "batches change nothing"
-    finally:
-        crowd.calibration = None
+    monkeypatch.setattr(crowd, "calibration", replace(own, quantiles=tuple(sorted(p))))
+    found = crowd.generate(QUESTIONS, details=True, agents_per_prompt=1 + K * 0.4, **SHORT)
+    limit = crowd.calibration.escalates_below(1 + K * 0.4)
+    assert [a.agents_asked for a in found] == [1 + K if each < limit else 1 for each in p]
+    assert {a.agents_asked for a in found} == {1, 1 + K}
+    for answer, whole in zip(found, plain, strict=True):
+        assert answer.answer == (whole.agents[1] if answer.agents_asked == 1 else whole.answer)
+        assert answer.disagreement == 0 or answer.agents_asked == 1 + K
+    texts = crowd.generate(QUESTIONS, agents_per_prompt=1 + K * 0.4, batch_size=2, **SHORT)
+    assert texts == [answer.answer for answer in found], "batches change nothing"
 
 
 def decoding_of_crowd(crowd: Crowd) -> Any:
@@ -217,7 +216,9 @@ def test_a_price_becomes_the_share_of_prompts_that_all_are_asked() -> None:
     assert [made.escalates_below(price) for price in (1, 1.6, 3, 5, 9)] == pytest.approx([0, 0.15, 0.5, 1, 1])
 
 
-def test_what_needs_a_calibration_is_refused_without_one(crowd: Crowd, plain: list[Answer]) -> None:
+def test_what_needs_a_calibration_is_refused_without_one(
+    crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for choice in ({"abstain_below": 0.5}, {"agents_per_prompt": 1.6}):
         with pytest.raises(BadInput, match="this crowd has no calibration"):
             crowd.generate("hello", **choice)
@@ -227,12 +228,9 @@ def test_what_needs_a_calibration_is_refused_without_one(crowd: Crowd, plain: li
         crowd.generate("hello", agents_per_prompt=0.5)
     with pytest.raises(BadInput, match="leave sampling out"):
         crowd.generate("hello", agents_per_prompt=2, do_sample=True)
-    crowd.calibration = calibration_of(plain)
-    try:
-        with pytest.raises(BadInput, match="the calibration is of aggregator probability and not logit"):
-            crowd.generate("hello", abstain_below=0.5, aggregator="logit")
-    finally:
-        crowd.calibration = None
+    monkeypatch.setattr(crowd, "calibration", calibration_of(plain))
+    with pytest.raises(BadInput, match="the calibration is of aggregator probability and not logit"):
+        crowd.generate("hello", abstain_below=0.5, aggregator="logit")
 
 
 # How it is kept

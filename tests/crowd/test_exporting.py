@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +107,6 @@ def crowd(place: Path) -> Crowd:
 @pytest.fixture(scope="module")
 def source(crowd: Crowd, place: Path) -> Path:
     return place / "embedded" / "crowd"
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
-import peft
 import pytest
 import torch
 from torch import Tensor
@@ -18,9 +17,11 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.passes import reading
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput, ModelError
-from tests.crowd.test_adapters import peft_loss
-from tests.crowd.test_own_settings import ATTENTION, DROPPING, LARGE, MLP, SMALL
+from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, LARGE, MLP, SMALL
+from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tools.testbed.tiny import base, batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY_KIND: Final = (SMALL, LARGE, ATTENTION, MLP, DROPPING)
 #: Rows of three steps; an agent without a row in a micro-step sits it out.
@@ -28,14 +29,6 @@ STEPS: Final = 3
 SHORT: Final = (batch((7,)), batch((9, 5)), batch((6, 4, 3)))
 LONG: Final = (batch((8, 15, 22)), batch((31,)), batch((12, 13)))
 OTHER: Final = (batch((11, 10)), batch((3, 17)), batch((19,)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(
@@ -101,7 +94,7 @@ def together(*rows: Sequence[Batch | None]) -> list[list[list[Batch | None]]]:
     return [[[own[step] for own in rows]] for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
 def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
@@ -120,7 +113,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
         assert not differences(alone, train(model, entries, together(*rows))[place]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gpt2", "gemma3"])
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
     model = base(family, dtype)
@@ -130,7 +123,7 @@ def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> No
         assert not differences(alone, found[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_holds_on_the_padded_route(dtype: torch.dtype) -> None:
     model = base("bloom", dtype)
     for own in (SMALL, DROPPING):
@@ -196,23 +189,15 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
     found = train(model, entries, together(*rows))
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
     for k, settings in enumerate(crowd.agents.each):
-        config = crowd.adapter_files()[f"agent{k}/adapter_config"]
-        twin = peft.get_peft_model(
-            copy.deepcopy(model), peft.LoraConfig(**config | {"inference_mode": False}), autocast_adapter_dtype=False
-        )
-        start = {name.replace(".weight", ".default.weight"): t for name, t in crowd.agents.agent_tensors(k).items()}
-        assert not twin.load_state_dict(start, strict=False).unexpected_keys
+        twin = exported_twin(model, crowd, k)
         trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2 / settings.rank)
         for own in rows[k]:
             optimizer.zero_grad()
-            peft_loss(twin.train(), own).backward()
+            peft_loss(twin, own).backward()
             torch.nn.utils.clip_grad_norm_(trained, 0.5)
             optimizer.step()
-        wanted = dict(twin.named_parameters())
-        for name in crowd.agents.agent_tensors(k):
-            theirs = wanted[name.replace(".weight", ".default.weight")].data
-            torch.testing.assert_close(found[k][name], theirs, rtol=0, atol=1e-12)
+        assert_weights_equal(found[k], twin, crowd, k, atol=1e-12)
 
 
 def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:

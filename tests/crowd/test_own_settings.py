@@ -24,8 +24,11 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.row_weights import bootstrap_weights
 from ci_llm.data.batches import Batch, pack
 from ci_llm.errors import BadInput, ForeignCheckpoint
-from tests.crowd.test_adapters import peft_loss
+from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tools.testbed.tiny import base, batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DTYPES: Final = (torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow))
 
 STEPS = 3
 SMALL: Final = {"rank": 3, "alpha": 5, "use_rslora": True, "seed": 1}  # a scaling that no product keeps exact
@@ -98,18 +101,10 @@ def train(
     return [Trained(facts) for facts in told]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # Alone and in company
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
 def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
@@ -119,7 +114,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
         assert not alone.differs_from(train(model, entries)[place]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gpt2", "gemma3"])
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
     """With biases, with layers that are no nn.Linear, with attention windows."""
@@ -180,25 +175,17 @@ def test_three_optimizer_steps_equal_peft_for_agents_of_every_kind() -> None:
     found = train(model, entries)
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
     for k, settings in enumerate(crowd.agents.each):
-        config = crowd.adapter_files()[f"agent{k}/adapter_config"]
-        twin = peft.get_peft_model(
-            copy.deepcopy(model), peft.LoraConfig(**config | {"inference_mode": False}), autocast_adapter_dtype=False
-        )
-        start = {name.replace(".weight", ".default.weight"): t for name, t in crowd.agents.agent_tensors(k).items()}
-        assert not twin.load_state_dict(start, strict=False).unexpected_keys
+        twin = exported_twin(model, crowd, k)
         trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         rate = 1e-2 / settings.rank
         optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=rate)
         for step in range(STEPS):
             rows = batch((8 + step, 15, 22 - 2 * step))
             optimizer.zero_grad()
-            (peft_loss(twin.train(), rows) * rows.num_targets).backward()
+            (peft_loss(twin, rows) * rows.num_targets).backward()
             torch.nn.utils.clip_grad_norm_(trained, 0.5 * settings.rank)
             optimizer.step()
-        wanted = dict(twin.named_parameters())
-        for name in crowd.agents.agent_tensors(k):
-            theirs = wanted[name.replace(".weight", ".default.weight")].data
-            torch.testing.assert_close(found[k].tensors[name], theirs, rtol=0, atol=1e-12)
+        assert_weights_equal(found[k].tensors, twin, crowd, k, atol=1e-12)
 
 
 def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) -> None:

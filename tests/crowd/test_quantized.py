@@ -20,6 +20,8 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.quantized import QuantizedLinear, stored_bytes
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
+from tests.support.peft_twins import peft_loss, with_weights_of
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.tiny import FAMILIES, batch
 from tools.testbed.tiny import base as toy
 
@@ -109,16 +111,8 @@ def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder:
             ),
         )
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        twin = peft.get_peft_model(model, config).train()
-        names = {n.replace(".weight", ".default.weight"): t for n, t in crowd.agents.agent_tensors(k).items()}
-        assert not twin.load_state_dict(names, strict=False).unexpected_keys
-        rows = zip(packed.bounds, packed.bounds[1:], strict=False)
-        own = torch.zeros(())
-        for row, (start, end) in enumerate(rows):
-            log_probs = twin(input_ids=packed.input_ids[start:end][None]).logits[0].log_softmax(-1)
-            mine = packed.target_rows == row
-            own = own - log_probs[packed.predict_from[mine] - start, packed.targets[mine]].sum()
-        own = own / packed.num_targets
+        twin = with_weights_of(peft.get_peft_model(model, config), crowd, k)
+        own = peft_loss(twin, packed)
         own.backward()
         total += own.item()
         ours = {
@@ -259,7 +253,7 @@ def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatc
 @pytest.mark.slow
 def test_without_quantization_bitsandbytes_is_not_imported() -> None:
     code = "import sys; from ci_llm import load_base; load_base('embedded'); print('bitsandbytes' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout.split() == ["False"], done.stderr
 
 

@@ -154,17 +154,18 @@ def gathered_in_the_dtype_of_products(name: str) -> int:
 def different_layers(name: str) -> int:
     """Processes that would gather different layers get an error, all of them, and no wrong numbers."""
     rank = enter()
-    _, sharded, layers = both(name)
+    plain, sharded, layers = both(name)
+    wanted = gradients(plain)
     if rank:  # follows before it has ever computed
         layers.follow()
     else:
-        gradients(sharded)
+        assert_equal(gradients(sharded), wanted)
         layers.follow()
-    gradients(sharded)
+    assert_equal(gradients(sharded), wanted)
     with pytest.raises(ModelError, match="one needs layer 0, another 1"):
         layers._layers[rank].unshard()
     layers.follow()
-    gradients(sharded)
+    assert_equal(gradients(sharded), wanted)
     layers.follow()
     dist.barrier()
     return 0

@@ -76,12 +76,6 @@ def loop(folder: str, workers: int, counted: bool = True, kill_at: int | None = 
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(__name__) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     assert server.run(loop, folder / "log", folder=str(folder), workers=0) == [0], (folder / "log").read_text()

@@ -15,6 +15,7 @@ import pytest
 from ci_llm.errors import BadInput
 from ci_llm.evaluation import predictions
 from ci_llm.evaluation.predictions import Source, open_predictions, source_path
+from tools.testbed.events import DEADLINE_S
 
 SOURCE = Source("w1", "q1", "step 7 of run", "my.jsonl", 3, "exact_match", "probability", 256)
 PROMPTS = ["a", "b\u2028ü", "c"]
@@ -128,7 +129,9 @@ def test_of_two_evaluations_at_a_time_the_second_is_refused(path: Path) -> None:
         f"    with pytest.raises(BadInput, match='another process'): opened(Path({str(path)!r}), **how)\n"
     )
     with open_predictions(path, SOURCE, PROMPTS):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
     assert done.returncode == 0, done.stderr
     assert len(opened(path)) == 2
 

@@ -134,6 +134,7 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_once, tmp_path / "state"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -152,6 +153,7 @@ def test_another_loop_is_refused(other: dict[str, Any], message: str, saved: Pat
     assert torch.equal(loop.crowd.agents.weights, before)
 
 
+@pytest.mark.slow
 def test_a_damaged_or_unfinished_folder_is_an_error(saved: Path) -> None:
     loop = Loop()
     unfinished = Path(shutil.copytree(saved, saved.parent / "unfinished"))
@@ -182,6 +184,7 @@ def test_the_latest_state_is_the_newest_whole_one(saved: Path) -> None:
     assert any("agent0/adapter_model.safetensors" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["random_states_0.pkl", "custom_checkpoint_1.pkl"])
 def test_a_folder_is_whole_when_its_last_file_is(last: str, tmp_path: Path) -> None:
     """Objects that the loop has registered itself are written after everything else."""
@@ -197,6 +200,7 @@ def test_a_folder_is_whole_when_its_last_file_is(last: str, tmp_path: Path) -> N
         loop.accelerator.load_state(str(folder))
 
 
+@pytest.mark.slow
 def test_saving_again_replaces_the_folder(saved: Path) -> None:
     loop = Loop()
     loop.accelerator.load_state(str(saved))
@@ -208,6 +212,7 @@ def test_saving_again_replaces_the_folder(saved: Path) -> None:
     assert not compare(load_checkpoint(saved / "ci_llm"), before).identical
 
 
+@pytest.mark.slow
 def test_what_is_not_restored_is_named() -> None:
     assert Loop().said == []
     said = Loop(sampler=torch.utils.data.RandomSampler(range(19))).said
@@ -215,6 +220,7 @@ def test_what_is_not_restored_is_named() -> None:
     assert "loader 0 (RandomSampler)" in said[0] or "loader 0 (SeedableRandomSampler)" in said[0]
 
 
+@pytest.mark.slow
 def test_another_model_is_sent_to_the_manager() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.free_memory()
@@ -224,6 +230,7 @@ def test_another_model_is_sent_to_the_manager() -> None:
     assert "ci_llm.CheckpointManager" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_hooks_need_a_prepared_crowd() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.free_memory()

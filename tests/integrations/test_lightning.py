@@ -23,8 +23,12 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from tests.support.campaign import sampled_cases
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
+
+# A library that is slow to import, and references that tests share.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lightning")]
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
@@ -152,8 +156,7 @@ def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
     assert isinstance(trainer.train_dataloader, DataLoader)
 
 
-@pytest.mark.slow
 def test_without_lightning_one_line_says_so() -> None:
     code = "import sys; sys.modules['lightning'] = None; import ci_llm; ci_llm.LightningCheckpoints"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert "Lightning is not installed" in done.stderr

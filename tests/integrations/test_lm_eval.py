@@ -26,6 +26,9 @@ from ci_llm.integrations.lm_eval import CrowdLM, main
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 from tools.testbed.forkserver import ForkServer
 
+# A library that is slow to import, and references that tests share.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lm eval")]
+
 ROWS = embedded_rows("test")[:4]
 LONG = " ".join(row["question"] for row in embedded_rows("test")[:40])
 
@@ -176,7 +179,6 @@ def run_harness(words: Sequence[str]) -> int:
     return 0
 
 
-@pytest.mark.slow
 def test_its_command_line_runs_on_the_crowd(
     server: ForkServer, saved: Path, crowd: Crowd, tasks: Path, tmp_path: Path
 ) -> None:
@@ -192,7 +194,6 @@ def test_its_command_line_runs_on_the_crowd(
     assert found["stories_text"]["bits_per_byte,none"] == pytest.approx(-sum(nats) / math.log(2) / size, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_a_folder_that_is_no_run_is_one_message(server: ForkServer, tasks: Path, tmp_path: Path) -> None:
     words = ["run", "--model", "ci-llm", "--tasks", "stories_nats", "--include_path", str(tasks)]
     words += ["--model_args", f"pretrained={tmp_path}"]
@@ -202,7 +203,6 @@ def test_a_folder_that_is_no_run_is_one_message(server: ForkServer, tasks: Path,
     assert "Traceback" not in told
 
 
-@pytest.mark.slow
 def test_an_exported_agent_has_the_same_figures_under_the_harness_s_own_model(saved: Path) -> None:
     ours = of_crowd(saved, agent=1)
     theirs = HFLM(pretrained=str(BASE_FOLDER), peft=str(saved / "agent1"), dtype="float32", device="cpu", batch_size=3)

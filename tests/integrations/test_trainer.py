@@ -135,6 +135,7 @@ def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
         second.train()
 
 
+@pytest.mark.slow
 def test_handlers_are_given_back_whatever_ends_the_training(tmp_path: Path) -> None:
     class Torn(Rows):
         def __getitem__(self, number: int) -> dict[str, torch.Tensor]:

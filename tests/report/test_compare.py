@@ -15,6 +15,7 @@ from ci_llm.core.text_curves import HEIGHT, draw_curves
 from ci_llm.report.scores import comparable, difference, interval
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.support.children import ROOT
+from tools.testbed.events import DEADLINE_S
 
 
 def test_wilsons_interval_is_that_of_the_tables() -> None:
@@ -117,7 +118,9 @@ def test_the_first_line_waits_for_neither_torch_nor_matplotlib(two: list[str]) -
         "import sys; from ci_llm.cli.main import main; main(['compare', *sys.argv[1:]]); "
         "print({'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code, *two], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *two], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.stdout.endswith("set()\n"), done
 
 

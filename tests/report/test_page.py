@@ -20,6 +20,18 @@ from tests.report.folders import NOW, leave_run, leave_status, prediction
 MEGABYTE = 1_000_000
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run that is over."""
+    return write_report(leave_run(tmp_path_factory.mktemp("drawn") / "run"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of words alone: the curves are laid out, and left out of the page."""
+    monkeypatch.setattr("ci_llm.report.curves._svg", lambda figure: "<svg></svg>")
+
+
 def text_of(page: Path) -> str:
     """What a reader of the page sees, in one line."""
     body = page.read_text().partition("<body>")[2]
@@ -44,21 +56,22 @@ def test_a_completed_run_shows_scores_curves_time_settings_and_commands(
     assert page.read_text().count("<svg") == 6, "two losses, exact match, speed, scores, timeline"
 
 
-def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path: Path) -> None:
-    page = write_report(leave_run(tmp_path / "run")).read_text()
+def test_the_page_asks_for_nothing_and_runs_nothing(drawn: Path) -> None:
+    page = drawn.read_text()
     assert not re.findall(r"<(?:script|iframe|link(?! rel=\"icon\" href=\"data:,\")|img|object)", page)
     assert not re.findall(r"url\((?!#)|@import|(?:src|href)=\"(?!#|data:)", page)
     assert "default-src 'none'" in page
 
 
-def test_the_same_run_is_drawn_in_the_same_way(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run")
-    one, other = (re.sub(r"Written \S+ \S+", "", write_report(run).read_text()) for _ in range(2))
+def test_the_same_run_is_drawn_in_the_same_way(drawn: Path) -> None:
+    before = drawn.read_text()
+    after = write_report(drawn.parent).read_text()
+    one, other = (re.sub(r"Written \S+ \S+", "", page) for page in (before, after))
     assert one == other
 
 
-def test_names_inside_the_drawings_do_not_clash(tmp_path: Path) -> None:
-    page = write_report(leave_run(tmp_path / "run")).read_text()
+def test_names_inside_the_drawings_do_not_clash(drawn: Path) -> None:
+    page = drawn.read_text()
     names = re.findall(r' id="([^"]*)"', page)
     used = set(re.findall(r"url\(#([^)]*)\)|href=\"#([^\"]*)\"", page))
     assert {name for pair in used for name in pair if name} <= set(names)
@@ -82,6 +95,7 @@ def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
     assert "python train.py '<img src=x>'" in told
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> None:
     rows = [prediction(n, correct=n % 2 == 0, confidence=n / 20) for n in range(20)]
     told = text_of(write_report(leave_run(tmp_path / "run", predictions=rows)))
@@ -92,6 +106,7 @@ def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> 
     assert "reference 19" in failed
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("status", "told"),
     [
@@ -106,6 +121,7 @@ def test_a_run_that_is_not_over_says_so(status: str, told: str, tmp_path: Path) 
     assert "Agents and crowd are evaluated after the last step, which this run has not taken yet." in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", status="running")
     leave_status(run, "running", 20, heartbeat=NOW)
@@ -114,6 +130,7 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     assert "The process ended without writing a reason" in told
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     record = json.loads((run / "evaluation.json").read_text()) | {"n": 1, "rows_trained_on": "all"}
@@ -133,6 +150,7 @@ def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
     assert "It is in the first checkpoint, which is not there yet." in told
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_checkpoint_of_a_run_means_the_run(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     assert write_report(run / "checkpoint_step_20") == run / "report.html"
@@ -192,6 +210,7 @@ def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> 
     assert ["ci-llm", "chat", str(run)] in words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     (run / "checkpoint_step_20/config.yaml").write_bytes(b"\xff")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,6 @@ from tools.testbed.forkserver import ENVIRONMENT, ForkServer
 from tools.testbed.trials import account, differences, unwitnessed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("beginnings")]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tests.support.beginnings") as server:
-        yield server
 
 
 #: A begin, an end, and a number of processes; in the sample each begin meets each end, and both meet both numbers.

@@ -22,6 +22,7 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.run.callbacks import Callbacks, Control, TrainerState
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
 KEYS: dict[str, Any] = {
@@ -201,7 +202,7 @@ def test_in_a_notebook_the_stop_button_returns_a_result_and_the_next_cell_goes_o
         f"ci_llm.train({keys!r}).status",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    done = NotebookClient(book, timeout=300, kernel_name="python3").execute()
+    done = NotebookClient(book, timeout=DEADLINE_S, kernel_name="python3").execute()
     results = [
         output["data"]["text/plain"]
         for cell in done.cells

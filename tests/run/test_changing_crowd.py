@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from ci_llm.crowd.model import Crowd
+from tests.support.agent_facts import facts_of
 from tests.support.asked import train_asked
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
@@ -91,6 +92,17 @@ def test_branches_take_the_rows_in_orders_of_their_own(branched: Path) -> None:
     assert len({*of_branches}) > CELL.accumulation * 2
 
 
+def test_a_branch_has_the_bits_that_it_has_among_fewer(trials: Trials, branched: Path) -> None:
+    """Two branches take as many agent-steps as two agents over 5 steps: 6 before the branch point, and then twice 2."""
+    fewer = complete(trials, CELL, **BRANCHING | {"num_agents": 2, "branch_at": 0.6, "max_train_steps": 5})
+    assert json.loads((fewer / "run/evaluation.json").read_text())["last_step"] == LAST
+    for name in ("agent0", "agent1"):
+        own = own_facts(fewer, name)
+        assert not differences(own, own_facts(branched, name))
+        for part in ("lora_B", "exp_avg_sq", f"train/loss at {LAST}", f"train/grad_norm at {LAST}", "eval/nll"):
+            assert any(part in fact for fact in own), part
+
+
 @pytest.mark.parametrize("saved", range(BRANCH_POINT - 2, LAST))
 def test_a_branching_run_killed_around_its_branch_point(trials: Trials, branched: Path, saved: int) -> None:
     """It goes on from a checkpoint before, at or after the branch point."""
@@ -152,12 +164,13 @@ THREE: Final = {"num_agents": 3, "max_train_steps": 6, "lora_dropout": 0.0, "dro
 PLAIN: Final = Cell()
 
 
-def facts_of(folder: Path, name: str) -> dict[str, Any]:
-    """Final weights and moments of one agent, and its losses, norms and evaluations."""
-    own = {fact: value for fact, value in account(folder).items() if f"{name}/" in fact and "final" in fact}
-    for line in metrics(folder):
-        own |= {f"{key} at {line['step']}": value for key, value in line.items() if f"/{name}/" in key}
-    return {fact: value for fact, value in own.items() if "adapter_config" not in fact and "learning_rate" not in fact}
+def own_facts(folder: Path, name: str) -> dict[str, Any]:
+    """Of one agent; a crowd that has changed tells the rate of each, another one that of all."""
+    return {fact: value for fact, value in facts_of(folder, name).items() if "learning_rate" not in fact}
+
+
+def of_training(folder: Path, name: str) -> dict[str, Any]:
+    return {fact: value for fact, value in own_facts(folder, name).items() if "eval" not in fact}
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +187,11 @@ def test_the_others_go_on_as_if_the_stopped_agent_had_never_been_there(
     trials: Trials, unchanged: Path, stopped: Path
 ) -> None:
     for name in ("agent0", "agent2"):
-        assert not [
-            fact for fact in differences(facts_of(unchanged, name), facts_of(stopped, name)) if "eval" not in fact
-        ]
+        assert not differences(of_training(unchanged, name), of_training(stopped, name))
     final = stopped / "run/final_checkpoint"
     assert sorted(path.name for path in final.glob("agent*")) == ["agent0", "agent2"]
     alone = complete(trials, PLAIN, **THREE | {"num_agents": 1})
-    assert not differences(facts_of(alone, "agent0"), facts_of(stopped, "agent0"))
+    assert not differences(own_facts(alone, "agent0"), own_facts(stopped, "agent0"))
 
 
 def test_what_a_run_leaves_of_a_stopped_agent(stopped: Path) -> None:
@@ -243,9 +254,7 @@ def test_a_copy_stays_equal_and_a_copy_with_other_settings_does_not(
     assert rates["train/agent4/learning_rate"] < rates["train/agent0/learning_rate"]
     assert json.loads((folder / "run/evaluation.json").read_text())["names"][-2:] == ["agent3", "slow"]
     for name in ("agent0", "agent1", "agent2"):
-        assert not [
-            fact for fact in differences(facts_of(unchanged, name), facts_of(folder, name)) if "eval" not in fact
-        ]
+        assert not differences(of_training(unchanged, name), of_training(folder, name))
 
 
 def test_two_processes_stop_and_clone_at_the_same_step(trials: Trials, server: ForkServer) -> None:
@@ -288,8 +297,7 @@ def test_agents_with_rows_of_their_own_go_on_with_them(trials: Trials, server: F
     folder = asked(trials, server, cell, *asks, **keys)
     without = complete(trials, Cell(accumulation=2), **own_rows(OWN_ROWS[0], OWN_ROWS[2]))
     for name, alone in (("agent0", "agent0"), ("agent2", "agent1")):
-        told = {fact.replace(alone, name): value for fact, value in facts_of(without, alone).items()}
-        assert not [fact for fact in differences(told, facts_of(folder, name)) if "eval" not in fact]
+        assert not differences(of_training(without, alone), of_training(folder, name))
     final = account(folder)
     copies = [(fact, fact.replace("agent0", "agent3")) for fact in final if "agent0/" in fact and "lora_B" in fact]
     assert copies

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,6 @@ KEYS: dict[str, Any] = {
 }
 LONG_AGO = 1_700_000_000
 SAME_WEIGHTS = 1e-3  # what another processor or library makes of 12 steps: Adam turns a rounded sign into a full step
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer("tools.testbed.trials") as server:
-        yield server
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("vanilla", 1), ("distributed", 2)])

@@ -156,6 +156,7 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
     assert "--max-lora-rank 8" in (final / "README.md").read_text(), "vLLM knows no rank of 2"
 
 
+@pytest.mark.slow
 def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
     assert train(run) == 0
@@ -172,6 +173,7 @@ def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.Capt
     assert read_status(run).step == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -228,6 +230,7 @@ def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
     assert steps[-1] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
@@ -288,6 +291,7 @@ def test_another_base_on_a_resume_is_named(run: Path, tmp_path: Path, capsys: py
     assert f"model_name was 'embedded', is '{tmp_path / 'other'}'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: Path) -> None:
     ours, theirs = (Crowd.from_pretrained(folder) for folder in (finished, finished / "final_checkpoint"))
     assert torch.equal(ours.agents.weights, theirs.agents.weights)
@@ -295,6 +299,7 @@ def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: 
         Crowd.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

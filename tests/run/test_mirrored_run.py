@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from ci_llm.checkpoints.mirror.objects import open_objects
+from ci_llm.checkpoints.mirror.reader import MirrorReader
 from tests.support import campaign
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
@@ -19,9 +21,8 @@ TRIALS = 100 if campaign.in_full else 3
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    with ForkServer("tools.testbed.trials") as server:
-        yield Trials(server, tmp_path_factory.mktemp("mirrored"))
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(server, tmp_path_factory.mktemp("mirrored"))
 
 
 @pytest.mark.parametrize("seed", range(TRIALS))
@@ -29,12 +30,20 @@ def test_a_wiped_disk_comes_back_from_the_mirror_to_the_same_bits(trials: Trials
     draw = random.Random(seed)
     cell = Cell(dropout=0.1)
     folder = trials.new_folder()
-    mirror = {"mirror": f"file://{folder}/mirror", "save_steps": 2}
-    # Killed in any step after the first save; the first trial waits until that save is committed, the others do not.
-    fate = Fate("SIGKILL", draw.randrange(3, STEPS), committed=2 if seed == 0 else None)
+    mirror: dict[str, Any] = {"mirror": f"file://{folder}/mirror", "save_steps": 2}
+    # Killed in any step after the first save; the first trial waits until the mirror has that one, the others do not.
+    fate = Fate("SIGKILL", draw.randrange(3, STEPS), committed=2 if seed == 0 else None, mirrored=seed == 0)
     assert trials.train(cell, folder, fate, **mirror) == [-9], (folder / "log").read_text()
     shutil.rmtree(folder / "run")
+    head = MirrorReader(open_objects(mirror["mirror"])).head()
+    newest = head.newest if head else None
+    assert newest is not None or seed > 0
     assert trials.train(cell, folder, **mirror) == [0], (folder / "log").read_text()
+    log = (folder / "run/training.log").read_text()
+    assert ("came from" in log) == (newest is not None), log
+    if newest is not None:
+        assert f"step {newest.step} came from {mirror['mirror']}" in log, log
+        assert f"step {newest.step} of {STEPS}, verified" in log, log
     odd = differences(account(folder), trials.reference(cell))
     assert odd == [], (odd, (folder / "log").read_text())
 

@@ -11,7 +11,8 @@ from typing import Any, Final
 import pytest
 
 from ci_llm import embedded
-from tests.run.test_own_settings import facts_of, keys
+from tests.run.test_own_settings import keys
+from tests.support.agent_facts import facts_of
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -69,8 +70,8 @@ def without_epochs(facts: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("k", range(4), ids=NAMES)
 def test_an_agent_ends_as_it_would_alone(trials: Trials, mixed: Path, entries: list[str], k: int) -> None:
-    alone = without_epochs(facts_of(complete(trials, CELL, entries[k]), 0))
-    assert not differences(alone, without_epochs(facts_of(mixed, k)))
+    alone = without_epochs(facts_of(complete(trials, CELL, entries[k]), "agent0"))
+    assert not differences(alone, without_epochs(facts_of(mixed, f"agent{k}")))
     for part in ("lora_B", "exp_avg_sq", "train/loss at 12", "train/grad_norm at 12", "eval/nll at 8"):
         assert any(part in name for name in alone), part
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from ci_llm.crowd.model import Crowd
+from tests.support.agent_facts import facts_of
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -47,22 +48,10 @@ def complete(trials: Trials, cell: Cell, *entries: str) -> Path:
     return folder
 
 
-def facts_of(folder: Path, k: int) -> dict[str, Any]:
-    """What can be told about one agent of a run: final weights, moments, and all metrics under its name."""
-    facts = account(folder)
-    own = {name: fact for name, fact in facts.items() if f"agent{k}/" in name and not name.endswith("/adapter_config")}
-    told = {name.replace(f"agent{k}/", "agent/"): fact for name, fact in own.items()}
-    for line in (folder / "run/metrics.jsonl").read_text().splitlines():
-        metrics = json.loads(line)
-        mine = {name: value for name, value in metrics.items() if f"/agent{k}/" in name}
-        told |= {f"{name.replace(f'agent{k}/', '')} at {metrics['step']}": value for name, value in mine.items()}
-    return told
-
-
 @pytest.mark.parametrize("k", range(len(MIXED)), ids=["small", "dropping", "few layers", "large"])
 def test_an_agent_ends_as_it_would_alone(trials: Trials, mixed: Path, k: int) -> None:
-    alone = facts_of(complete(trials, Cell(accumulation=2), MIXED[k]), 0)
-    assert not differences(alone, facts_of(mixed, k))
+    alone = facts_of(complete(trials, Cell(accumulation=2), MIXED[k]), "agent0")
+    assert not differences(alone, facts_of(mixed, f"agent{k}"))
     for part in ("lora_B", "exp_avg_sq", "train/loss at 12", "train/grad_norm at 12", "eval/nll at 8"):
         assert any(part in name for name in alone), part
 

@@ -433,11 +433,10 @@ def weights(folder: Path, agents: Sequence[int]) -> list[bytes]:
     return [(final / f"agent{k}" / "adapter_model.safetensors").read_bytes() for k in agents]
 
 
-def adapters(folder: Path, agents: Sequence[int]) -> Tensor:
-    """The same as numbers, end to end."""
+def adapters(folder: Path, agents: Sequence[int]) -> dict[str, Tensor]:
+    """The same as tensors by name."""
     state = load_checkpoint(folder / "run" / "final_checkpoint").state
-    each = [sorted(state[f"agent{k}/adapter_model"].items()) for k in agents]
-    return torch.cat([tensor.flatten() for tensors in each for _, tensor in tensors])
+    return {f"agent{k}/{name}": tensor for k in agents for name, tensor in state[f"agent{k}/adapter_model"].items()}
 
 
 def said(folder: Path) -> str:

@@ -18,7 +18,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
 from ci_llm.embedded import BASE_FOLDER
-from tests.sweep.trials import KEYS, by_hand, called, facts, record, single, words
+from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import _leaves, differences
 
@@ -92,7 +92,13 @@ def test_what_a_sweep_leaves(undisturbed: Path) -> None:
         assert part in said
 
 
-def test_the_base_is_loaded_once(undisturbed: Path) -> None:
+def test_the_base_is_loaded_once_for_all_segments(undisturbed: Path) -> None:
+    """A second load in one call would have failed it; those that find the sweep complete load none."""
+    assert len(record(undisturbed)["segments"]) == 3
+    assert len((undisturbed / LOADED).read_text().splitlines()) == 1
+
+
+def test_the_second_rung_goes_on_from_the_first_to_the_bit(undisturbed: Path) -> None:
     logs = [path.read_text() for path in (undisturbed / "run").glob("segments/*/training.log")]
     assert len(logs) == 3
     assert all("exactness: bitwise" in log for log in logs if "resume    step 4 of 8" in log)

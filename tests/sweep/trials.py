@@ -41,6 +41,8 @@ KEYS = {
     "interrupted_exit_code": 75,
 }
 RATES = "[1e-3,2e-3,4e-3,8e-3]"
+LOADING = "ci_llm.run.loading.load_base"
+LOADED = "loaded"  # a line of each call of a sweep that loads its base; a call that loads it twice fails
 
 
 def words(**keys: Any) -> list[str]:
@@ -67,9 +69,21 @@ def called(
     os.environ.update(environment or {})
     torch.set_num_threads(1)
     os.chdir(folder)
+    if command == "sweep":
+        interfere(LOADING, 1, _note)
+        interfere(LOADING, 2, _refuse)
     if place is not None:
         interfere(place, call, lambda: os.kill(os.getpid(), signal.Signals[sent]))
     return main([command, "--config", os.devnull, *arguments])
+
+
+def _note() -> None:
+    with Path(LOADED).open("a") as file:
+        file.write(f"process {os.getpid()}\n")
+
+
+def _refuse() -> None:
+    raise AssertionError("a sweep loads its base once")
 
 
 def by_hand(folder: str, keys: dict[str, Any]) -> int:

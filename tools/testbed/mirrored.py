@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from ci_llm.checkpoints.manifest import FileRecord
 from ci_llm.checkpoints.mirror import mirror as mirror_module
 from ci_llm.checkpoints.mirror import objects, pace
 from ci_llm.checkpoints.mirror.filling import fill
+from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.mirror import Mirror
 from ci_llm.checkpoints.state_files import take_snapshot
 from ci_llm.errors import MirrorUnreachable
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.object_store import CREDENTIALS
 
 STORY = ("metrics.jsonl",)
 KEEP = 2
-PATIENCE_S = 20.0
 ACKNOWLEDGED = "acknowledged"
 SYNC_TRIES = 3
 
@@ -44,26 +46,26 @@ def records(step: int) -> dict[str, FileRecord]:
     return {name: image.record() for name, image in take_snapshot(state(step)).files.items()}
 
 
-def speak_to(address: str) -> None:
-    """Take the server at this address, and be impatient."""
+def speak_to(address: str, request_s: float = DEADLINE_S) -> None:
+    """Take the server at this address, and try again soon.
+
+    Args:
+        request_s: after which a request counts as lost; short only where one will be.
+    """
     os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=address)
     torch.set_num_threads(1)
-    objects.REQUEST_S = 1  # type: ignore[misc]
+    objects.REQUEST_S = request_s  # type: ignore[misc]
     objects.RETRIES = 1  # type: ignore[misc]
     pace.FIRST_TRY_S = 0.05  # type: ignore[misc]
     mirror_module._POLL_S = 0.2  # type: ignore[misc]
 
 
-def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool) -> int:
+def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool, request_s: float) -> int:
     """Go on from the newest step of both places, save `step`, and leave a note once the mirror has it."""
-    run = _begin(folder, address, wiped)
+    run = _begin(folder, address, wiped, request_s)
     with CheckpointManager(run, max_to_keep=KEEP) as manager:
         mirror = Mirror(url, run, keep=KEEP, story=STORY)
-        for attempt in range(5):  # who starts the run again after an error
-            with contextlib.suppress(MirrorUnreachable):
-                found = fill(mirror.reader, manager, STORY)
-                break
-            assert attempt < 4
+        found = _filled(mirror, manager)
         newest = manager.latest_step()
         assert newest is None or dict(manager.metadata(newest).files) == records(newest), "wrong bytes restored"
         mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), found)
@@ -72,15 +74,24 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool)
             metrics.write(f'{{"step": {step}}}\n')
         assert manager.save(step, state(step))
         manager.wait_until_finished()
-        if mirror.flush(PATIENCE_S):
+        if mirror.flush(DEADLINE_S):
             (Path(folder) / ACKNOWLEDGED).write_text(str(step))
         mirror.close()
     return 0
 
 
-def save_and_sync(folder: str, url: str, address: str, step: int, wiped: bool) -> int:
+def _filled(mirror: Mirror, manager: CheckpointManager) -> Found:
+    """As who starts the run again after an error."""
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        with contextlib.suppress(MirrorUnreachable):
+            return fill(mirror.reader, manager, STORY)
+    raise AssertionError(f"not within {DEADLINE_S:.0f} s: the mirror can be read")
+
+
+def save_and_sync(folder: str, url: str, address: str, step: int, wiped: bool, request_s: float) -> int:
     """The same loop with the folder copied to the bucket after each save: what is new goes up, what is gone goes."""
-    run = _begin(folder, address, wiped=False)
+    run = _begin(folder, address, wiped=False, request_s=request_s)
     with CheckpointManager(run, max_to_keep=KEEP) as manager:
         assert manager.save(step, state(step))
         manager.wait_until_finished()
@@ -108,8 +119,8 @@ def _sync(run: Path, store: objects.Objects) -> None:
         store.delete(gone)
 
 
-def _begin(folder: str, address: str, wiped: bool) -> Path:
-    speak_to(address)
+def _begin(folder: str, address: str, wiped: bool, request_s: float) -> Path:
+    speak_to(address, request_s)
     run = Path(folder, "run")
     Path(folder, "pid").write_text(str(os.getpid()))
     if wiped:

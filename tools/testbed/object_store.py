@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
+
+from tools.testbed.events import DEADLINE_S
 
 BUCKET = "bucket"
 CREDENTIALS = {
@@ -25,7 +28,6 @@ CREDENTIALS = {
 #: and nothing in HTTP tells; "flipped": one bit of a body differs; "stale": the listing as it was at the beginning.
 FAULTS = ("kill", "kill after", "500", "503", "403", "lost", "timeout", "cut", "short", "flipped", "stale")
 _HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "content-length", "keep-alive", "date", "server"})
-_HOLD_S = 3.0
 
 
 @contextlib.contextmanager
@@ -138,7 +140,7 @@ class FaultProxy:
             plan.kill()
             request.close_connection = True
         elif fault == "timeout":
-            threading.Event().wait(_HOLD_S)
+            _wait_for_hang_up(request.connection)
             request.close_connection = True
         elif fault in ("500", "503", "403"):
             self._answer(request, int(fault), {}, b"<Error><Code>Injected</Code></Error>")
@@ -161,7 +163,7 @@ class FaultProxy:
         self._answer(request, status, headers, answer, cut=fault == "cut")
 
     def _ask(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(self._target, timeout=30)
+        connection = http.client.HTTPConnection(self._target, timeout=DEADLINE_S)
         try:
             headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
             connection.request(request.command, request.path, body or None, {**headers, "Content-Length": len(body)})  # type: ignore[dict-item]
@@ -184,6 +186,12 @@ class FaultProxy:
             request.close_connection = True
         if request.command != "HEAD":
             request.wfile.write(body[: len(body) // 2] if cut else body)
+
+
+def _wait_for_hang_up(connection: socket.socket) -> None:
+    """Return when the client, whose request has been read, gives it up."""
+    connection.settimeout(DEADLINE_S)
+    connection.recv(1)
 
 
 def _damaged(body: bytes, fault: str | None, bit: int = 1) -> bytes:

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.mirror.head import Head
+from ci_llm.checkpoints.mirror.writer import MirrorWriter
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
 from ci_llm.crowd.model import Crowd
@@ -129,6 +131,7 @@ class Fate:
         micro_step: micro-steps of the window that it has taken by then; None: in the evaluation after the step.
         committed: step whose checkpoint must be committed by then; the process waits for it.
         rank: the only one it happens to; None: all of them.
+        mirrored: whether the mirror must have that checkpoint as well.
     """
 
     signal: str
@@ -136,6 +139,7 @@ class Fate:
     micro_step: int | None = 0
     committed: int | None = None
     rank: int | None = None
+    mirrored: bool = False
 
 
 class Witness:
@@ -187,7 +191,7 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
     torch.set_num_threads(1)
     os.chdir(folder)
     witness = Witness(Path(folder), Fate(**fate) if fate else None)
-    commit = CheckpointStore.save
+    commit, commit_head = CheckpointStore.save, MirrorWriter.commit
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if isinstance(module, Crowd):
@@ -197,12 +201,18 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
 
     def commit_and_tell(store: CheckpointStore, step: int, *args: Any, **kwargs: Any) -> Any:
         result = commit(store, step, *args, **kwargs)
-        if fate and step == fate["committed"]:
+        if fate and step == fate["committed"] and not fate["mirrored"]:
             witness.committed.set()
         return result
 
+    def commit_head_and_tell(writer: MirrorWriter, head: Head) -> None:
+        commit_head(writer, head)
+        if fate and fate["mirrored"] and fate["committed"] in {entry.step for entry in head.line}:
+            witness.committed.set()
+
     register_module_forward_pre_hook(look)
     CheckpointStore.save = commit_and_tell  # type: ignore[method-assign, assignment]
+    MirrorWriter.commit = commit_head_and_tell  # type: ignore[method-assign]
     return main(["train", "--config", os.devnull, *arguments])
 
 

@@ -15,9 +15,8 @@ from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.head import Entry, Head
 from ci_llm.checkpoints.mirror.mirror import Mirror
 from ci_llm.errors import MirrorUnreachable
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.mirrored import STORY, state
-
-ENOUGH_S = 60.0
 
 
 class Node:
@@ -58,7 +57,7 @@ class Node:
             assert self.manager.save(step, state(step))
             self.manager.wait_until_finished()
         if flush:
-            assert self.mirror.flush(ENOUGH_S), self.mirror.state
+            assert self.mirror.flush(DEADLINE_S), self.mirror.state
 
     def close(self) -> None:
         self.mirror.close()
@@ -118,6 +117,23 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[Refusing]:
     monkeypatch.setattr("ci_llm.checkpoints.mirror.mirror.open_objects", open_refusing)
     monkeypatch.setattr("ci_llm.checkpoints.mirror.pace.FIRST_TRY_S", 0.01)
     return opened
+
+
+def swaps_decide(store: objects.Objects) -> None:
+    """A swap of a store replaces what it knows and nothing else; for every kind of store the same."""
+    with pytest.raises(objects.Missing):
+        store.get_version("head")
+    store.swap("head", b"one", None)
+    with pytest.raises(objects.Conflict):
+        store.swap("head", b"two", None)
+    data, version = store.get_version("head")
+    store.swap("head", b"two", version)
+    with pytest.raises(objects.Conflict):
+        store.swap("head", b"three", version)
+    assert (data, store.get("head")) == (b"one", b"two")
+    store.delete(["head", "none"])
+    with pytest.raises(objects.Conflict):
+        store.swap("head", b"four", version)
 
 
 def entry(node: Node, name: str) -> Entry:

@@ -18,8 +18,9 @@ from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.mirror.mirror import MirrorState
 from ci_llm.checkpoints.mirror.writer import LostClaim
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
-from tests.checkpoints.mirror.conftest import ENOUGH_S, Node, Refusing, entry
+from tests.checkpoints.mirror.conftest import Node, Refusing, entry
 from tests.checkpoints.test_store import flip
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.mirrored import records
 
 Nodes = Callable[..., Node]
@@ -71,7 +72,7 @@ def test_a_pruned_step_takes_its_blocks_with_it_and_no_others(node: Nodes) -> No
     one.close()  # a step that the folder lost while it was sent leaves blocks, which the next writer removes
     again = node("disk")
     again.begin()
-    assert again.mirror.flush(ENOUGH_S)
+    assert again.mirror.flush(DEADLINE_S)
     needed = {block.key for each in again.head.line for block in again.mirror.reader.record(each)[0].all_blocks}
     root = Path(again.url.removeprefix("file://"))
     assert {str(path.relative_to(root)) for path in objects_of(again, "blocks")} == needed
@@ -87,7 +88,7 @@ def test_of_two_writers_the_last_to_claim_wins_and_nothing_mixes(node: Nodes, sa
     other.save(3)
     before = other.head
     one.save(3, flush=False)
-    assert not one.mirror.flush(ENOUGH_S)
+    assert not one.mirror.flush(DEADLINE_S)
     assert "another writer has claimed this mirror" in str(one.mirror.state.error)
     assert any("another writer has claimed" in line for line in said)
     assert other.head == before
@@ -127,7 +128,7 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
     refusing[2].refuses = lambda verb, key: True
     assert again.begin() == 1
     refusing[2].refuses = lambda verb, key: False
-    assert not again.mirror.flush(ENOUGH_S)
+    assert not again.mirror.flush(DEADLINE_S)
     assert any("another attempt has claimed this mirror since" in line for line in said), said
     assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
 
@@ -140,7 +141,7 @@ def test_what_a_loser_removes_the_winner_does_not_need(node: Nodes) -> None:
     other = node("other")
     other.begin()
     one.save(3, flush=False)
-    assert not one.mirror.flush(ENOUGH_S)
+    assert not one.mirror.flush(DEADLINE_S)
     other.save(3, 4)
     assert not other.mirror.reader.damage(other.head)
 
@@ -183,7 +184,7 @@ def test_a_mirror_that_is_half_there_is_healed_from_the_disk(node: Nodes) -> Non
         path.unlink()
     again = node("one")
     assert again.begin() == 2
-    assert again.mirror.flush(ENOUGH_S), again.mirror.state
+    assert again.mirror.flush(DEADLINE_S), again.mirror.state
     assert again.line == ["checkpoint_step_2", "checkpoint_step_1"]
     assert not again.mirror.reader.damage(again.head)
 
@@ -197,7 +198,7 @@ def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes
     back.manager.read(1)
     back.manager.supersede(1)
     back.mirror.begin(1, back.manager.acquire_lease(), Found())
-    assert back.mirror.flush(ENOUGH_S), back.mirror.state
+    assert back.mirror.flush(DEADLINE_S), back.mirror.state
     assert back.line == ["checkpoint_step_1"]
     assert [each.name for each in back.head.superseded] == ["checkpoint_step_3", "checkpoint_step_2"]
     assert all(back.mirror.reader.open(each) for each in back.head.superseded)
@@ -222,7 +223,7 @@ def test_the_final_checkpoint_follows_and_comes_back(node: Nodes) -> None:
     one.begin()
     one.save(1)
     one.manager.finish({"README.md": b"a card"})
-    assert one.mirror.flush(ENOUGH_S)
+    assert one.mirror.flush(DEADLINE_S)
     assert one.line == ["checkpoint_step_1", "final_checkpoint"]
     fresh = node("fresh")
     assert fresh.begin() == 1
@@ -282,12 +283,12 @@ def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: li
     one.manager.save(2, {"w": 2})
     one.manager.wait_until_finished()
     one.mirror.wake()
-    assert refused.wait(ENOUGH_S)
+    assert refused.wait(DEADLINE_S)
     clock[0] += 61.0
-    assert away.wait(ENOUGH_S), states[-1]
+    assert away.wait(DEADLINE_S), states[-1]
     assert any("behind (503 Service Unavailable): the newest step here is 2, there 1" in line for line in said), said
     refusing[0].refuses = lambda verb, key: False
-    assert one.mirror.flush(ENOUGH_S)
+    assert one.mirror.flush(DEADLINE_S)
     assert one.mirror.state.step == 2
     assert one.mirror.state.error is None
     assert one.mirror.metrics()["mirror/behind_s"] == 0
@@ -304,16 +305,16 @@ def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[R
     def hold(verb: str, key: str) -> bool:
         if verb == "put" and not go_on.is_set():
             entered.set()
-            go_on.wait(ENOUGH_S)
+            go_on.wait(DEADLINE_S)
         return False
 
     refusing[0].refuses = hold
     one.save(2, flush=False)
-    assert entered.wait(ENOUGH_S)
+    assert entered.wait(DEADLINE_S)
     one.save(3, flush=False)
     one.mirror._pace.hurry.set()
     go_on.set()
-    assert one.mirror.flush(ENOUGH_S)
+    assert one.mirror.flush(DEADLINE_S)
     assert 2 not in committed
     assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
 
@@ -327,15 +328,15 @@ def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Ref
     def hold(verb: str, key: str) -> bool:
         if verb == "put":
             entered.set()
-            go_on.wait(ENOUGH_S)
+            go_on.wait(DEADLINE_S)
         return False
 
     refusing[0].refuses = hold
     one.save(2, flush=False)
-    assert entered.wait(ENOUGH_S)
+    assert entered.wait(DEADLINE_S)
     assert one.mirror.sending == {2}
     go_on.set()
-    assert one.mirror.flush(ENOUGH_S)
+    assert one.mirror.flush(DEADLINE_S)
     assert one.mirror.sending == frozenset()
 
 
@@ -352,7 +353,7 @@ def test_an_empty_disk_does_not_begin_anew_while_nobody_knows_what_the_mirror_ho
     assert one.begin() == 1  # a disk with checkpoints does not wait for its mirror
     assert any("goes on from what this disk holds" in line for line in said)
     refusing[0].refuses = lambda verb, key: False
-    assert one.mirror.flush(ENOUGH_S)
+    assert one.mirror.flush(DEADLINE_S)
 
 
 def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(
@@ -363,7 +364,7 @@ def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(
     one.save(1)
     monkeypatch.setattr(one.mirror._writer, "send_step", lambda folder: 1 / 0)
     one.save(2, flush=False)
-    assert not one.mirror.flush(ENOUGH_S)
+    assert not one.mirror.flush(DEADLINE_S)
     assert any("the mirror has failed: ZeroDivisionError" in line for line in said)
     one.save(3, flush=False)
     assert one.manager.all_steps() == [2, 3]

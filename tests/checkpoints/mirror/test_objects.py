@@ -7,25 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.checkpoints.mirror.objects import Conflict, Missing, check_url, open_objects
+from ci_llm.checkpoints.mirror.objects import Missing, check_url, open_objects
 from ci_llm.checkpoints.mirror.pace import LONGEST_S, Pace, backoff_s
 from ci_llm.core.urls import is_url, without_secrets
 from ci_llm.errors import BadInput, ConfigError, MirrorUnreachable
+from tests.checkpoints.mirror.conftest import swaps_decide
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_a_swap_replaces_what_it_knows_and_nothing_else(kind: str, tmp_path: Path) -> None:
-    store = open_objects(f"{kind}://{tmp_path}/prefix")
-    with pytest.raises(Missing):
-        store.get_version("head")
-    store.swap("head", b"one", None)
-    with pytest.raises(Conflict):
-        store.swap("head", b"two", None)
-    data, version = store.get_version("head")
-    store.swap("head", b"two", version)
-    with pytest.raises(Conflict):
-        store.swap("head", b"three", version)
-    assert (data, store.get("head")) == (b"one", b"two")
+    swaps_decide(open_objects(f"{kind}://{tmp_path}/prefix"))
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mirror import HARMS, History, Strike, campaign, strikes, table
-from ci_llm.checkpoints.mirror.objects import Conflict, open_objects
-from ci_llm.errors import MirrorUnreachable
+from ci_llm.checkpoints.mirror.objects import open_objects
+from tests.checkpoints.mirror.conftest import swaps_decide
 from tests.support import campaign as size
 from tools.testbed import mirrored
 from tools.testbed.forkserver import ForkServer
@@ -25,35 +25,10 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def environment(address: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in CREDENTIALS.items():
+def test_the_conditional_put_of_s3_decides(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": address}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    return address
-
-
-def test_the_conditional_put_of_s3_decides(environment: str) -> None:
-    store = open_objects(f"s3://{BUCKET}/swap")
-    store.swap("head", b"one", None)
-    with pytest.raises(Conflict):
-        store.swap("head", b"two", None)
-    _, version = store.get_version("head")
-    store.swap("head", b"two", version)
-    with pytest.raises(Conflict):
-        store.swap("head", b"three", version)
-    assert store.get("head") == b"two"
-    store.delete(["head", "none"])
-    with pytest.raises(Conflict):
-        store.swap("head", b"four", version)
-
-
-def test_credentials_reach_no_message(environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(MirrorUnreachable) as failed:
-        open_objects(f"s3://{BUCKET}/away").put("key", b"")
-    for secret in CREDENTIALS["AWS_SECRET_ACCESS_KEY"], CREDENTIALS["AWS_ACCESS_KEY_ID"]:
-        assert secret not in str(failed.value)
+    swaps_decide(open_objects(f"s3://{BUCKET}/swap"))
 
 
 def test_whatever_strikes_a_save_nothing_is_lost_broken_or_wrong(tmp_path: Path) -> None:

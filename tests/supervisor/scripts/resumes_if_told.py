@@ -6,6 +6,7 @@ known and a value of its type. Lines of the file `faults` say at which step an a
 
 from __future__ import annotations
 
+import os
 import sys
 from ast import literal_eval
 from pathlib import Path
@@ -40,6 +41,8 @@ for step in range(first, max_iters + 1):
     if step == int(crash):
         sys.exit(f"lost a device at step {step}")
     if step % save_interval == 0:
-        checkpoint.write_text(str(step))
+        part = checkpoint.with_suffix(".part")
+        part.write_text(str(step))
+        os.replace(part, checkpoint)  # a kill leaves the old or the new one, and never an empty file
     print(f"iter {step}: loss {'nan' if learning_rate > stable_below else 0.5}, lr {learning_rate:.2e}", flush=True)
 print("trained")
