@@ -1,12 +1,16 @@
-"""Is a crowd better than one agent of the same size or the same compute? On the embedded task, with controls.
+"""Is a crowd better than one agent of the same size or the same compute, and what do its answers cost? With controls.
 
-Each system is trained by `ci-llm train` at the operating point of configs.yaml, once per seed, and evaluated by teacher
-forcing on the 1,000 rows of the embedded test split. Exact match is the share of rows whose whole solution greedy
-decoding reproduces; NLL is in nats per answer token. The best agent of a crowd is chosen on the validation split.
+    python -m benchmarks.crowd --rows 100 1500 --seeds 42 43 44 --folder runs
 
-the crowd              K = 4 agents of rank 8, 260 steps; its answer is the mean of their probabilities
-one agent of rank 32   4 x the rank and alpha, so the crowd's number of trainable parameters
-one agent, 1040 steps  rank 8, 4 x the steps, so the crowd's compute
+Each run is a training by `ci-llm train` at the operating point of configs.yaml on so many rows of the embedded task,
+and takes as many agent-steps as the crowd. Every way to answer is evaluated by teacher forcing on the 1,000 rows of the
+test split. Exact match is the share of rows whose whole solution greedy decoding reproduces, NLL is in nats per answer
+token, and ECE is the calibration error of the most probable token, in ten bins. The best agent of a crowd is chosen on
+the validation split. `generated` are final answers that were generated, one agent asked first after a calibration on
+the validation split; their ECE is that of `probability_right`.
+
+What is measured lies in `--folder`, one file for each part and seed, and a later call takes it from there: a call that
+was interrupted goes on, and one with more rows or seeds adds them. The table shows what is there.
 
 Learning rates were chosen on the validation split with a seed that no test uses (`--learning-rates`).
 
@@ -23,22 +27,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import log
 from pathlib import Path
 
 import torch
 from scipy import stats
 from torch import Tensor
 
-from ci_llm.config import load_config
-from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.scoring import Scores, score
-from ci_llm.data.batches import Batch, pack
-from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import tokenize
+from benchmarks.crowd_answers import Answers, Measured, Way, answers_of, crowd_answers, distillates, escalation, merges
+from ci_llm.core.durable import read_json, write_json
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs.yaml"
-ROWS_AT_A_TIME = 50
 #: No evaluation, checkpoint or tracker during the training: only the trained agents are needed.
 BARE = {
     "report_to": "none",
@@ -46,47 +46,88 @@ BARE = {
     "save_steps": "null",
     "save_interval_seconds": "null",
     "eval_steps": "null",
-    "eval_samples": "1",
     "generation_eval_samples": "1",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """One row of the table: its name, and the keys of configs.yaml that it changes."""
+    """What is trained: its name, the keys of configs.yaml that it changes, and its learning rate by training rows."""
 
     name: str
     keys: Mapping[str, str] = field(default_factory=dict)
+    rates: Mapping[int, str] = field(default_factory=dict)
+
+    def settings(self, rows: int) -> dict[str, str]:
+        """Its keys on so many rows; the learning rate is that of the nearest number for which one was chosen."""
+        nearest = min(self.rates, key=lambda known: abs(log(known / rows)), default=None)
+        rate = {} if nearest is None else {"learning_rate": self.rates[nearest]}
+        return {**self.keys, **rate, "max_train_samples": str(rows)}
 
 
 CROWD = System("crowd")
-# The best exact match on the validation split, with seed 7. At 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2:
+# The best exact match on the validation split, with seed 7 and 100 rows. At 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2:
 #   crowd                  0.397  0.434  0.431  0.463  0.209   8e-3 is in configs.yaml
 #   one agent of rank 32   0.381  0.422  0.403  0.159  0.000
 #   one agent, 1040 steps  0.412  0.422  0.419  0.356  0.000
-RANK = System(
-    "one agent of rank 32", {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64", "learning_rate": "2e-3"}
-)
-STEPS = System("one agent, 1040 steps", {"num_agents": "1", "max_train_steps": "1040", "learning_rate": "2e-3"})
-SYSTEMS = (CROWD, RANK, STEPS)
+# and with 1,500 rows, of one agent with 1,040 steps, at 2e-3, 4e-3, 8e-3: 0.978  0.984  0.788
+RANK = System("one agent of rank 32", {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64"}, {100: "2e-3"})
+STEPS = System("one agent, 1040 steps", {"num_agents": "1", "max_train_steps": "1040"}, {100: "2e-3", 1500: "4e-3"})
+BRANCHES = System("branches", {"branch_at": "0.75"})
+AUTO = System("auto", {"crowd": "auto", "eval_samples": "320"})
 LEARNING_RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
 SEED_OF_CHOICES = 7
 
 
 @dataclass(frozen=True)
+class Part:
+    """What is measured at once and kept in one file.
+
+    Attributes:
+        system: the training that it needs.
+        measure: from its final checkpoint, and a folder for what it leaves, to the answers.
+    """
+
+    system: System
+    measure: Way
+
+
+PARTS: Mapping[str, Part] = {
+    "rank": Part(RANK, answers_of(RANK.name)),
+    "steps": Part(STEPS, answers_of(STEPS.name)),
+    "crowd": Part(CROWD, crowd_answers),
+    "branches": Part(BRANCHES, merges("branches' crowd", {"mean": "branches' soup"})),
+    "merges": Part(CROWD, merges(None, {"cat": "cat", "svd": "svd"})),
+    "distilled": Part(CROWD, distillates),
+    "auto": Part(AUTO, answers_of("auto")),
+    "escalation": Part(CROWD, escalation),
+}
+
+
+@dataclass(frozen=True)
 class Results:
-    """The results of one system or agent, by seed and row.
+    """What one way to answer has shown, by seed and row.
 
     Attributes:
         right: [seeds, n], 1 for an exact match.
-        nll: [seeds, n], nats summed over the answer tokens of a row.
+        nll: [seeds, n], nats summed over the answer tokens of a row; without columns where texts were generated.
+        ece, agents: [seeds], calibration error, and agents that an answer takes.
         tokens: [n] answer tokens.
     """
 
     name: str
     right: Tensor
     nll: Tensor
+    ece: Tensor
+    agents: Tensor
     tokens: Tensor
+
+    @classmethod
+    def of(cls, name: str, found: Sequence[Measured]) -> Results:
+        """From the measurements of all seeds."""
+        right, nll = (torch.tensor([one[key] for one in found], dtype=torch.float64) for key in ("right", "nll"))
+        ece, agents = (torch.tensor([one[key] for one in found], dtype=torch.float64) for key in ("ece", "agents"))
+        return cls(name, right, nll, ece, agents, torch.tensor(found[0]["tokens"], dtype=torch.float64))
 
     @property
     def exact_match(self) -> Tensor:
@@ -98,10 +139,6 @@ class Results:
         """[seeds], nats per answer token."""
         return self.nll.sum(1) / self.tokens.sum()
 
-    def minus(self, other: Results) -> Results:
-        """The difference, paired by seed and row."""
-        return Results(f"{self.name} - {other.name}", self.right - other.right, self.nll - other.nll, self.tokens)
-
 
 def train(keys: Mapping[str, str], folder: Path) -> Path:
     """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is.
@@ -112,7 +149,12 @@ def train(keys: Mapping[str, str], folder: Path) -> Path:
     Raises:
         RuntimeError: the training failed; with the end of its output.
     """
-    settings = [f"{key}={value}" for key, value in {**BARE, **keys, "output_dir": str(folder)}.items()]
+    final = folder / "final_checkpoint"
+    if (folder / "evaluation.json").exists() and final.exists():
+        return final
+    settings = [
+        f"{key}={value}" for key, value in {**BARE, "eval_samples": "1", **keys, "output_dir": str(folder)}.items()
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "ci_llm", "train", "--config", str(CONFIG), *settings],
         cwd=ROOT,
@@ -123,140 +165,116 @@ def train(keys: Mapping[str, str], folder: Path) -> Path:
     )
     if done.returncode:
         raise RuntimeError(f"training into {folder} ended with {done.returncode}:\n{done.stdout[-500:]}{done.stderr}")
-    return folder / "final_checkpoint"
+    return final
 
 
-class Evaluator:
-    """Scores checkpoints on one split of the embedded task."""
-
-    def __init__(self, split: str, scratch: Path) -> None:
-        self.scratch = scratch
-        self.config = load_config(CONFIG, [f"eval_split={split}", "eval_samples=null"])
-        self._batches: list[Batch] = []
-
-    def __call__(self, checkpoint: Path) -> Scores:
-        crowd = Crowd.from_pretrained(checkpoint, device="cpu")
-        scores = score(crowd, self.batches(crowd), self.config.aggregator)
-        assert scores is not None  # it has no `stop`
-        return scores
-
-    def batches(self, crowd: Crowd) -> list[Batch]:
-        """All rows of the split, in order."""
-        if not self._batches:
-            assert crowd.prompter is not None
-            rows = tokenize(
-                load_rows(self.config, "eval"),
-                crowd.prompter.tokenizer,
-                max_seq_length=self.config.max_seq_length,
-                cache_folder=self.scratch,
-            )
-            parts = [range(at, min(at + ROWS_AT_A_TIME, len(rows))) for at in range(0, len(rows), ROWS_AT_A_TIME)]
-            self._batches = [pack([rows[i] for i in part], part) for part in parts]
-        return self._batches
+def measure(name: str, rows: int, seed: int, folder: Path) -> Answers:
+    """The answers of one part with one seed: from its file, or trained and measured now."""
+    part, file = PARTS[name], folder / f"{rows}" / name / f"{seed}.json"
+    if not file.exists():
+        run = folder / f"{rows}" / "runs" / part.system.name.replace(" ", "_") / f"{seed}"
+        checkpoint = train({**part.system.settings(rows), "seed": str(seed)}, run)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, part.measure(checkpoint, run))
+        print(f"measured  {rows} rows, seed {seed}: {name}", file=sys.stderr, flush=True)
+    found: Answers = read_json(file)  # type: ignore[assignment]
+    return found
 
 
-def compare(seeds: Sequence[int], extra: Mapping[str, str], folder: Path, jobs: int) -> str:
-    """Train all systems with all seeds, and tabulate their results on the test split."""
-    wanted = [(system, seed) for system in SYSTEMS for seed in seeds]
-    paths = [folder / system.name.replace(" ", "_") / str(seed) for system, seed in wanted]
-    with ThreadPoolExecutor(jobs) as pool:
-        keys = [{**system.keys, **extra, "seed": str(seed)} for system, seed in wanted]
-        checkpoints = dict(zip(wanted, pool.map(train, keys, paths), strict=True))
-    test, validation = Evaluator("test", folder), Evaluator("validation", folder)
-    chosen = [best_agent(validation(checkpoints[CROWD, seed])) for seed in seeds]
-    scores = {system: [test(checkpoints[system, seed]) for seed in seeds] for system in SYSTEMS}
-    return table(lines_of(scores, chosen))
+def results_of(rows: int, seeds: Sequence[int], parts: Sequence[str], folder: Path) -> list[Results]:
+    """The lines of a table, from the files that are there; a way to answer needs its file of every seed."""
+    lines = []
+    for name in parts:
+        files = [folder / f"{rows}" / name / f"{seed}.json" for seed in seeds]
+        found: list[Answers] = [read_json(file) for file in files if file.exists()]  # type: ignore[misc]
+        if len(found) == len(files):
+            lines += [Results.of(way, [one[way] for one in found]) for way in found[0]]
+    return lines
 
 
-def best_agent(scores: Scores) -> int:
-    """The agent with the highest exact match, and among equals the one with the lowest NLL."""
-    agents = zip(scores.exact_match[:-1], scores.mean_nll[:-1], strict=True)
-    ranked = [(match, -nll, k) for k, (match, nll) in enumerate(agents)]
-    return max(ranked)[2]
-
-
-def lines_of(scores: Mapping[System, Sequence[Scores]], chosen: Sequence[int]) -> list[Results]:
-    """The rows of the table, the crowd last; `chosen` holds the best agent of every seed's crowd."""
-    crowds = scores[CROWD]
-    lines = [
-        _line("agents, mean of 4", crowds, lambda values, _: values[:-1].mean(0)),
-        _line("best agent by validation", crowds, lambda values, number: values[chosen[number]]),
-    ]
-    lines += [_line(system.name, scores[system], lambda values, _: values[0]) for system in (RANK, STEPS)]
-    return [*lines, _line("crowd", crowds, lambda values, _: values[-1])]
-
-
-def _line(name: str, scores: Sequence[Scores], pick: Callable[[Tensor, int], Tensor]) -> Results:
-    """One row of the table; `pick` reduces [K+1, n] of the seed with the given index to [n]."""
-    right = torch.stack([pick(one.right.double(), number) for number, one in enumerate(scores)])
-    nll = torch.stack([pick(one.nll.double(), number) for number, one in enumerate(scores)])
-    return Results(name, right, nll, scores[0].tokens.double())
-
-
-def table(lines: Sequence[Results]) -> str:
-    """The table in markdown. The crowd is the last line; every other line shows the crowd's gain over it."""
-    crowd = lines[-1]
+def table(lines: Sequence[Results], against: str = CROWD.name) -> str:
+    """The table in markdown. Every line but the crowd's, which is called `against`, shows the crowd's gain over it,
+    paired by row."""
+    crowd = next((line for line in lines if line.name == against), None)
     out = [
-        "| | exact match | NLL | crowd's gain in exact match | over rows | crowd's change of NLL | over rows |",
-        "|---|---|---|---|---|---|---|",
+        "| | exact match | NLL | ECE | agents per answer | crowd's gain in exact match, over rows |",
+        "|---|---|---|---|---|---|",
     ]
     for line in lines:
-        cells = [line.name, _over_seeds(line.exact_match, ".3f"), _over_seeds(line.mean_nll, ".4f")]
-        if line is not crowd:
-            gain = crowd.minus(line)
-            per_row = gain.nll.mean(0) / gain.tokens.mean()
-            cells += [_over_seeds(gain.exact_match, "+.3f"), f"± {_over_rows(gain.right.mean(0)):.3f}"]
-            cells += [_over_seeds(gain.mean_nll, "+.4f"), f"± {_over_rows(per_row):.4f}"]
-        out.append("| " + " | ".join(cells) + " |" + " |" * (7 - len(cells)))
+        nll = over_seeds(line.mean_nll, ".4f") if line.nll.numel() else ""
+        cells = [line.name, over_seeds(line.exact_match, ".3f"), nll, over_seeds(line.ece, ".3f")]
+        cells.append(f"{float(line.agents.mean()):.3g}")
+        if crowd is not None and line is not crowd and nll:
+            gain = crowd.right - line.right
+            cells.append(f"{float(gain.mean()):+.3f} ± {over_rows(gain.mean(0)):.3f}")
+        out.append("| " + " | ".join(cells) + " |" + " |" * (6 - len(cells)))
     return "\n".join(out)
 
 
-def _over_seeds(values: Tensor, form: str) -> str:
+def over_seeds(values: Tensor, form: str) -> str:
     """Mean with the half-width of Student's 95 % interval; the mean alone for a single seed."""
     mean, count = float(values.mean()), len(values)
     if count == 1:
         return f"{mean:{form}}"
     half = float(values.std()) / count**0.5 * float(stats.t.ppf(0.975, count - 1))
-    return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
+    return f"{mean:{form}} ± {half:{form}}"
 
 
-def _over_rows(values: Tensor) -> float:
+def over_rows(values: Tensor) -> float:
     """Half-width of a normal 95 % interval."""
     return float(1.96 * values.std() / len(values) ** 0.5)
 
 
-def choose_learning_rates(extra: Mapping[str, str], folder: Path, jobs: int) -> str:
-    """The results of each system on the validation split with each learning rate; no test row is used."""
-    wanted = [(system, rate) for system in SYSTEMS for rate in LEARNING_RATES]
-    paths = [folder / "rates" / system.name.replace(" ", "_") / rate for system, rate in wanted]
+def choose_learning_rates(rows: int, folder: Path, jobs: int) -> str:
+    """The results of crowd and controls on the validation split with each learning rate; no test row is used."""
+    wanted = [(system, rate) for system in (CROWD, RANK, STEPS) for rate in LEARNING_RATES]
+    paths = [folder / f"{rows}" / "rates" / system.name.replace(" ", "_") / rate for system, rate in wanted]
     with ThreadPoolExecutor(jobs) as pool:
         own = {"seed": str(SEED_OF_CHOICES)}
-        keys = [{**system.keys, **extra, **own, "learning_rate": rate} for system, rate in wanted]
+        keys = [{**system.settings(rows), **own, "learning_rate": rate} for system, rate in wanted]
         checkpoints = list(pool.map(train, keys, paths))
-    evaluator = Evaluator("validation", folder)
     out = ["| validation | learning rate | exact match | NLL |", "|---|---|---|---|"]
     for (system, rate), checkpoint in zip(wanted, checkpoints, strict=True):
-        scores = evaluator(checkpoint)
-        out.append(f"| {system.name} | {rate} | {scores.exact_match[-1]:.3f} | {scores.mean_nll[-1]:.4f} |")
+        (found,) = answers_of(system.name, split="validation")(checkpoint, folder).values()
+        line = Results.of(system.name, [found])
+        out.append(f"| {system.name} | {rate} | {float(line.exact_match):.3f} | {float(line.mean_nll):.4f} |")
     return "\n".join(out)
 
 
 def main() -> None:
-    """Print a markdown table."""
+    """Print a markdown table for each number of training rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[100], help="training rows (default: 100)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(42, 49)], help="default: 42 to 48")
-    parser.add_argument("--max-train-samples", type=int, help="training rows (default: as in configs.yaml)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
     parser.add_argument("--learning-rates", action="store_true", help="compare learning rates on the validation split")
+    parser.add_argument("--show", action="store_true", help="print what is measured already, and measure nothing")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time, one core each (default: 1)")
-    parser.add_argument("--folder", type=Path, help="keep the runs here, and reuse those that are finished")
+    parser.add_argument("--folder", type=Path, help="keep runs and measurements here, and take those that are there")
     options = parser.parse_args()
-    extra = {} if options.max_train_samples is None else {"max_train_samples": str(options.max_train_samples)}
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).absolute()
-        if options.learning_rates:
-            print(choose_learning_rates(extra, folder, options.jobs))
-        else:
-            print(compare(options.seeds, extra, folder, options.jobs))
+        for rows in options.rows:
+            if options.learning_rates:
+                print(choose_learning_rates(rows, folder, options.jobs))
+                continue
+            if not options.show:
+                _measure_all(rows, options.seeds, options.parts, folder, options.jobs)
+            print(
+                f"{rows} training rows\n\n{table(results_of(rows, options.seeds, options.parts, folder))}\n", flush=True
+            )
+
+
+def _measure_all(rows: int, seeds: Sequence[int], parts: Sequence[str], folder: Path, jobs: int) -> None:
+    """Every part with every seed; those that share a training follow one another in one of the `jobs`."""
+    chains: dict[tuple[System, int], list[Callable[[], Answers]]] = {}
+    for seed in seeds:
+        for name in parts:
+            chain = chains.setdefault((PARTS[name].system, seed), [])
+            chain.append(lambda name=name, seed=seed: measure(name, rows, seed, folder))  # type: ignore[misc]
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(lambda chain=chain: [work() for work in chain]) for chain in chains.values()]:
+            done.result()
 
 
 if __name__ == "__main__":

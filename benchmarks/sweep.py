@@ -5,23 +5,29 @@ thread, with the base in memory and rows as tokens. What counts is process CPU t
 and the regret: the final NLL of the chosen setting, minus that of the best of all.
 
 sweep       ci_llm.Sweep: packs, rungs 16 -> 4 -> 1
+grid        all 16 to the end in one pass
 packed      16 runs of one agent, one after the other, by our trainer
 pruned      the same under Optuna's ask and tell, with its SuccessiveHalvingPruner
 peft        16 full runs of PEFT: one adapter, dynamic padding, all logits
 peft pruned Optuna, PEFT and that pruner
 
-Our sweep and our packed runs come to the same bits of a trial, so that the regret of every way is taken from one table.
-PEFT's runs end with other bits: theirs is measured against the best of their own where all were trained to the end.
+A trial has the same bits in each of our ways, so that the regret of every way is taken from one table, that of `grid`;
+what a run of one agent comes to is held against it. PEFT's runs draw other starts: of them only the choice counts. Of
+full runs, some are measured, and the others are taken to cost the same.
+
+With --keep FOLDER what was measured is kept there, and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -52,9 +58,10 @@ RANKS = (4, 16)
 GRID = [{"lora_rank": rank, "learning_rate": float(f"{rate:.3g}")} for rank in RANKS for rate in RATES]
 KEEP, RUNGS = 0.25, 3
 BARE = ("report_to=none", "write_report=false", "save_steps=null", "save_interval_seconds=null", "eval_steps=null")
+#: Rows of one evaluation pass of PEFT.
 EVALUATED_AT_A_TIME = 50
 
-WAYS = ("sweep", "pruned", "packed", "peft pruned", "peft")
+WAYS = ("sweep", "grid", "peft", "peft pruned", "packed", "pruned")
 
 
 @dataclass
@@ -71,6 +78,11 @@ class Way:
     chosen: int
     scores: dict[int, float]
 
+    @property
+    def whole_cpu_s(self) -> float:
+        """With the runs that were not measured, of a way that makes 16 full ones."""
+        return self.cpu_s * len(GRID) / len(self.scores) if self.name in ("packed", "peft") else self.cpu_s
+
 
 class Bench:
     """One seed: base and rows in memory, on one process."""
@@ -78,10 +90,13 @@ class Bench:
     def __init__(self, seed: int, folder: Path, steps: int, rows: int) -> None:
         words = [*BARE, f"seed={seed}", f"max_train_steps={steps}", f"eval_samples={rows}", "generation_eval_samples=0"]
         self.config = load_config(ROOT / "configs.yaml", [*words, "eval_split=validation", "num_agents=1"])
-        self.folder, self.steps = folder, steps
+        self.folder, self.steps, self.rows = folder, steps, rows
         self.processes = Processes(self.config, launch=read_launch())
         self.loaded: Loaded = load(self.config, self.processes)
-        self.rungs = trials.Plan.of(steps, RUNGS, len(GRID), len(GRID), keep=KEEP, metric="nll").steps
+        warmup = self.config.warmup_steps(steps)
+        first = trials.Plan.of(steps, RUNGS, len(GRID), len(GRID), KEEP, "nll", warmup).steps[0]
+        #: Where Optuna's pruner compares: a rung is four times as long as the one before.
+        self.rungs = [*takewhile(lambda step: step < steps, (round(first / KEEP**n) for n in count())), steps]
 
     def timed(self, name: str, work: Callable[[], tuple[int, dict[int, float]]]) -> Way:
         """The result of `work`, with the CPU time of this process that it took."""
@@ -99,16 +114,17 @@ class Bench:
         with Interrupts() as interrupts:
             return run_among(self.processes, config, interrupts, loaded=self.loaded).metrics
 
-    def sweep(self, per_pass: int) -> tuple[int, dict[int, float]]:
+    def sweep(self, per_pass: int, rungs: int = RUNGS) -> tuple[int, dict[int, float]]:
         spaces = {"lora_rank": Choices(RANKS), "learning_rate": Choices(tuple(s["learning_rate"] for s in GRID[:8]))}
-        keys = SweepKeys(trials=len(GRID), rungs=RUNGS, keep=KEEP, sampler="grid", agents_per_pass=per_pass)
-        config = self.config.model_copy(update={"output_dir": str(self.folder / "sweep")})
+        keys = SweepKeys(trials=len(GRID), rungs=rungs, keep=KEEP, sampler="grid", agents_per_pass=per_pass)
+        config = self.config.model_copy(update={"output_dir": str(self.folder / f"sweep of {rungs}")})
         sweep = Sweep.of(SweepReading(config, spaces, keys), lambda work: work(), lambda: (self.steps, per_pass))
         while (pack_of_trials := sweep.ask()) is not None:
             sweep.tell(pack_of_trials, pack_of_trials.scores(self.train(pack_of_trials.config)))
         best = sweep.best
         assert best is not None
-        return GRID.index(dict(best.settings)), {GRID.index(dict(best.settings)): best.scores[-1]}
+        ended = [trial for trial in sweep.standings.trials if sweep.standings.status(trial) == "completed"]
+        return GRID.index(dict(best.settings)), {GRID.index(dict(t.settings)): t.scores[-1] for t in ended}
 
     def single(self, way: str, number: int) -> Iterator[tuple[int, float]]:
         """(step, NLL) of a run of one agent at the end of each rung, by our trainer."""
@@ -197,43 +213,72 @@ def _rank(nll: float) -> float:
     return nll if math.isfinite(nll) else math.inf
 
 
-def measure(bench: Bench, names: Sequence[str], per_pass: int, peft_runs: int) -> list[Way]:
+def measure(bench: Bench, names: Sequence[str], per_pass: int, runs: int, keep: Path | None) -> list[Way]:
     """The ways of these names with one seed.
 
     Args:
-        peft_runs: full runs of PEFT that are measured; the time of the others is taken to be the same.
+        runs: full runs of one adapter that are measured.
+        keep: folder of what was measured earlier, and is now; None: none.
     """
     everything = range(len(GRID))
-    some = [*everything][:: max(1, len(GRID) // peft_runs)][:peft_runs]
+    some = [*everything][:: max(1, len(GRID) // runs)][:runs]
     works: dict[str, Callable[[], tuple[int, dict[int, float]]]] = {
         "sweep": lambda: bench.sweep(per_pass),
+        "grid": lambda: bench.sweep(per_pass, rungs=1),
         "pruned": lambda: bench.pruned(lambda n: bench.single("pruned", n)),
-        "packed": lambda: bench.one_by_one(lambda n: bench.whole("packed", n), everything),
+        "packed": lambda: bench.one_by_one(lambda n: bench.whole("packed", n), some),
         "peft pruned": lambda: bench.pruned(lambda n: bench.peft_run(n, bench.rungs)),
         "peft": lambda: bench.one_by_one(lambda n: dict(bench.peft_run(n, [bench.steps]))[bench.steps], some),
     }
-    ways = [bench.timed(name, works[name]) for name in names]
-    return [replace(way, cpu_s=way.cpu_s * len(GRID) / len(some)) if way.name == "peft" else way for way in ways]
+    ways = []
+    for name in names:
+        seed = bench.config.seed
+        path = keep and keep / f"{bench.steps} steps, {bench.rows} rows, seed {seed}, {name}.json"
+        if path and path.exists():
+            ways.append(_read(path))
+            continue
+        ways.append(bench.timed(name, works[name]))
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(ways[-1])))
+    _require_equal(ways)
+    return ways
+
+
+def _read(path: Path) -> Way:
+    value = json.loads(path.read_text())
+    return Way(**value | {"scores": {int(number): nll for number, nll in value["scores"].items()}})
+
+
+def _require_equal(ways: Sequence[Way]) -> None:
+    """Refuse to go on if a trial of ours has not the same score in all ways."""
+    ours = [way for way in ways if not way.name.startswith("peft")]
+    for number in range(len(GRID)):
+        found = {way.name: way.scores[number] for way in ours if number in way.scores}
+        if len({*map(_rank, found.values())}) > 1:
+            raise SystemExit(f"{_told(number)} ends differently: {found}")
 
 
 def table(found: Mapping[int, Sequence[Way]]) -> str:
     """One row per way: means over seeds."""
     lines = ["| way | CPU s | times ours | regret, nats | chose |", "|---|---|---|---|---|"]
     for place, way in enumerate(next(iter(found.values()))):
-        costs = [ways[place].cpu_s for ways in found.values()]
-        times = [ways[place].cpu_s / ways[0].cpu_s for ways in found.values()]
-        regrets = [_regret(ways, ways[place]) for ways in found.values()]
-        told = ", ".join(_told(ways[place].chosen) for ways in found.values())
-        regret = "" if any(map(math.isnan, regrets)) else f"{sum(regrets) / len(regrets):.4f}"
-        lines.append(f"| {way.name} | {_mean(costs):.1f} | {_mean(times):.2f} | {regret} | {told} |")
+        costs = [ways[place].whole_cpu_s for ways in found.values()]
+        times = [ways[place].whole_cpu_s / ways[0].whole_cpu_s for ways in found.values()]
+        spread = f"{_mean(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+        told, regret = "", ""
+        if all(len(ways[place].scores) == len(GRID) or way.name not in ("packed", "peft") for ways in found.values()):
+            regrets = [_regret(ways, ways[place]) for ways in found.values()]
+            told = ", ".join(_told(ways[place].chosen) for ways in found.values())
+            regret = "" if any(map(math.isnan, regrets)) else f"{_mean(regrets):.4f} (at most {max(regrets):.4f})"
+        lines.append(f"| {way.name} | {_mean(costs):.1f} | {spread} | {regret} | {told} |")
     return "\n".join(lines)
 
 
 def _regret(ways: Sequence[Way], way: Way) -> float:
-    """By the packed runs, which trained everything to its end; NaN for PEFT, unless all of its runs were measured."""
-    wanted = "peft" if way.name.startswith("peft") else "packed"
-    reference = next((each for each in ways if each.name == wanted), None)
-    if reference is None or len(reference.scores) < len(GRID):
+    """By the pass of the whole grid; NaN if there is none."""
+    reference = next((each for each in ways if each.name == "grid"), None)
+    if reference is None:
         return math.nan
     return _rank(reference.scores[way.chosen]) - min(map(_rank, reference.scores.values()))
 
@@ -253,7 +298,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=260, help="optimizer steps of a full run (default: 260)")
     parser.add_argument("--rows", type=int, default=200, help="evaluation rows (default: 200)")
     parser.add_argument("--per-pass", type=int, default=16, help="trials of one pass of ours (default: 16)")
-    parser.add_argument("--peft-runs", type=int, default=16, help="full PEFT runs that are measured (default: 16)")
+    parser.add_argument("--runs", type=int, default=2, help="full runs of one adapter that are measured (default: 2)")
+    parser.add_argument("--keep", type=Path, help="folder for what was measured (default: none)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="those to measure (default: all)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -261,7 +307,7 @@ def main() -> None:
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(seed, Path(folder), options.steps, options.rows)
-            found[seed] = measure(bench, options.ways, options.per_pass, options.peft_runs)
+            found[seed] = measure(bench, options.ways, options.per_pass, options.runs, options.keep)
             bench.processes.shutdown()
     print(f"\n{len(GRID)} settings, {options.steps} steps, one thread\n\n{table(found)}")
 

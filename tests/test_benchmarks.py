@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from itertools import pairwise
@@ -19,6 +20,7 @@ from benchmarks import (
     checkpoint_stall,
     checkpoint_writers,
     crowd,
+    crowd_answers,
     floor,
     generation,
     gsm8k,
@@ -26,14 +28,18 @@ from benchmarks import (
     sharded,
     step,
     sweep,
+    sweep_crowd,
     uncertainty,
 )
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
+from ci_llm.config import load_config
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.calibration import fit
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.scoring import Scores
+from ci_llm.crowd.scoring import score
+from ci_llm.sweep.board import agents_of
+from ci_llm.sweep.trials import Trial
 from tools.testbed.forkserver import ForkServer
 
 
@@ -117,22 +123,65 @@ def test_the_benchmark_of_sharding_trains_the_same_on_half_of_the_layers(server:
     assert {2 * each for each in part} == whole
 
 
-def scores(right: list[list[int]], nll: list[float]) -> Scores:
-    """K+1 answerers by n rows of one token each."""
-    matches = torch.tensor(right, dtype=torch.bool)
-    return Scores(matches, torch.tensor(nll)[:, None].expand(matches.shape), torch.ones(matches.shape[1]))
+def answer(right: list[float], nll: float, agents: float = 1.0) -> crowd_answers.Measured:
+    """Of rows of one token each."""
+    return {"right": right, "nll": [nll] * len(right), "tokens": [1] * len(right), "ece": 0.1, "agents": agents}
 
 
-def test_the_crowds_table_says_who_answers_how_well() -> None:
-    four = scores([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], [0.3, 0.2, 0.1])
-    assert crowd.best_agent(four) == 1
-    assert crowd.best_agent(scores([[1, 0], [0, 1], [1, 1]], [0.2, 0.3, 0.1])) == 0
-    alone = scores([[1, 1, 0, 0], [1, 1, 0, 0]], [0.2, 0.2])
-    lines = crowd.lines_of({crowd.CROWD: [four], crowd.RANK: [alone], crowd.STEPS: [alone]}, [1])
-    assert [float(line.exact_match) for line in lines] == [0.375, 0.5, 0.5, 0.5, 0.75]
-    mean, *_, last = crowd.table(lines).splitlines()[2:]
-    assert mean == "| agents, mean of 4 | 0.375 | 0.2500 | +0.375 | ± 0.469 | -0.1500 | ± 0.0000 |"
-    assert last.startswith("| crowd | 0.750 | 0.1000 |")
+def test_the_crowds_table_says_who_answers_how_well_and_at_what_price(tmp_path: Path) -> None:
+    """From the files that are there; a part without its file of every seed has no line."""
+    many, few = answer([1, 1, 1, 0], 0.1, 4.0), answer([1, 1, 0, 0], 0.2)
+    generated = answer([1, 0, 1, 0], 0.2, 1.6) | {"nll": [], "tokens": []}
+    files = {
+        "steps/1": {"one agent": few},
+        "steps/2": {"one agent": few},
+        "crowd/1": {"agents, mean of 4": few, "crowd": many},
+        "crowd/2": {"agents, mean of 4": few, "crowd": many},
+        "escalation/1": {"escalation, generated": generated},
+        "escalation/2": {"escalation, generated": generated},
+        "auto/1": {"auto": many},
+    }
+    for name, answers in files.items():
+        path = tmp_path / f"50/{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(answers))
+    lines = crowd.table(crowd.results_of(50, [1, 2], [*crowd.PARTS], tmp_path)).splitlines()[2:]
+    assert lines == [
+        "| one agent | 0.500 ± 0.000 | 0.2000 ± 0.0000 | 0.100 ± 0.000 | 1 | +0.250 ± 0.490 |",
+        "| agents, mean of 4 | 0.500 ± 0.000 | 0.2000 ± 0.0000 | 0.100 ± 0.000 | 1 | +0.250 ± 0.490 |",
+        "| crowd | 0.750 ± 0.000 | 0.1000 ± 0.0000 | 0.100 ± 0.000 | 4 | |",
+        "| escalation, generated | 0.500 ± 0.000 |  | 0.100 ± 0.000 | 1.6 | |",
+    ]
+    assert crowd_answers.best_agent([few, many, many]) == 1
+    assert crowd_answers.best_agent([answer([1, 0], 0.2), answer([0, 1], 0.1)]) == 1
+    assert crowd.measure("steps", 50, 2, tmp_path) == {"one agent": few}  # nothing is trained again
+
+
+def test_what_is_scored_is_what_the_package_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gsm8k, step):
+        monkeypatch.setattr(module, "VOCABULARY", 500)
+    ours = Crowd(step.random_base("tiny"), LoraSettings(num_agents=2, rank=2, alpha=4), "random").eval()
+    batches = gsm8k.batches(None, 2, 2)
+    wanted = score(ours, batches, "probability")
+    assert wanted is not None
+    found = crowd_answers.scored(ours, batches)
+    assert [sum(each["right"]) for each in found] == wanted.right.sum(1).tolist()
+    assert torch.allclose(torch.tensor([each["nll"] for each in found], dtype=torch.float64), wanted.nll)
+    assert found[0]["tokens"] == wanted.tokens.tolist()
+    assert all(0 <= each["ece"] <= 1 for each in found)
+
+
+def test_the_crowd_of_the_best_trials_is_held_against_that_of_equals() -> None:
+    mean = "agents, mean of 4"
+    best = {mean: answer([1, 0, 0, 0], 0.3), "crowd": answer([1, 1, 1, 0], 0.1, 4.0)}
+    equals = {mean: answer([1, 1, 0, 0], 0.2), "crowd": answer([1, 1, 0, 0], 0.15, 4.0)}
+    lines = sweep_crowd.lines_of([best], [equals])
+    assert [float(line.exact_match) for line in lines] == [0.25, 0.5, 0.5, 0.75]
+    of_equals = crowd.table(lines, against=sweep_crowd.BEST).splitlines()[4]
+    assert of_equals.startswith("| crowd of equals | 0.500 | 0.1500 | 0.100 | 4 | +0.250 ±"), of_equals
+    trials = [Trial(3, {"lora_rank": 4, "learning_rate": 2e-3}), Trial(7, {"lora_rank": 16, "learning_rate": 1e-3})]
+    config = load_config(None, [f"agents={agents_of(trials)}"])
+    assert [(own.lora_rank, own.learning_rate) for own in config.each_agent] == [(4, 2e-3), (16, 1e-3)]
 
 
 def test_the_controls_have_the_crowds_size_and_compute() -> None:
@@ -141,6 +190,9 @@ def test_the_controls_have_the_crowds_size_and_compute() -> None:
     assert "lora_rank: 8\n" in text
     assert "max_train_steps: 260 " in text
     assert (crowd.RANK.keys["lora_rank"], crowd.STEPS.keys["max_train_steps"]) == ("32", "1040")
+    rates = [crowd.STEPS.settings(rows)["learning_rate"] for rows in (50, 100, 400, 1500, 20_000)]
+    assert rates == ["2e-3", "2e-3", "4e-3", "4e-3", "4e-3"]
+    assert "learning_rate" not in crowd.CROWD.settings(100)
 
 
 @pytest.mark.parametrize("name", ["ours", "ours_at_once", "ours_plain", "torch_save", "accelerate_adapters"])
@@ -248,15 +300,16 @@ def test_the_programs_of_the_generation_benchmark_choose_the_same_tokens(monkeyp
     assert "1.00 x" in told
 
 
-def test_the_regret_of_a_way_is_taken_from_the_runs_that_all_went_to_their_end() -> None:
-    """PEFT's from PEFT's own; none where not all of them were measured."""
+def test_the_regret_of_a_way_is_taken_from_the_pass_in_which_all_went_to_their_end() -> None:
+    """None without it, or where not all full runs were measured; the others of these are taken to cost the same."""
     whole = {number: 1.0 + number / 10 for number in range(len(sweep.GRID))}
-    packed, ours = sweep.Way("packed", 40.0, 0, whole), sweep.Way("sweep", 10.0, 2, {2: 1.2})
-    theirs, pruned = sweep.Way("peft", 80.0, 0, {0: 1.0}), sweep.Way("peft pruned", 20.0, 3, {3: 1.3})
-    rows = sweep.table({42: [ours, packed, theirs, pruned]}).splitlines()[2:]
+    grid, ours = sweep.Way("grid", 40.0, 0, whole), sweep.Way("sweep", 10.0, 2, {2: 1.2})
+    theirs, pruned = sweep.Way("peft", 10.0, 0, {0: 1.0, 8: 1.5}), sweep.Way("peft pruned", 20.0, 3, {3: 1.3})
+    rows = sweep.table({1: [ours, grid, theirs, pruned]}).splitlines()[2:]
     assert rows == [
-        "| sweep | 10.0 | 1.00 | 0.2000 | rank 4 at 0.00164 |",
-        "| packed | 40.0 | 4.00 | 0.0000 | rank 4 at 0.0005 |",
-        "| peft | 80.0 | 8.00 |  | rank 4 at 0.0005 |",
-        "| peft pruned | 20.0 | 2.00 |  | rank 4 at 0.00297 |",
+        "| sweep | 10.0 | 1.00 (1.00 to 1.00) | 0.2000 (at most 0.2000) | rank 4 at 0.00164 |",
+        "| grid | 40.0 | 4.00 (4.00 to 4.00) | 0.0000 (at most 0.0000) | rank 4 at 0.0005 |",
+        "| peft | 80.0 | 8.00 (8.00 to 8.00) |  |  |",
+        "| peft pruned | 20.0 | 2.00 (2.00 to 2.00) | 0.3000 (at most 0.3000) | rank 4 at 0.00297 |",
     ]
+    assert "0.2000" not in sweep.table({1: [ours]})

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from ci_llm.checkpoints.shelves import in_transit
+from ci_llm.cluster.elastic import job_and_round
 from ci_llm.core.durable import (
     DISK,
     PARTIAL,
@@ -59,6 +60,7 @@ class Owner:
     Attributes:
         machine: the set of processes in which `pid` has a meaning; it begins with the name of the host.
         started: when the process started, in unix seconds: a later process may get the same pid.
+        elastic_job, elastic_round: of torchrun, which ends the processes of a round before the next one begins.
     """
 
     machine: str
@@ -66,15 +68,20 @@ class Owner:
     started: float
     slurm_job: str | None = None
     slurm_restarts: str = "0"
+    elastic_job: str | None = None
+    elastic_round: str | None = None
 
     @classmethod
     def this_process(cls) -> Owner:
+        job, round_ = job_and_round()
         return cls(
             machine=pid_space(),
             pid=os.getpid(),
             started=psutil.Process().create_time(),
             slurm_job=os.environ.get("SLURM_JOB_ID"),
             slurm_restarts=os.environ.get("SLURM_RESTART_COUNT", "0"),
+            elastic_job=job,
+            elastic_round=round_,
         )
 
     def why_gone(self, me: Owner, silent_s: float, timeout_s: float) -> str | None:
@@ -89,6 +96,8 @@ class Owner:
         restarted = self.slurm_restarts != me.slurm_restarts
         if self.slurm_job and self.slurm_job == me.slurm_job and (restarted or not same_machine):
             return f"SLURM job {self.slurm_job} was started again"
+        if self.elastic_job and self.elastic_job == me.elastic_job and self.elastic_round != me.elastic_round:
+            return f"torchrun has begun another round of {self.elastic_job}"
         if silent_s > timeout_s:
             return f"no heartbeat for {silent_s:.0f} s"
         return None
@@ -162,9 +171,13 @@ def _release(work: Path, ended: threading.Event, pid: int, disk: Filesystem) -> 
 
 
 def acquire_lease(
-    directory: Path, *, owner: Owner, timeout_s: float, disk: Filesystem = DISK
+    directory: Path, *, owner: Owner, timeout_s: float, taken_after_s: float | None = None, disk: Filesystem = DISK
 ) -> tuple[Lease, str | None]:
     """Become the one writer of `directory`; take over from an owner that is gone.
+
+    Args:
+        timeout_s: seconds without heartbeat after which others take over.
+        taken_after_s: after which this one does; the same by default.
 
     Returns:
         the lease, and from whom it was taken over and why, if it was.
@@ -178,7 +191,7 @@ def acquire_lease(
         for _ in range(MAX_RACES):
             # A race is lost where a path is gone that another attempt has just renamed: look again.
             with contextlib.suppress(FileNotFoundError, FileExistsError, _LostRaceError):
-                takeover = _evict_dead(directory, token, owner, timeout_s, disk)
+                takeover = _evict_dead(directory, token, owner, taken_after_s or timeout_s, disk)
                 folder = _take(directory, token, owner, disk)
                 return Lease(folder, token, owner, timeout_s, disk), takeover
         raise WriterBusy("other processes take this folder again and again", where=str(directory))

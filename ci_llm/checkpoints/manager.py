@@ -36,7 +36,7 @@ from ci_llm.checkpoints.manifest import copy_info
 from ci_llm.checkpoints.orbax_arguments import Rules, state_of
 from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
-from ci_llm.checkpoints.store import WRITER_TIMEOUT_S, CheckpointStore, SaveResult
+from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import Contribution, EachProcess, SaveVote, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
@@ -220,12 +220,13 @@ class CheckpointManager(FolderAccess):
         return self._write(step, entries, manifest_info, keep, waited_s=time.perf_counter() - began)
 
     def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
-        """Commit `step` at once and without a collective, as the last of this attempt.
+        """Commit `step` at once and without a collective, as the last of this attempt. Raises as `save` does.
 
-        For a thread of process 0 that ends all processes. Raises as `save` does.
+        For process 0 as it ends all others, or a process that has lost a peer: it takes the folder over from the dead.
         """
         self._require_open()
         self.wait_until_finished()
+        self._store.acquire_lease(SURVIVOR_TIMEOUT_S)
         snapshot, whole_info = take_snapshot(state), {**copy_info(info), **self._endurance(left=True)}
         return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=whole_info, keep=keep))
 

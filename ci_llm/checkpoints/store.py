@@ -39,6 +39,7 @@ from ci_llm.core.durable import DISK, Filesystem, remove_tree
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 WRITER_TIMEOUT_S = 60.0
+SURVIVOR_TIMEOUT_S = 15.0  # of a process that has lost a peer; the others renew their leases every 10 s
 PAUSE_S = 10.0
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -106,7 +107,7 @@ class CheckpointStore:
 
     # One writer
 
-    def acquire_lease(self) -> int:
+    def acquire_lease(self, timeout_s: float | None = None) -> int:
         """Become the one writer, sweep what dead attempts left, and return this attempt's number.
 
         Raises:
@@ -116,9 +117,8 @@ class CheckpointStore:
         if self._lease is None:
             owner = self._owner or Owner.this_process()
             try:
-                self._lease, takeover = acquire_lease(
-                    self.directory, owner=owner, timeout_s=self._timeout, disk=self._disk
-                )
+                timeouts = {"timeout_s": self._timeout, "taken_after_s": timeout_s or self._timeout}
+                self._lease, takeover = acquire_lease(self.directory, owner=owner, disk=self._disk, **timeouts)
                 if takeover:
                     logger.warning(takeover)
                 self._sweep(self._lease)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def open_run(path: str, base_model: str | None) -> Crowd:
         folder = require_checkpoint(Path(path), path, final_first=True)
         _note_if_unfinished(folder)
     note(f"{folder}: loading..." if sys.stderr.isatty() else None)
-    from ci_llm.crowd.model import Crowd
+    with importing():
+        from ci_llm.crowd.model import Crowd
 
     try:
         return Crowd.from_pretrained(folder, base_model=base_model)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli.arguments import make_parser
 from ci_llm.cli.mirrors import located
+from ci_llm.core.imports import importing
 from ci_llm.core.urls import is_url
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
@@ -53,7 +54,8 @@ def evaluate_run(words: Sequence[str]) -> int:
     if call.data:
         go_offline_if_unreachable(call.data)
     request = _request(call)
-    from ci_llm.evaluation.evaluate import evaluate
+    with importing():
+        from ci_llm.evaluation.evaluate import evaluate
 
     with _progress(quiet=call.json) as progress:
         try:

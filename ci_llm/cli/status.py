@@ -61,6 +61,7 @@ def _lines(found: Reading) -> list[str]:
     lines = [
         ", ".join(filter(None, [progress(found), *moving])),
         f"{run.agent_steps:,} agent-steps" if run.agent_steps else "",
+        run.choice or "",
         losses(found),
         scores(found),
         whereabouts(found) if run.status in ("running", "vanished") else "",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ci_llm._version import __version__
 from ci_llm.cli.guard import print_line
+from ci_llm.core.imports import importing
 
 if TYPE_CHECKING:
     from ci_llm.cluster.launch import Launch
@@ -62,7 +63,10 @@ def sweep(words: list[str]) -> int:
 
 
 def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int:
-    from ci_llm.sweep.conduct import Conductor, known_sweep
+    from ci_llm.cluster.elastic import exit_code_after_stop
+
+    with importing():
+        from ci_llm.sweep.conduct import Conductor, known_sweep
 
     known = known_sweep(reading)
     if known is not None and known.is_complete and (not known.has_winner or (known.folder / "best").exists()):
@@ -77,7 +81,7 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
             show(known, launch.arguments)
         raise
     code = _concluded(found, launch)
-    return reading.config.interrupted_exit_code if stop else code
+    return exit_code_after_stop(stop, reading.config.interrupted_exit_code) if stop else code
 
 
 def _concluded(found: Sweep, launch: Launch) -> int:

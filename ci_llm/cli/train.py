@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
 from ci_llm.cli.guard import print_line
+from ci_llm.core.imports import importing
 from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def train(words: list[str]) -> int:
         if launch.is_main:
             print_line(f"ci_llm {__version__}   run {config.run_folder}   loading...")
         _go_offline_if_unreachable(config, launch)
-        from ci_llm.run.job import run_job
+        with importing():
+            from ci_llm.run.job import run_job
 
         return run_job(config, interrupts, launch, sources=read.lines).exit_code(config)
 
@@ -112,6 +114,7 @@ def check(words: list[str]) -> int:
             for line in read.lines:
                 print_line(f"config    {line}")
         _go_offline_if_unreachable(config, launch)
-        from ci_llm.dry_run.plan import dry_run
+        with importing():
+            from ci_llm.dry_run.plan import dry_run
 
         return dry_run(config, interrupts, launch, debug="--debug" in words)

@@ -19,6 +19,7 @@ from typing import Final
 
 import psutil
 
+from ci_llm.cluster import elastic
 from ci_llm.errors import LaunchError
 
 
@@ -226,7 +227,7 @@ def launch_notes(
             "one CPU thread per process, as launchers set it:"
             f" `export OMP_NUM_THREADS={launch.threads_per_process}` uses all cores"
         )
-    return [*lines, *step_notes(environ)]
+    return [*lines, *step_notes(environ), *elastic.elastic_notes(environ, option(launch.launcher_command, "nnodes"))]
 
 
 def step_notes(environ: Mapping[str, str]) -> list[str]:
@@ -317,7 +318,9 @@ def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
     supervisor_s = float(environ.get(SUPERVISED, math.inf))
     if launcher != "torchrun":
         return supervisor_s
-    return min(supervisor_s, _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILL_DELAY_S))
+    between_rounds_s = elastic.KILL_DELAY_S if elastic.has_rounds(environ) else math.inf
+    at_the_end_s = _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILL_DELAY_S)
+    return min(supervisor_s, between_rounds_s, at_the_end_s)
 
 
 def _parent_command() -> list[str]:

@@ -23,7 +23,7 @@ IN_PYTHON: Final = "Config(...)"
 
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
 DUMPED_IF_SET: Final = (
-    *("agents", "branch_at", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
+    *("agents", "branch_at", "crowd", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
     *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
 )
 
@@ -100,6 +100,11 @@ class Config(AllKeys):
     def keeps_best(self) -> bool:
         """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
         return self.early_stopping_patience is not None or self.load_best_model_at_end
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Optimizer steps in which the learning rate rises, of a schedule of so many."""
+        given = self.num_warmup_steps
+        return round(self.num_warmup_steps_ratio * total_steps) if given is None else given
 
     def notices(self) -> list[str]:
         """What to log once at the start: settings without effect, and doubtful ones."""

@@ -150,10 +150,9 @@ class AgentKeys(Keys):
         (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
     )
     branch_at: Annotated[float, Gt(0), Lt(1)] | None = exact(
-        None,
-        "train one agent for this share of the agent-steps, then num_agents clones of it, each with row weights of its"
-        " own, for the rest; null: num_agents agents from the start (docs/crowd.md)",
+        None, "train one agent for this share of the agent-steps, then num_agents clones; null: off (docs/crowd.md)"
     )
+    crowd: Literal["fixed", "auto"] = exact("fixed", "auto: one agent may go on alone (docs/crowd.md)")
     init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
     )

@@ -120,6 +120,15 @@ class SweepReading:
     keys: SweepKeys
     lines: tuple[str, ...] = ()
 
+    def warmup_steps(self, total_steps: int) -> int:
+        """Optimizer steps after which the learning rate has risen, in whichever trial that takes longest."""
+        keys = {"num_warmup_steps", "num_warmup_steps_ratio"} & {*self.spaces}
+        swept = [(key, self.spaces[key]) for key in sorted(keys)]
+        longest = [(key, space.values if isinstance(space, Choices) else (space.high,)) for key, space in swept]
+        entries = ({}, *({key: value} for key, values in longest for value in values))
+        trials = self.config.model_copy(update={"agents": entries, "num_agents": len(entries)})
+        return max(trial.warmup_steps(total_steps) for trial in trials.each_agent)
+
 
 @dataclass
 class _Written:
@@ -376,6 +385,7 @@ _UNFIT: Final[Mapping[str, tuple[str, str]]] = {
     "overwrite_output_dir": ("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
     "schedule_steps": ("every trial follows the schedule of the whole length", "leave it out"),
     "branch_at": ("branches are copies of one agent, and trials must not depend on each other", "leave it out"),
+    "crowd": ("it decides about the agents together, and trials must not depend on each other", "leave it out"),
     "mirror": ("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
     "push_to_hub": ("a sweep has many runs", "leave it out, and push the best one afterwards"),
 }

@@ -55,6 +55,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
             "set mixed_precision to no, or model_dtype to fp32",
         )
     yield from _branch_clashes(c)
+    yield from _choice_clashes(c)
     yield from _data_clashes(c)
     yield from _mirror_clashes(c)
     for key in ("early_stopping_patience", "load_best_model_at_end"):
@@ -108,6 +109,26 @@ def _branch_clashes(c: Config) -> Iterator[Clash]:
             )
     if c.max_train_steps == 1:
         yield Clash(("branch_at", "max_train_steps"), "one step has no point to branch at", "set max_train_steps to 2")
+
+
+def _choice_clashes(c: Config) -> Iterator[Clash]:
+    """What leaves `crowd: auto` nothing to decide, or numbers that cannot be compared."""
+    if c.crowd == "fixed":
+        return
+    wrong = {
+        "num_agents": (c.num_agents == 1, "num_agents is 1, and there is nothing to decide"),
+        "agents": (bool(c.agents), "auto decides about agents that are alike, and agents has settings of single ones"),
+        "branch_at": (c.branch_at is not None, "branch_at decides already when there is one agent"),
+        "schedule_steps": (
+            c.schedule_steps is not None,
+            "schedule_steps fixes a length, and one agent takes more steps",
+        ),
+        "train_on_prompt": (c.train_on_prompt, "training rows count their prompts, and validation rows do not"),
+        "max_train_steps": ((c.max_train_steps or 4) < 4, "fewer than 4 steps have no quarter"),
+    }
+    for key, (holds, why) in wrong.items():
+        if holds:
+            yield Clash(("crowd", key), f"crowd auto has no place here: {why}", f"set crowd to fixed, or change {key}")
 
 
 def _mirror_clashes(c: Config) -> Iterator[Clash]:

@@ -50,6 +50,7 @@ class Status:
         first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
         agent_steps: optimizer steps done, counted for every agent that took them.
         mirror: how the mirror stands: url, step, behind_s, sent_bytes, error; None without one.
+        choice: what `crowd: auto` has decided, and why; None: nothing.
     """
 
     status: State
@@ -69,6 +70,7 @@ class Status:
     total_steps: int | None = None
     agent_steps: int | None = None
     mirror: Mapping[str, Any] | None = None
+    choice: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -87,8 +89,8 @@ class RunStatus:
             written any more.
         interval_s: seconds between heartbeats.
 
-    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss`, `total_steps`, `agent_steps` and `mirror` may be
-    set at any time, at no cost: the next heartbeat writes them.
+    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss`, `total_steps`, `agent_steps`, `mirror` and
+    `choice` may be set at any time, at no cost: the next heartbeat writes them.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class RunStatus:
         self.total_steps: int | None = None
         self.agent_steps: int | None = None
         self.mirror: Mapping[str, Any] | None = None
+        self.choice: str | None = None
         now = time.time()
         self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._over = threading.Event()
@@ -156,6 +159,7 @@ class RunStatus:
                 total_steps=self.total_steps,
                 agent_steps=self.agent_steps,
                 mirror=self.mirror,
+                choice=self.choice,
             )
             write_json(self._path, asdict(current))
         return self._active

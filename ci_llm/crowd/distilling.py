@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
-import datasets
 import torch
 from torch import Tensor
 from transformers import get_scheduler
@@ -39,7 +37,7 @@ from ci_llm.crowd.voting import Continuation
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.prompt_files import prompts_of_file
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import tokenize
+from ci_llm.data.tokens import default_cache, tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
 
@@ -114,7 +112,7 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
         load_rows(config, "train"),
         prompter.tokenizer,
         max_seq_length=config.max_seq_length,
-        cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+        cache_folder=default_cache(),
     )
     examples = [given[number] for number in range(len(given))]
     [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import datasets
 
 from ci_llm.config import Config, parse_config
 from ci_llm.crowd.lora import LoraSettings
@@ -17,7 +14,7 @@ from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
 from ci_llm.errors import DataError
 
 
@@ -102,7 +99,7 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
             load_rows(config, "eval"),
             saved.prompter.tokenizer,
             max_seq_length=config.max_seq_length,
-            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+            cache_folder=default_cache(),
         )
     except DataError as error:
         hint = "--no-score exports without the scores"

@@ -1,4 +1,4 @@
-"""Opens a data set by its name: embedded, on the hub, a file, a glob, a folder; returns all its splits."""
+"""Opens a data set with `datasets`: on the hub, a file, a glob, a folder; returns all its splits."""
 
 from __future__ import annotations
 
@@ -18,49 +18,22 @@ import datasets
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
 
-from ci_llm import embedded
-from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.data.formats import find_format, format_named, known_endings
+from ci_llm.data.splits import EVAL_SPLITS, empty
 from ci_llm.errors import DataError
-
-Splits = dict[str, Dataset]
-
-#: Names of splits to evaluate on, the first that exists is taken.
-EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 #: Files of `save_to_disk` that hold no rows.
 _NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 
 
-def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
-    """All splits of a data set.
-
-    Args:
-        name: `embedded`, a hub id, a file, a glob or a folder.
-        subset: the configuration of a hub data set.
-        unnamed: what the only split of a source without named splits is called.
-        key: the key of the configuration that holds the name, for error messages.
-
-    Raises:
-        DataError: there is no such data set, it cannot be read, or it is empty.
-    """
-    path = Path(os.path.expanduser(name))
-    if is_on_hub(name):
-        return _from_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
-    if name == "embedded":
-        names = ("train", "validation", "test")
-        return {split: Dataset.from_list(embedded.rows(split)) for split in names}
+def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset]:
+    """The splits of a folder, a glob or a file; see `open_splits`."""
     if os.path.isdir(path):
         return _from_folder(path, unnamed)
     return _unwrapped(_from_files(_matching(path, key), str(path)), unnamed)
 
 
-def is_on_hub(name: str) -> bool:
-    """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
-    return may_be_on_hub(name) and find_format(Path(os.path.expanduser(name))) is None
-
-
-def _unwrapped(data: Dataset, unnamed: str) -> Splits:
+def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`."""
     names = set(data.column_names)
     if len(data) > 1 or not (names <= {unnamed, "train", *EVAL_SPLITS} or names == {"data"}):
@@ -71,12 +44,8 @@ def _unwrapped(data: Dataset, unnamed: str) -> Splits:
     return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
 
 
-def empty(where: str) -> DataError:
-    """The error for a data set without a row."""
-    return DataError("The data set is empty.", where=where, hint="give one with rows, or another split")
-
-
-def _from_hub(name: str, subset: str | None, where: str) -> Splits:
+def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
+    """The splits of a data set of the hub; see `open_splits`."""
     try:
         with _progress_bars_on_terminals_only():
             return dict(datasets.load_dataset(name, subset))
@@ -88,7 +57,7 @@ def _from_hub(name: str, subset: str | None, where: str) -> Splits:
         ) from error
 
 
-def _from_folder(path: Path, unnamed: str) -> Splits:
+def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset]:
     """A folder of `save_to_disk`, or of data files of one kind, perhaps in folders of their own."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, unnamed)
@@ -124,7 +93,7 @@ def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
     return wider if named and unnamed in wider else found
 
 
-def _saved(path: Path, unnamed: str) -> Splits:
+def _saved(path: Path, unnamed: str) -> dict[str, Dataset]:
     try:
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:

@@ -38,7 +38,7 @@ def prompts_of_file(path: Path) -> list[FilePrompt]:
 
     if find_format(path) is None:
         return prompts_of_lines(_text(path).splitlines(), str(path))
-    from ci_llm.data.files import open_splits
+    from ci_llm.data.splits import open_splits
 
     splits = open_splits(str(path), None, "train", "--file").values()
     return [prompt for rows in splits for prompt in prompts_of_rows(list(rows), rows.column_names, str(path))]

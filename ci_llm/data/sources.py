@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
-import datasets
-from datasets import Dataset
-
 from ci_llm.config import Config
 from ci_llm.config.own_keys import ROWS_KEYS
 from ci_llm.data.columns import NamedColumns, form_of_columns
-from ci_llm.data.files import EVAL_SPLITS, Splits, empty, is_on_hub, open_splits
 from ci_llm.data.mixture import mix
 from ci_llm.data.rows import Rows
+from ci_llm.data.splits import EVAL_SPLITS, Splits, empty, is_on_hub, open_splits
 from ci_llm.errors import DataError
 
 #: Without a split to evaluate on, every tenth row is held out, at most this many. The number must not depend on
@@ -89,7 +86,7 @@ def recognised(
     Raises:
         DataError: it is a stream, it is empty, or no column can be used.
     """
-    if isinstance(data, datasets.IterableDataset):
+    if not hasattr(data, "__len__"):
         raise DataError(
             "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
             "buffer, so an interrupted run could not go on exactly.",
@@ -194,7 +191,7 @@ def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], 
     return [rows[number] for number in _spread(total, limit)], [note]
 
 
-def _selected(config: Config, data: Dataset, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
+def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
     named = NamedColumns(config.prompt_column, config.answer_column, config.text_column, config.messages_column)
     if len(numbers) == len(data):
         return recognised(data, where, notes, named=named)
@@ -210,7 +207,7 @@ def _where(name: str, split: str) -> str:
     return f"{name}, split {split}"
 
 
-def _split(splits: Splits, name: str, key: str, source: str) -> Dataset:
+def _split(splits: Splits, name: str, key: str, source: str) -> Any:
     if name in splits:
         return splits[name]
     raise DataError(

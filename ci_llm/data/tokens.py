@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
+from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.core.durable import make_folders, write_parts
@@ -58,8 +61,9 @@ class TokenizedRows:
         Raises:
             IndexError: there are not so many.
         """
-        input_ids, supervised = self._table["input_ids"][number], self._table["supervised"][number]
-        return Example(input_ids.values.to_numpy(), supervised.values.to_numpy(zero_copy_only=False))
+        return Example(
+            _numbers(self._table["input_ids"][number].values), _flags(self._table["supervised"][number].values)
+        )
 
     def __reduce__(self) -> Any:
         """Loader workers that are not forked open the file themselves."""
@@ -111,6 +115,11 @@ class TokenizedRows:
     @cached_property
     def _file(self) -> Any:
         return pa.ipc.open_file(pa.memory_map(str(self.path)))
+
+
+def default_cache() -> Path:
+    """The folder of tokenised rows in the cache of `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved."""
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "ci_llm").expanduser()
 
 
 def tokenize(
@@ -240,6 +249,21 @@ def _shown(example: Example, encoder: Encoder) -> str:
         parts.append(f"⟦{text}⟧" if learned else text)
     shown = "".join(parts).replace("\n", "⏎")
     return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + " ..."
+
+
+# An array's own `to_numpy` imports pandas.
+
+
+def _numbers(values: Any) -> np.ndarray:
+    """An array of int32 as it lies in memory."""
+    return np.frombuffer(values.buffers()[1], np.int32, len(values), 4 * values.offset)
+
+
+def _flags(values: Any) -> np.ndarray:
+    """An array of booleans, which takes a bit for each."""
+    first, bits = divmod(values.offset, 8)
+    packed = np.frombuffer(values.buffers()[1], np.uint8, -(-(bits + len(values)) // 8), first)
+    return np.unpackbits(packed, count=bits + len(values), bitorder="little")[bits:].view(bool)
 
 
 def _all_or_none(values: Iterator[str | None]) -> list[str] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,19 +16,24 @@ from typing import Final
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from ci_llm.cluster.elastic import has_rounds, names_of_round
 from ci_llm.cluster.launch import Launch
 from ci_llm.errors import LaunchError, PeerLost
+from ci_llm.interrupts import Interrupts
 
 # A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
 # went silent, and for the main process while it works alone (`Processes.main_first`).
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
+#: A process that is asked to stop waits so long for the others that it has not met yet.
+MEETING_GRACE_S: Final = 5.0
+_LOOK_S: Final = 0.1
 _RUNS: Final = itertools.count()  # of this process
 
 
 def join(launch: Launch, backend: str) -> None:
     """Join under names of this run alone: what an earlier run of these processes has left in the store stays apart."""
     place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    store = PrefixStore(f"ci_llm run {next(_RUNS)}", _meeting_point(*place))
+    store = PrefixStore(f"{names_of_round()}ci_llm run {next(_RUNS)}", _meeting_point(*place))
     index, count = launch.process_index, launch.num_processes
     dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=COLLECTIVE_TIMEOUT)
 
@@ -51,6 +58,33 @@ def rendezvous_errors(launch: Launch) -> Iterator[None]:
             where=f"{address}:{port}",
             hint="export a free MASTER_PORT, and a MASTER_ADDR that every machine can reach",
         ) from error
+
+
+@contextmanager
+def ends_if_stopped(interrupts: Interrupts) -> Iterator[None]:
+    """In an elastic round, a request to stop ends this process if the block, in which processes meet, outlasts it.
+
+    A peer that has died will never come, and torch waits for it in calls that no signal interrupts, until the agent
+    kills. Nothing is lost, because before they have met, processes have nothing to save.
+    """
+    if not has_rounds():
+        yield
+        return
+    met = threading.Event()
+
+    def watch() -> None:
+        while not met.is_set():
+            if interrupts.wait(_LOOK_S) and not met.wait(MEETING_GRACE_S):
+                os.write(sys.stderr.fileno(), b"asked to stop, and the other processes have not come: leaving\n")
+                os._exit(1)
+
+    watcher = threading.Thread(target=watch, name="ci_llm meeting", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        met.set()
+        watcher.join()
 
 
 def leave() -> None:

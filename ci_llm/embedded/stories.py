@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
 from random import Random
 
 from ci_llm.errors import DataError
@@ -112,13 +114,14 @@ def rows(split: str) -> list[dict[str, str]]:
     """
     if split not in SPLITS:
         raise DataError(f"the embedded stories have no split {split!r}", hint=f"use one of {', '.join(SPLITS)}")
-    taken: set[str] = set()
-    for name, (seed, count) in SPLITS.items():
-        found = task_rows(seed, count, exclude=taken)
-        if name == split:
-            break
-        taken.update(row["question"] for row in found)
-    return found
+    return [dict(row) for row in _rows(split)]
+
+
+@cache
+def _rows(split: str) -> list[dict[str, str]]:
+    earlier = takewhile(lambda name: name != split, SPLITS)
+    seed, count = SPLITS[split]
+    return task_rows(seed, count, exclude={row["question"] for name in earlier for row in _rows(name)})
 
 
 def task_rows(seed: int, count: int, exclude: Collection[str] = frozenset()) -> list[dict[str, str]]:

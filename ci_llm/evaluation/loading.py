@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import datasets
-
 from ci_llm.config import Config
 from ci_llm.crowd.answer_scores import Questions
 from ci_llm.crowd.generation import num_positions
@@ -16,7 +14,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import calibration_path
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.data.rows import Rows
-from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
 from ci_llm.errors import BadInput, DataError
 from ci_llm.evaluation.rows import Choice, open_rows, read_run_config
 from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT
@@ -99,7 +97,7 @@ def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
             rows,
             prompter.tokenizer,
             max_seq_length=config.max_seq_length,
-            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+            cache_folder=default_cache(),
         )
     except DataError as error:
         if any(row is not None for row in rows):

@@ -75,6 +75,7 @@ class RunLog:
         self._origin: dict[str, int] = {}
         self._pending: list[str] = []  # lines for training.log that came before `open`
         self._trackers: Trackers | None = None
+        self.known_tracker_state: dict[str, str] = {}
         self._lock = threading.RLock()
         self._handler = RunHandler(self._handle, self._lock)
         self._handler.attach()
@@ -193,8 +194,8 @@ class RunLog:
         resumed_from: int = 0,
         saved_state: Mapping[str, str] | None = None,
         hyperparameters: Mapping[str, object] | None = None,
-    ) -> None:
-        """Start the trackers of `report_to`; for the arguments and errors see `Trackers`."""
+    ) -> dict[str, str]:
+        """Start the trackers of `report_to`; for the arguments and errors see `Trackers`. Returns `tracker_state`."""
         if self._is_main and names:
             self._trackers = Trackers(
                 accelerator,
@@ -204,10 +205,11 @@ class RunLog:
                 saved_state=saved_state or {},
                 hyperparameters=hyperparameters or {},
             )
+        return self.tracker_state()
 
     def tracker_state(self) -> dict[str, str]:
-        """The `saved_state` for `start_trackers` of the next attempt; empty on other processes."""
-        return {} if self._trackers is None else self._trackers.state()
+        """The `saved_state` for `start_trackers` of the next attempt; other processes know it from the main one."""
+        return self.known_tracker_state if self._trackers is None else self._trackers.state()
 
     def finish_trackers(self) -> None:
         """Flush and close the trackers."""

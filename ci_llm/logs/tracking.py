@@ -45,6 +45,7 @@ class Trackers:
         resumed_from: the step this attempt resumes from; 0 for a fresh start.
         saved_state: `state()` of the previous attempt.
         hyperparameters: plain values; they are shown once, at a fresh start.
+        group: what this run is one of; None: nothing.
 
     Raises:
         ConfigError: a tracker is not installed or cannot start.
@@ -59,13 +60,17 @@ class Trackers:
         resumed_from: int,
         saved_state: Mapping[str, str],
         hyperparameters: Mapping[str, object],
+        group: str | None = None,
     ) -> None:
         require_installed(names)
         known = {str(name): name for name in accelerator.log_with}
         self._trackers: dict[str, tuple[TrackerKind, Any]] = {}
         for name in names:
             kind = find_kind(name)
-            tracker = _start(accelerator, known[name], kind, kind.settings(folder, resumed_from, saved_state.get(name)))
+            settings = kind.settings(folder, resumed_from, saved_state.get(name))
+            if group is not None:
+                settings |= kind.in_group(group)
+            tracker = _start(accelerator, known[name], kind, settings)
             self._trackers[name] = kind, tracker
             if not resumed_from and name not in saved_state:
                 kind.show_hyperparameters(tracker, hyperparameters)
@@ -82,6 +87,11 @@ class Trackers:
         """The ids of this run in its trackers, for the checkpoint."""
         ids = {name: kind.run_id(tracker) for name, (kind, tracker) in self._trackers.items()}
         return {name: run_id for name, run_id in ids.items() if run_id is not None}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that have not failed."""
+        return tuple(self._trackers)
 
     def finish(self) -> None:
         """Flush and close every tracker."""

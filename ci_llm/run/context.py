@@ -29,7 +29,7 @@ from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
-from ci_llm.run.members import config_of
+from ci_llm.run.members import config_of, step_of_choice
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -142,7 +142,19 @@ class Run:
     def evaluation_due(self) -> bool:
         """Whether an evaluation follows the step just taken; the last step is evaluated by `job.conclude`."""
         every, step = self.config.eval_steps, self.state.step
-        return every is not None and step % every == 0 and step < self.total_steps
+        if step >= self.total_steps:
+            return False
+        return self.is_choosing or (every is not None and step % every == 0)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether the evaluation after the present step decides about the crowd (`crowd: auto`).
+
+        A crowd that people have changed before is not decided about.
+        """
+        state = self.state
+        is_open = self.config.crowd == "auto" and state.choice is None and not (state.members and state.members.made)
+        return is_open and state.step > 0 and state.step == step_of_choice(self.total_steps)
 
     @property
     def evaluation_missed(self) -> bool:

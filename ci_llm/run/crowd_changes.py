@@ -54,6 +54,9 @@ def make_due_changes(run: Run) -> None:
         return
     members, sources = before.after(run.state.step, run.config)
     if members is not before:
+        _, steps = plan_ahead(run.config, lengths_of(run.checkpoint.rows), run.state.rows_per_step)
+        run.total_steps = members.total_steps(run.config, steps)
+        run.status.total_steps = run.learning.total_steps = run.total_steps
         become(run, members, sources)
         new = members.made[len(before.made) :]
         branched = any(change.verb == "branch" for change in new)

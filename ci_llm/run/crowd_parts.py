@@ -9,14 +9,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
-from transformers import get_scheduler
-
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.schedules import factor
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.errors import ModelError
@@ -89,31 +87,13 @@ def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
 
 
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of 0-based step s, as a pure function: Transformers' schedules, fed by our own counter.
+    """Learning rate of 0-based step s, as a pure function.
 
     With `schedule_steps` it is that of a run of so many steps, wherever this one ends; later steps have its last rate.
-
-    A scheduler object would have a position to save, and Accelerate steps a prepared one once per process.
     """
     total_steps = config.schedule_steps or total_steps
-    warmup = config.num_warmup_steps
-    if warmup is None:
-        warmup = round(config.num_warmup_steps_ratio * total_steps)
-    dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    extra: dict[str, float] = (
-        {"num_decay_steps": max(1, total_steps // 10)} if "stable_decay" in config.lr_scheduler_type else {}
-    )
-    if config.lr_scheduler_type.endswith("with_min_lr"):
-        extra = {"min_lr_rate": 0.1}
-    scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        dummy,
-        num_warmup_steps=warmup,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=extra,
-    )
-    (factor,) = scheduler.lr_lambdas
-    return lambda step: config.learning_rate * float(factor(min(step, total_steps)))
+    share = factor(config.lr_scheduler_type, config.warmup_steps(total_steps), total_steps)
+    return lambda step: config.learning_rate * share(min(step, total_steps))
 
 
 def require_distinct_branches(config: Config) -> None:
@@ -170,7 +150,8 @@ def stretches(
 ) -> list[tuple[TrainingRows, Plan | AgentPlans, int, int]]:
     """(rows, order, first step, end) of what is left of a run: up to where its crowd branches, and from there on.
 
-    Both are known when an attempt begins, so that the loader workers of both are forked then.
+    Both are known when an attempt begins, so that the loader workers of both are forked then. As long as one agent may
+    go on alone, the end is that of its steps.
 
     Args:
         rows: see `rows_and_plan`.
@@ -180,7 +161,9 @@ def stretches(
         branch = next((change.step for change in members.planned if change.verb == "branch"), None)
     now = rows_and_plan(config, rows, members, state.rows_per_step)
     if members is None or branch is None:
-        return [(*now, state.step, total_steps)]
+        may_grow = config.crowd == "auto" and (state.choice is None or state.choice.agent is not None)
+        alone = members is not None and len(members.agents) == 1
+        return [(*now, state.step, total_steps * (config.num_agents if may_grow and not alone else 1))]
     later, _ = members.after(branch, config)
     branched = rows_and_plan(config, rows, later, state.rows_per_step)
     return [(*now, state.step, branch), (*branched, branch, total_steps)]

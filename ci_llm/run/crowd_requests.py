@@ -134,6 +134,15 @@ def decide(run_folder: Path, decisions: Sequence[Decision]) -> None:
             _path(run_folder, decision.id).unlink(missing_ok=True)
 
 
+def put_on_record(run_folder: Path, decision: Decision) -> None:
+    """Put a decision on record that nobody asked for by a file.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    _write_record(run_folder, [*read_record(run_folder), decision])
+
+
 def read_record(run_folder: Path) -> list[Decision]:
     """What became of the requests so far.
 

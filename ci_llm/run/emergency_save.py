@@ -4,6 +4,9 @@ Between two moves of the optimizer, the live weights and moments are those of th
 will be killed before the step under way can be expected to end, a thread holds the optimizer back, commits the boundary
 from the live tensors, and ends the process, whatever its main thread is doing. The main process decides. The other
 processes leave the states of their generators for its checkpoint, and exit after it.
+
+A process that has lost a peer in the middle of a step commits the boundary as well. Every process holds all agents, so
+any of those that are left can do it: the one that has the lease of the folder, or can take it over from the dead.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import torch
 
 from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
 from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
+from ci_llm.cluster.elastic import exit_code_after_stop
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
-from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.errors import BadInput, CiLlmError, PeerLost, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.shutdown import Attempt, expected_kill
 
@@ -32,6 +36,8 @@ logger = logging.getLogger(__name__)
 MARGIN_S: Final = 2.0
 #: How long the main process waits for the generators of the others, which write them as soon as they learn of the stop.
 OTHERS_S: Final = 2.0
+#: How long a process that has lost a peer waits for the one that has the lease. Its agent kills it after 30 s.
+SURVIVORS_S: Final = 20.0
 _POLL_S: Final = 0.05
 _STOP_POLL_S: Final = 1.0  # a request to stop wakes the thread at once; this is for a run that ends without one
 _GENERATORS: Final = "generators"
@@ -94,13 +100,15 @@ class EmergencySave:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._saving.is_set():
             threading.Event().wait()  # for ever: the saving thread ends the process, whatever happened to this one
-        if kind is not None and not self._processes.is_main and self._main_has_exited():
-            os._exit(self._config.interrupted_exit_code)  # the error is that the main process is gone, as it should be
+        if kind is not None and not self._processes.is_main and (reason := self._why_main_has_left()):
+            os._exit(self._exit_code(reason))  # the error is that the main process is gone, as it should be
         self._over.set()
         self._hook.remove()
+        if isinstance(error, PeerLost) and self._pace.step_started is not None and not self._moving:
+            self._save_without_peers()
 
     # In the training thread
 
@@ -114,6 +122,26 @@ class EmergencySave:
         if self._moving:
             self._moving = False
             self._boundary_lock.release()
+
+    def _save_without_peers(self) -> None:
+        """Commit the boundary from this process alone. It never hides the error that a peer is gone."""
+        step, own = self._boundary
+        generators = [own if index == self._processes.index else None for index in range(self._processes.count)]
+        until = time.monotonic() + SURVIVORS_S
+        self._finish_save_in_flight()
+        logger.info(f"a process of this run is gone: step {step} is saved without it")
+        while step > max(self._attempt.manager.all_steps(), default=0):
+            try:
+                self._save(generators)
+                break
+            except WriterBusy as error:  # of another process of the run, which saves it now, or is dead
+                if time.monotonic() > until:
+                    logger.warning(f"step {step} is not saved: {error}")
+                    break
+                time.sleep(_POLL_S)
+            except Exception as error:  # noqa: BLE001 - the run goes on from an older step
+                logger.warning(f"step {step} could not be saved: {_described(error)}")
+                break
 
     # In a thread of the main process
 
@@ -151,7 +179,7 @@ class EmergencySave:
         try:
             self._save_boundary()
             self._attempt.interrupted(self._interrupts.stop_reason or "")
-            exit_code = self._config.interrupted_exit_code
+            exit_code = self._exit_code(self._interrupts.stop_reason or "")
             self._send()
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
             logger.error(f"the last boundary could not be saved: {_described(error)}")
@@ -161,12 +189,15 @@ class EmergencySave:
     def _save_boundary(self) -> None:
         step, _ = self._boundary
         logger.info(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
+        self._finish_save_in_flight()
+        if step:
+            self._save(self._all_generators())
+
+    def _finish_save_in_flight(self) -> None:
         try:
             self._attempt.manager.wait_until_finished()
         except Exception as error:  # noqa: BLE001 - an error of the save before does not prevent this one
             logger.warning(f"the save in flight has failed: {_described(error)}")
-        if step:
-            self._save(self._all_generators())
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
         """Of every process at the boundary, by index; None where a process has not left them in time."""
@@ -189,15 +220,20 @@ class EmergencySave:
             _write(self._folder(self._processes.index), {"step": step, "states": states})
             # The main process may still reach the next ballot: only its status says that it has given the step up.
             while not self._over.wait(_POLL_S):
-                if self._main_has_exited():
-                    os._exit(self._config.interrupted_exit_code)
+                if reason := self._why_main_has_left():
+                    os._exit(self._exit_code(reason))
 
-    def _main_has_exited(self) -> bool:
+    def _why_main_has_left(self) -> str | None:
+        """The reason for which the main process has saved and left; None if it has not."""
         try:
             status = read_status(self._config.run_folder)
         except BadInput:
-            return False
-        return status.attempt == self._attempt.number and status.status == "interrupted"
+            return None
+        left = status.attempt == self._attempt.number and status.status == "interrupted"
+        return status.reason if left else None
+
+    def _exit_code(self, reason: str) -> int:
+        return exit_code_after_stop(reason, self._config.interrupted_exit_code)
 
     def _folder(self, index: int) -> Path:
         return self._attempt.folder / f"process_{index}"

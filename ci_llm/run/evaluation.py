@@ -60,12 +60,25 @@ class Evaluator:
             sets.append(found)
         return sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
 
-    def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
+    def training_nll(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> float | None:
+        """NLL of the agents, their mean, on the first rows of the training, at most as many as are evaluated on; None
+        if a stop was asked for. A collective.
+
+        Raises:
+            OutOfMemory: on every process, when the batches cannot be made smaller.
+        """
+        found = self._scores_on(rows, step, micro_batch_size, at_most=len(self.rows))
+        return None if found is None else fmean(found.mean_nll[:-1])
+
+    def _scores_on(
+        self, rows: TokenizedRows, step: int, micro_batch_size: int, at_most: int | None = None
+    ) -> Scores | None:
         def work(rounds: Rounds) -> Scores | None:
             batches = (pack([rows[i] for i in part], part) for part in rounds.batches)
             return score(self._crowd, batches, self._config.aggregator, stop=rounds.stop_requested_here)
 
-        found = self._on_all_processes("score", step, len(rows), 4 * micro_batch_size, work)
+        count = len(rows) if at_most is None else min(len(rows), at_most)
+        found = self._on_all_processes("score", step, count, 4 * micro_batch_size, work)
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:

@@ -20,6 +20,7 @@ from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, keep_status, last_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
+from ci_llm.distributed.process_group import ends_if_stopped
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
@@ -68,7 +69,7 @@ def run_job(
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
     Callbacks(callbacks)  # refuses what is none
-    processes = meet(config, launch)
+    processes = meet(config, launch, interrupts)
     result: Result | None = None
     try:
         result = run_among(processes, config, interrupts, sources=sources, callbacks=callbacks)
@@ -78,13 +79,14 @@ def run_job(
             end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
 
 
-def meet(config: Config, launch: Launch) -> Processes:
+def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
     """Join the processes of the run, once everything is refused that one process alone can refuse. A collective."""
     check_folder(config.run_folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     require_store(config)
-    return Processes(config, log_with=config.report_to, project_dir=config.run_folder, launch=launch)
+    with ends_if_stopped(interrupts):
+        return Processes(config, log_with=config.report_to, project_dir=config.run_folder, launch=launch)
 
 
 def run_among(
@@ -146,8 +148,7 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        if run.proposes:
-            _log_next_steps(run.config, run.processes.launch)
+        _log_next_steps(run.config, run.processes.launch, run.proposes)
         return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
@@ -183,8 +184,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
-    if run.proposes:
-        _log_next_steps(run.config, run.processes.launch)
+    _log_next_steps(run.config, run.processes.launch, run.proposes)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 
@@ -256,15 +256,16 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step))
     run.log.open(number, still_held=manager.holds_lease)
     run.log.truncate_metrics(step if step else -1)
-    start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, resumed_from=step)
-    processes.on_main(partial(start_trackers, saved_state=trackers, hyperparameters=config.model_dump()))
+    begun_at: dict[str, Any] = {"resumed_from": step, "saved_state": trackers, "hyperparameters": config.model_dump()}
+    start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
+    run.log.known_tracker_state = processes.on_main(start_trackers)
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.holds_lease)
-    run.status.best_step = run.state.validation.best_step
-    run.status.micro_batch_size = run.micro_batch_size
+    run.status.best_step, run.status.micro_batch_size = run.state.validation.best_step, run.micro_batch_size
     earlier = last_status(config.run_folder) if step and processes.is_main else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
     run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
+    run.status.choice = str(run.state.choice) if run.state.choice else None
     run.mirror.on_change = partial(setattr, run.status, "mirror")
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
@@ -407,12 +408,13 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         "step": step,
         "last_step": run.state.step,
         "agent_steps": run.state.agent_steps,
+        **({"choice": str(run.state.choice)} if run.state.choice else {}),
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
         "warning": run.status.warning,
     }
 
 
-def _log_next_steps(config: Config, launch: Launch) -> None:
-    for line in next_steps(config, partial(command_line, launch)):
+def _log_next_steps(config: Config, launch: Launch, proposes: bool) -> None:
+    for line in next_steps(config, partial(command_line, launch)) if proposes else ():
         logger.info(line)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import datasets
 
 from ci_llm.config import Config
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
@@ -18,7 +15,7 @@ from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
-from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.members import Members, config_of
@@ -128,7 +125,7 @@ def _tokenized(
             base.tokenizer,
             max_seq_length=config.max_seq_length,
             train_on_prompt=train_on_prompt,
-            cache_folder=Path(datasets.config.HF_DATASETS_CACHE, "ci_llm"),
+            cache_folder=default_cache(),
             main_first=processes.main_first(),
         )
 

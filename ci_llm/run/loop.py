@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
+from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.run.best_step import validation_after
+from ci_llm.run.choosing import TRAINING_NLL, decided
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.crowd_parts import stretches
@@ -222,9 +224,12 @@ def report_learning(run: Run) -> None:
 def evaluate(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
     with run.interval.paused():
-        scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
+        scores, training = run.evaluator.scores(run.state.step, run.micro_batch_size), {}
+        if scores is not None and run.is_choosing:
+            found = run.evaluator.training_nll(first_rows(run.rows), run.state.step, run.micro_batch_size)
+            scores, training = (None, {}) if found is None else (scores, {TRAINING_NLL: found})
     if scores is not None:
-        metrics = evaluation_metrics(scores, run.state.names)
+        metrics = evaluation_metrics(scores, run.state.names) | training
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         best = "; best yet" if run.state.validation.best_step == run.state.step else ""
@@ -243,11 +248,15 @@ def evaluate(run: Run) -> str | None:
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Let the evaluation after the present step decide which step is best. A collective."""
+    """Let the evaluation after the present step decide which step is best, and about the crowd. A collective."""
     threshold = run.config.early_stopping_threshold
     validation = validation_after(run.state, metrics, threshold, run.processes)
     run.state = replace(run.state, validation=validation)
     run.status.best_step = validation.best_step
+    if run.is_choosing and TRAINING_NLL in metrics:
+        dropped = run.nonfinite.dropped(run.state.recovery)
+        run.state = decided(run.config, run.state, metrics, dropped, run.processes, run.manager.holds_lease)
+        run.status.choice = str(run.state.choice)
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:

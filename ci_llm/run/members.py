@@ -1,8 +1,9 @@
 """Who is in the crowd, and what changes in the middle of a run: plain values, the same on every process.
 
 A run begins with the agents of its configuration, or with the one agent that branches later. A change acts between two
-optimizer steps: an agent branches into all of them, is stopped, or is cloned. Members and changes are part of the
-state of a run, so that a resume builds the crowd of its checkpoint and makes the changes that follow at the same steps.
+optimizer steps: an agent branches into all of them, is stopped, is cloned, or goes on alone. Members and changes are
+part of the state of a run, so that a resume builds the crowd of its checkpoint and makes the changes that follow at the
+same steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ci_llm.config.own_keys import NAME
 from ci_llm.core.determinism import derive_seed
 
 SEEDS: Final = 2**32  # a seed in a configuration is below it
-Verb = Literal["branch", "stop", "clone"]
+Verb = Literal["branch", "stop", "clone", "single_out"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class CrowdChange:
 
     Attributes:
         step: it acts when so many optimizer steps are taken.
-        agent: number of the agent that branches, is stopped or is cloned.
-        own: what a clone has of its own, over what its original has.
+        agent: number of the agent that branches, is stopped, is cloned or goes on alone.
+        own: what a clone, or the agent that goes on alone, has of its own over what it had.
     """
 
     step: int
@@ -58,7 +59,7 @@ class CrowdChange:
 
     def __str__(self) -> str:
         told = ", ".join(f"{key} {value}" for key, value in self.own.items())
-        return f"{self.verb} agent{self.agent}" + (f" with {told}" if told else "")
+        return f"{self.verb.replace('_', ' ')} agent{self.agent}" + (f" with {told}" if told else "")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CrowdChange:
@@ -135,11 +136,15 @@ class Members:
     def total_steps(self, config: Config, steps: int) -> int:
         """The optimizer steps of the whole run where the configuration asks for `steps`.
 
-        The step at which the crowd branches is fixed when the run begins, also if the run is made longer later.
+        The step at which the crowd branches is fixed when the run begins, also if the run is made longer later. An
+        agent that goes on alone takes the steps that the others leave.
         """
         for change in (*self.planned, *self.made):
             if change.verb == "branch":
                 return change.step + max(1, steps - change.step // config.num_agents)
+        for change in self.made:
+            if change.verb == "single_out":
+                return change.step + config.num_agents * max(0, steps - change.step)
         return steps
 
     def agent_steps_at(self, step: int) -> int:
@@ -163,6 +168,8 @@ class Members:
         """
         if any(each.verb == "branch" for each in self.planned):
             return "the crowd is one agent until it branches"
+        if alone := [each for each in self.planned if each.verb == "single_out"]:
+            return f"agent{alone[0].agent} goes on alone after step {alone[0].step}"
         if change.agent not in (each.number for each in self.agents):
             return f"there is no agent{change.agent}: there are {', '.join(self.folders)}"
         if change.verb == "stop" and {each.number for each in self.agents} <= {change.agent, *dropped}:
@@ -199,6 +206,8 @@ class Members:
             places, given = [at] * len(agents), len(agents)
         elif change.verb == "stop":
             del agents[at], places[at]
+        elif change.verb == "single_out":
+            agents, places = [replace(agents[at], own={**agents[at].own, **change.own})], [at]
         else:
             agents.append(_clone(agents[at], given, change.own))
             places.append(at)
@@ -216,6 +225,14 @@ class Members:
         agents = tuple(Member(**{**each, "own": _tupled(each["own"])}) for each in values["agents"])
         changes = {key: tuple(CrowdChange.from_dict(each) for each in values[key]) for key in ("planned", "made")}
         return cls(**{**values, "agents": agents, **changes})
+
+
+def step_of_choice(steps: int) -> int:
+    """After which of so many steps `crowd: auto` decides; 0: never, there are too few.
+
+    So early that one agent still has most of the steps, and late enough for rows of a small set to have come again.
+    """
+    return steps // 4
 
 
 def config_of(config: Config, members: Members | None) -> Config:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ci_llm.cluster.elastic import has_rounds
 from ci_llm.config import Config, default_file
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
@@ -44,6 +45,8 @@ def score_table(record: Mapping[str, Any]) -> str:
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
     interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
     lines.append(f"exact match of {what}, over {rows_evaluated(record['n'], record['rows_trained_on'])}{interval}")
+    if record.get("choice"):
+        lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
@@ -123,11 +126,12 @@ def leave_page(
     """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
 
     A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is
-    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later.
+    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later. Between two elastic rounds the
+    others wait for this process.
     """
     told_at = interrupts.stop_requested_at
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
-    if told_at is not None and time.monotonic() - told_at > grace_s / 3:
+    if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
     if not (config.write_report and processes.is_main and find_spec("matplotlib") and manager.holds_lease()):
         return

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ci_llm.cluster.elastic import exit_code_after_stop
 from ci_llm.core.durable import read_json
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class Result:
 
     def exit_code(self, config: Config) -> int:
         """The exit code of a program that ends with this run."""
-        return config.interrupted_exit_code if self.status == "interrupted" else 0
+        if self.status != "interrupted":
+            return 0
+        return exit_code_after_stop(self.reason or "", config.interrupted_exit_code)
 
 
 def conclusion_of(folder: Path) -> dict[str, Any] | None:

@@ -96,6 +96,31 @@ _KEYS: Final = {"rows_per_step": "effective_batch", "recovery": "healing"}
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What `crowd: auto` has decided, and why.
+
+    Attributes:
+        step: of the evaluation that decided.
+        training: nats per target token of the agents on training rows, their mean.
+        crowd: that of the crowd on validation rows.
+        agent: number of the agent that goes on alone; None: the crowd is kept.
+    """
+
+    step: int
+    training: float
+    crowd: float
+    agent: int | None = None
+
+    def __str__(self) -> str:
+        what = "the crowd is kept" if self.agent is None else f"agent{self.agent} goes on alone"
+        how = "below" if self.training < self.crowd else "not below"
+        return (
+            f"decided after step {self.step}: {what}, because the agents' nll on training rows, {self.training:.3f}, is"
+            f" {how} that of the crowd on new rows, {self.crowd:.3f}"
+        )
+
+
+@dataclass(frozen=True)
 class TrainState:
     """The position of a run.
 
@@ -110,6 +135,7 @@ class TrainState:
         clean_steps: steps since the last overflow or the last growth of the loss scale.
         validation: what the evaluations have shown so far.
         members: who is in the crowd; None: the agents of the configuration, from the first step on.
+        choice: what `crowd: auto` has decided; None: nothing yet.
     """
 
     step: int = 0
@@ -122,6 +148,7 @@ class TrainState:
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
     members: Members | None = None
+    choice: Choice | None = None
 
     @property
     def names(self) -> list[str]:
@@ -147,6 +174,10 @@ class TrainState:
             recovery=recovery,
             validation=Validation(self.validation.metric, self.validation.step),
         )
+
+    def with_choice(self, choice: Choice, members: Members) -> TrainState:
+        """The state in which that is decided, and these are the members with what is planned for them."""
+        return replace(self, choice=choice, members=members if members.planned else self.members)
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
         """The state after one optimizer step over `samples` rows.
@@ -175,9 +206,11 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
-        values = {_KEYS.get(name, name): value for name, value in asdict(self).items() if name != "members"}
+        plain = {name: value for name, value in asdict(self).items() if name not in ("members", "choice")}
+        values = {_KEYS.get(name, name): value for name, value in plain.items()}
         members = {"members": self.members.to_dict()} if self.members else {}
-        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()} | members
+        choice = {"choice": asdict(self.choice)} if self.choice else {}
+        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()} | members | choice
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
@@ -191,5 +224,6 @@ class TrainState:
             else RecoveryState(agents=(AgentRecovery(),) * len(skipped)),
             "validation": Validation.from_dict(values.get("validation", {})),
             "members": Members.from_dict(values["members"]) if values.get("members") else None,
+            "choice": Choice(**values["choice"]) if values.get("choice") else None,
         }
         return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})

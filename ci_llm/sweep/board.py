@@ -56,10 +56,14 @@ def commands(standings: Standings, folder: Path, arguments: Sequence[str]) -> li
     lines.append(f"longer     {_train(arguments, best.settings, ['num_agents=1', *own, *start])}")
     able = [trial for trial in standings.leaderboard if not trial.failed][:CROWD]
     if len(able) > 1:
-        crowd = f"agents=[{', '.join(_mapping(trial) for trial in able)}]"
-        words = [crowd, f"max_train_steps={steps}", f"experiment_name=crowd_of_{len(able)}"]
+        words = [f"agents={agents_of(able)}", f"max_train_steps={steps}", f"experiment_name=crowd_of_{len(able)}"]
         lines.append(f"crowd      {_train(arguments, best.settings, words)}")
     return lines
+
+
+def agents_of(trials: Iterable[Trial]) -> str:
+    """The value of `agents:` for a crowd with the settings of these trials."""
+    return f"[{', '.join(_mapping(trial) for trial in trials)}]"
 
 
 def _train(arguments: Sequence[str], swept: Iterable[str], words: Sequence[str]) -> str:

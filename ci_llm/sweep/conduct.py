@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cluster.elastic import exit_code_after_stop
 from ci_llm.cluster.launch import Launch
 from ci_llm.config.sweep import SweepReading
 from ci_llm.core.attempts import Failure, record_attempt, write_failure
@@ -26,7 +27,7 @@ from ci_llm.run.setup import plan_ahead
 from ci_llm.run.shutdown import command_line, end_at_once, reason_of
 from ci_llm.sweep.best import leave_best
 from ci_llm.sweep.cost import described, trials_per_pass
-from ci_llm.sweep.curves import write_curves
+from ci_llm.sweep.curves import Curves
 from ci_llm.sweep.record import read_record, require_same_sweep
 from ci_llm.sweep.sweep import Pack, Sweep
 from ci_llm.sweep.trials import Plan
@@ -48,12 +49,13 @@ class Conductor:
 
     def plan(self) -> Plan:
         """What would be trained."""
-        processes = meet(self._reading.config, self._launch)
+        processes = meet(self._reading.config, self._launch, self._interrupts)
         try:
             self._settle_precision(processes)
             steps, per_pass = self._plan(load(self._reading.config, processes), processes)
             keys = self._reading.keys
-            return Plan.of(steps, keys.rungs, keys.trials or 1, per_pass, keep=keys.keep, metric=keys.metric)
+            warmup = self._reading.warmup_steps(steps)
+            return Plan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
         finally:
             processes.shutdown()
 
@@ -66,11 +68,11 @@ class Conductor:
         Raises:
             CiLlmError: the reason is on record in the folder of the sweep.
         """
-        processes = meet(self._reading.config, self._launch)
+        processes = meet(self._reading.config, self._launch, self._interrupts)
         code = 1
         try:
             sweep, stop = self._lead(processes)
-            code = self._reading.config.interrupted_exit_code if stop else 0
+            code = exit_code_after_stop(stop, self._reading.config.interrupted_exit_code) if stop else 0
             return sweep, stop
         finally:
             if not processes.shutdown():
@@ -88,7 +90,7 @@ class Conductor:
             decided = sweep.standings.plan
             # Once more, because an attempt before this one may have written until it lost the folder.
             sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
-            sweep.staging = lambda: store.staging
+            sweep.staging, sweep.tracks_trials = lambda: store.staging, True
             status = RunStatus(self._folder, number, is_main=processes.is_main, still_held=store.holds_lease)
             status.total_steps = sum(steps for _, steps in sweep.standings.plan.segment_steps)
             status.start(_steps_done(sweep))
@@ -126,12 +128,13 @@ class Conductor:
         for line in described(sweep.standings.plan, str(self._reading.keys.sampler)):
             self._say(f"sweep     {line}")
         sources: Sequence[str] = self._reading.lines
-        trackers = [*processes.accelerator.log_with]
+        curves = Curves(sweep, processes.accelerator)
+        processes.on_main(curves.send)  # an earlier call may have been killed before
         while (pack := sweep.ask()) is not None:
             self._say(_head(pack, sweep))
             done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
             follow = _Follow(status, done - first)
-            processes.accelerator.log_with = [*trackers]  # a run leaves there what it has started
+            processes.on_main(partial(curves.begin, pack.trials[0]))
             try:
                 result = run_among(
                     processes, pack.config, self._interrupts, sources=sources, callbacks=[follow], loaded=loaded
@@ -146,8 +149,7 @@ class Conductor:
             sources = ()
             sweep.tell(pack, scores)
             status.step = _steps_done(sweep)
-            if processes.is_main and "tensorboard" in self._reading.config.report_to:
-                write_curves(sweep, pack)
+            processes.on_main(curves.send)
         processes.on_main(partial(leave_best, sweep))
         return None
 

@@ -100,13 +100,16 @@ class Sweep:
         self._reading, self._on_main = reading, on_main
         #: Where sweep.json is begun; a command gives the folder of its lease, which it may lose.
         self.staging: Callable[[], Path | None] = lambda: None
+        #: Whether trackers get a run per trial from a command; else segments report, to all but TensorBoard.
+        self.tracks_trials = False
         self.folder = reading.config.run_folder
         record: Record | None = on_main(lambda: _known(reading))
         if record is None:
             steps, per_pass = (plan or _default_plan(reading))()
             keys = reading.keys
             assert keys.trials is not None
-            decided = Plan.of(steps, keys.rungs, keys.trials, per_pass, keep=keys.keep, metric=keys.metric)
+            warmup = reading.warmup_steps(steps)
+            decided = Plan.of(steps, keys.rungs, keys.trials, per_pass, keys.keep, keys.metric, warmup)
             record = Record(plain_spaces(reading.spaces), keys, reading.config, Standings(decided))
         elif isinstance(wanted := reading.keys.agents_per_pass, int):
             standings = record.standings
@@ -253,7 +256,7 @@ class Sweep:
             "experiment_name": folder.name,
             "resume_from_checkpoint": "latest",
             "generation_eval_samples": shared.generation_eval_samples if answers else 0,
-            "report_to": tuple(name for name in shared.report_to if name != "tensorboard"),
+            "report_to": tuple(n for n in shared.report_to if not self.tracks_trials and n != "tensorboard"),
             "write_report": False,
         }
         return shared.model_copy(update=changes)

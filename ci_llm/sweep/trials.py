@@ -81,9 +81,16 @@ class Plan:
     metric: str
 
     @classmethod
-    def of(cls, total_steps: int, rungs: int, trials: int, per_pass: int, keep: float, metric: str) -> Plan:
-        """The plan of a sweep whose last trial takes `total_steps`: each rung ends at the share `keep` of the next."""
-        ends = [math.ceil(round(total_steps * keep**n, 6)) for n in reversed(range(rungs))]
+    def of(
+        cls, total_steps: int, rungs: int, trials: int, per_pass: int, keep: float, metric: str, warmup: int = 0
+    ) -> Plan:
+        """The plan of a sweep whose last trial takes `total_steps`: each rung ends at the share `keep` of the next.
+
+        Args:
+            warmup: steps in which learning rates rise. No rung ends before: scores tell little there.
+        """
+        least = min(warmup, total_steps)
+        ends = [max(least, math.ceil(round(total_steps * keep**n, 6))) for n in reversed(range(rungs))]
         return cls(tuple(dict.fromkeys(ends)), trials, min(per_pass, trials), keep, metric)
 
     def places(self, rung: int) -> int:

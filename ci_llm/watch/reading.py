@@ -112,6 +112,7 @@ class Reading:
             "heartbeat_age_s": round(self.heartbeat_age_s, 1),
             "slurm_job": self.slurm_job,
             "warning": status.warning,
+            "choice": status.choice,
             "next_command": status.next_command,
         }
 

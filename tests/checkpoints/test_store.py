@@ -23,10 +23,10 @@ import psutil
 import pytest
 
 from ci_llm.checkpoints import manifest
-from ci_llm.checkpoints.lease import Owner, leftovers
+from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, Owner, leftovers
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.state_files import read_safetensors
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
 from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
@@ -343,6 +343,34 @@ def test_a_process_that_is_gone_is_taken_over_at_once(run: Run) -> None:
 )
 def test_a_slurm_job_that_was_started_again_has_no_other_writer(then: Owner, now: Owner, dead: bool) -> None:
     assert (then.why_gone(now, silent_s=1.0, timeout_s=60.0) is not None) == (dead or then.machine == now.machine)
+
+
+def test_who_has_lost_a_peer_takes_over_from_a_writer_that_has_missed_one_heartbeat(run: Run) -> None:
+    run.open(owner=elsewhere()).acquire_lease()
+    run.silence(SURVIVOR_TIMEOUT_S + 1)
+    with pytest.raises(WriterBusy):
+        run.open(owner=elsewhere(2)).acquire_lease()
+    assert run.open(owner=elsewhere(2)).acquire_lease(SURVIVOR_TIMEOUT_S) == 2
+    assert WRITER_TIMEOUT_S / HEARTBEATS_PER_TIMEOUT < SURVIVOR_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "dead"),
+    [
+        (("crowd", "a:1"), ("crowd", "a:2"), True),
+        (("crowd", "a:1"), ("crowd", "a:1"), False),
+        (("crowd", "a:1"), ("other", "a:2"), False),
+        ((None, None), (None, None), False),
+    ],
+    ids=["a later round", "the same round", "another job", "no job"],
+)
+def test_a_round_of_torchrun_has_no_writer_of_an_earlier_round(
+    then: tuple[str | None, str | None], now: tuple[str | None, str | None], dead: bool
+) -> None:
+    writer, other = (
+        elsewhere(machine, elastic_job=job, elastic_round=round_) for machine, (job, round_) in enumerate((then, now))
+    )
+    assert (writer.why_gone(other, silent_s=1.0, timeout_s=60.0) is not None) == dead
 
 
 def test_a_later_process_of_the_same_number_is_another_one() -> None:

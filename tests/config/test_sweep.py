@@ -100,6 +100,19 @@ def test_the_sampler_and_the_number_of_trials_that_follow(words: list[str], samp
 
 
 @pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (["num_warmup_steps_ratio=0.1"], 20),
+        (["num_warmup_steps_ratio=uniform(0,0.3)"], 60),
+        (["num_warmup_steps=[5,40]"], 40),
+        (["num_warmup_steps=[null,5]", "num_warmup_steps_ratio=0.1"], 20),
+    ],
+)
+def test_the_longest_warm_up_of_any_trial(words: list[str], steps: int) -> None:
+    assert read_sweep(None, ["lr=[1e-3,2e-3]", *words]).warmup_steps(200) == steps
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "no key has a space of values"),

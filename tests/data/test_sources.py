@@ -16,9 +16,9 @@ from datasets import Dataset, DatasetDict
 
 from ci_llm.config import Config
 from ci_llm.data.columns import NamedColumns, find_form
-from ci_llm.data.files import EVAL_SPLITS
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.data.sources import load_rows, recognised
+from ci_llm.data.splits import EVAL_SPLITS
 from ci_llm.errors import DataError
 
 ROWS = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 from ci_llm.errors import DataError
+from tools.testbed.events import DEADLINE_S
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 ROWS = [
@@ -240,6 +243,18 @@ def test_a_row_of_foreign_tokens_is_named(tokenizer: PreTrainedTokenizerBase, tm
     with pytest.raises(DataError, match="This row cannot be used: token id 70000 is none of the tokenizer's") as caught:
         tokenize(rows([{"input_ids": [1, 70000]}]), tokenizer, max_seq_length=40, cache_folder=tmp_path)
     assert caught.value.where == "here, row 0 (counted from 0)"
+
+
+def test_tokens_are_read_without_pandas(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    code = f"""
+import sys
+from ci_llm.data.tokens import TokenizedRows
+row = TokenizedRows(None, {str(found.path)!r})[1]
+print(row.input_ids.tolist(), row.supervised.tolist(), "pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.strip() == f"{found[1].input_ids.tolist()} {found[1].supervised.tolist()} False"
 
 
 def test_prompts_that_are_learned_are_other_tokens(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

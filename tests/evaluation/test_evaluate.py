@@ -377,7 +377,7 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     told = capsys.readouterr()
     assert "\nprobability_right: " in told.out
     for phase in ("learning weights", "learning the temperature"):
-        assert f"{phase} row 4 of 7\n" in told.err
+        assert f"{phase} row 4 of 14\n" in told.err
     [row] = lines(run / "predictions.jsonl")[:1]
     words = ["generate", str(run), row["prompt"], "--max-new-tokens", "12"]
     assert main([*words, "--json"]) == 0

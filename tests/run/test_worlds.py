@@ -6,7 +6,6 @@ Real processes, gloo, the real job. The witness of `tools.testbed.trials` tells 
 from __future__ import annotations
 
 import json
-import shutil
 from collections import defaultdict
 from dataclasses import asdict
 from itertools import chain, zip_longest
@@ -16,29 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.data.order import Plan
-from ci_llm.embedded import BASE_FOLDER
 from tests.support.campaign import sampled
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Fate, train_watched
+from tools.testbed.worlds import AGENTS, DOUBLE, ODD, arguments, difference, planned, toy_base, weights
 
 pytestmark = pytest.mark.slow
 
-AGENTS = 2
-GLOBAL_BATCH = 8
-SEED = 42
-ODD = 21  # rows: every third step of a run finds five
-#: Neither the Jensen gap nor the masks of DropConnect know how a step is split.
-DOUBLE: dict[str, Any] = {
-    "model_dtype": "fp64",
-    "max_train_samples": ODD,
-    "max_train_steps": 30,
-    "diversity": "joint",
-    "dropconnect_p": 0.1,
-}
 SINGLE: dict[str, Any] = {"model_dtype": "fp32", "max_train_samples": ODD, "max_train_steps": 24}
 
 
@@ -76,39 +60,6 @@ class Worlds:
         assert codes == [0] * processes, (folder / "log").read_text()
 
 
-def toy_base(folder: Path) -> Path:
-    """A random base of two narrow layers that reads what the embedded one reads."""
-    torch.manual_seed(0)
-    shape = LlamaConfig.from_pretrained(
-        BASE_FOLDER, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8
-    )
-    LlamaForCausalLM(shape).save_pretrained(folder)
-    for file in BASE_FOLDER.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
-
-
-def arguments(**keys: Any) -> list[str]:
-    own = {
-        "global_batch_size": GLOBAL_BATCH,
-        "batch_size": 2,
-        "num_agents": AGENTS,
-        "lora_rank": 2,
-        "learning_rate": 4e-3,
-        "seed": SEED,
-        "num_workers": 0,
-        "logging_steps": 1,
-        "eval_steps": "null",
-        "eval_samples": 1,
-        "save_steps": "null",
-        "save_interval_seconds": "null",
-        "report_to": "none",
-        "write_report": "false",
-        "output_dir": "run",
-    }
-    return [f"{key}={value}" for key, value in (own | keys).items()]
-
-
 @pytest.fixture(scope="module")
 def worlds(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     return Worlds(server, tmp_path_factory.mktemp("worlds"))
@@ -132,23 +83,6 @@ def losses(folder: Path) -> Tensor:
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return torch.tensor([[line[f"train/agent{k}/loss"] for k in range(AGENTS)] for line in lines], dtype=torch.float64)
-
-
-def weights(folder: Path) -> Tensor:
-    """All adapters of the final checkpoint, end to end."""
-    state = load_checkpoint(folder / "run/final_checkpoint").state
-    agents = [state[f"agent{k}/adapter_model"] for k in range(AGENTS)]
-    return torch.cat([tensor.flatten() for agent in agents for _, tensor in sorted(agent.items())])
-
-
-def difference(one: Tensor, other: Tensor) -> float:
-    assert one.shape == other.shape
-    return float((one - other).abs().max())
-
-
-def planned(num_rows: int, steps: int) -> list[list[int]]:
-    plan = Plan(num_rows, GLOBAL_BATCH, SEED)
-    return [plan.rows(step) for step in range(steps)]
 
 
 # Tests

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,16 @@ def single(**keys: Any) -> list[str]:
 
 
 def called(
-    folder: str, command: str, arguments: list[str], place: str | None = None, call: int = 0, sent: str = "SIGKILL"
+    folder: str,
+    command: str,
+    arguments: list[str],
+    place: str | None = None,
+    call: int = 0,
+    sent: str = "SIGKILL",
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """A trial for the fork server: a command that sends itself a signal just before the `call`-th call of `place`."""
+    os.environ.update(environment or {})
     torch.set_num_threads(1)
     os.chdir(folder)
     if command == "sweep":

@@ -37,6 +37,10 @@ class TrackerKind:
         """
         return {}
 
+    def in_group(self, group: str) -> dict[str, Any]:
+        """More arguments of the tracker's start, for a run that belongs to a group of runs."""
+        return {}
+
     def on_start(self, tracker: Any) -> None:
         """Called once with Accelerate's tracker, before anything is logged."""
 

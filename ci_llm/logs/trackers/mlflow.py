@@ -12,6 +12,9 @@ class MLflow(TrackerKind):
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         return {"run_id": run_id} if run_id else {"run_name": folder.name}
 
+    def in_group(self, group: str) -> dict[str, Any]:
+        return {"tags": {"group": group}}
+
     def run_id(self, tracker: Any) -> str | None:
         return str(tracker.tracker.info.run_id)
 

@@ -13,6 +13,9 @@ class Trackio(TrackerKind):
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         return {"name": run_id or f"{folder.name}-{secrets.token_hex(3)}", "resume": "allow"}
 
+    def in_group(self, group: str) -> dict[str, Any]:
+        return {"group": group}
+
     def run_id(self, tracker: Any) -> str | None:
         return str(tracker.tracker.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ class WeightsAndBiases(TrackerKind):
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         known = {"id": run_id, "resume": "allow"} if run_id else {"name": folder.name}
         return {"dir": str(folder), **known}
+
+    def in_group(self, group: str) -> dict[str, Any]:
+        return {"group": os.environ.get("WANDB_RUN_GROUP", group)}
 
     def on_start(self, tracker: Any) -> None:
         # W&B drops the values of a step that it has seen, such as a repeated one. So the axis is a metric.

@@ -1,0 +1,213 @@
+"""The ways in which trained agents answer, measured on a split of the embedded task: for `benchmarks.crowd`.
+
+Legend: K agents, S targets, n rows.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ci_llm.cli.main import main as ci_llm
+from ci_llm.config import Config, load_config, parse_config
+from ci_llm.core.durable import read_json
+from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.calibration import Calibration
+from ci_llm.crowd.distilling import distilled
+from ci_llm.crowd.export_scores import settings_of
+from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.merge_methods import Distillation, merge_of
+from ci_llm.crowd.merging import Adapter, merged
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.pretrained import Pretrained, open_pretrained
+from ci_llm.data.batches import Batch, pack
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import tokenize
+from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT, calibration_error
+
+CONFIG = Path(__file__).parent.parent / "configs.yaml"
+ROWS_AT_A_TIME = 50
+
+
+class Measured(TypedDict):
+    """One way to answer, on n rows.
+
+    right: [n], 1 for an exact match; nll: [n], nats over the answer tokens, and tokens: [n], both empty where texts
+    were generated; ece: calibration error; agents: that an answer takes.
+    """
+
+    right: list[float]
+    nll: list[float]
+    tokens: list[int]
+    ece: float
+    agents: float
+
+
+Answers: TypeAlias = "dict[str, Measured]"
+#: From a final checkpoint, and the folder of its run, to ways to answer by name.
+Way: TypeAlias = "Callable[[Path, Path], Answers]"
+
+
+def answers_of(name: str, split: str = "test") -> Way:
+    """Whatever the run has trained, as it answers: the crowd, or one agent."""
+
+    def measure(checkpoint: Path, _: Path) -> Answers:
+        saved = open_pretrained(checkpoint, "cpu")
+        return {name: {**_together(saved, split)[-1], "agents": float(len(saved.agents))}}
+
+    return measure
+
+
+def crowd_answers(checkpoint: Path, _: Path) -> Answers:
+    """The mean of the agents, the agent that was best on the validation split, and the crowd."""
+    saved = open_pretrained(checkpoint, "cpu")
+    *agents, crowd = _together(saved, "test")
+    best = best_agent(_together(saved, "validation")[:-1])
+    mean: Any = {key: np.mean([one[key] for one in agents], axis=0).tolist() for key in ("right", "nll", "ece")}
+    return {
+        f"agents, mean of {len(agents)}": {**agents[0], **mean},
+        "best agent by validation": agents[best],
+        "crowd": {**crowd, "agents": float(len(agents))},
+    }
+
+
+def best_agent(agents: Sequence[Measured]) -> int:
+    """The agent with the highest exact match, and among equals the one with the lowest NLL."""
+    return max(range(len(agents)), key=lambda k: (sum(agents[k]["right"]), -sum(agents[k]["nll"])))
+
+
+def merges(crowd: str | None, methods: Mapping[str, str]) -> Way:
+    """Merges of the agents.
+
+    Args:
+        crowd: the name of the agents together, if they are to be measured as well.
+        methods: method -> name.
+    """
+
+    def measure(checkpoint: Path, _: Path) -> Answers:
+        saved = open_pretrained(checkpoint, "cpu")
+        together: Answers = {}
+        if crowd is not None:
+            together[crowd] = {**_together(saved, "test")[-1], "agents": float(len(saved.agents))}
+        agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
+        for method, name in methods.items():
+            together[name] = _alone(saved, merged(saved.base.model, agents, merge_of(method)))
+        return together
+
+    return measure
+
+
+def distillates(checkpoint: Path, _: Path) -> Answers:
+    """One agent that learned the crowd's distributions, and the control that learned its own texts."""
+    saved = open_pretrained(checkpoint, "cpu")
+    assert saved.run_config is not None
+    student, control = distilled(saved, parse_config(saved.run_config, "config.yaml"), Distillation())
+    return {"distilled": _alone(saved, student), "distilled, own labels": _alone(saved, control)}
+
+
+def escalation(_: Path, run: Path) -> Answers:
+    """Generated final answers: of the crowd, and of one agent that asks all only where it is unsure."""
+    _ask(run, "validation", "--calibrate")
+    rows = _ask(run, "test")
+    calibration = Calibration.of(read_json(run / "calibration.json"))  # type: ignore[arg-type]
+    agent, below = calibration.agent, calibration.escalates_below(AGENTS_PER_PROMPT)
+    first = np.array([calibration.agent_right(row["agents_signals"][agent]) for row in rows])
+    every = np.array([row["correct"] for row in rows], float)
+    alone = np.array([row["agents_correct"][agent] for row in rows], float)
+    sure = np.array([calibration.right(row["signals"]) for row in rows])
+    count = len(calibration.learned.weights)
+    told = np.where(first < below, every, alone), np.where(first < below, sure, first)
+    price = float(1 + count * (first < below).mean())
+    return {
+        "crowd, generated": _generated(every, sure, float(count)),
+        "escalation, generated": _generated(*told, price),
+    }
+
+
+def _generated(right: Any, sure: Any, agents: float) -> Measured:
+    ece = calibration_error(sure, right)
+    return {"right": right.tolist(), "nll": [], "tokens": [], "ece": ece, "agents": agents}
+
+
+def _ask(run: Path, split: str, *options: str) -> list[dict[str, Any]]:
+    output = run / f"{split}.jsonl"
+    if ci_llm(["evaluate", str(run), "--split", split, "--output", str(output), *options]):
+        raise SystemExit(2)
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+# Teacher forcing
+
+
+def _together(saved: Pretrained, split: str) -> list[Measured]:
+    """K agents, then the crowd."""
+    return _measured(saved, saved.settings, saved.agents, split)
+
+
+def _alone(saved: Pretrained, adapter: Adapter) -> Measured:
+    return _measured(saved, settings_of(adapter), [adapter.tensors], "test")[0]
+
+
+def _measured(
+    saved: Pretrained, settings: LoraSettings, agents: Sequence[Mapping[str, Tensor]], split: str
+) -> list[Measured]:
+    """These agents on the base, which is without agents before and after."""
+    crowd = Crowd(saved.base.model, settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
+    try:
+        for k, tensors in enumerate(agents):
+            crowd.agents.load_agent(k, tensors, f"agent{k}")
+        crowd.choose_route()
+        return scored(crowd.eval(), _batches(saved, load_config(CONFIG, [f"eval_split={split}", "eval_samples=null"])))
+    finally:
+        crowd.detach()
+
+
+def _batches(saved: Pretrained, config: Config) -> list[Batch]:
+    """All rows of the split, in order."""
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = tokenize(
+            load_rows(config, "eval"),
+            saved.prompter.tokenizer,
+            max_seq_length=config.max_seq_length,
+            cache_folder=Path(scratch),
+        )
+        parts = [range(at, min(at + ROWS_AT_A_TIME, len(rows))) for at in range(0, len(rows), ROWS_AT_A_TIME)]
+        return [pack([rows[number] for number in part], part) for part in parts]
+
+
+@torch.no_grad()
+def scored(crowd: Crowd, batches: Iterable[Batch]) -> list[Measured]:
+    """K agents, then the mean of their probabilities; each as an answer of one agent."""
+    right, nll, tokens = list[Tensor](), list[Tensor](), list[Tensor]()
+    sure, hits = list[Tensor](), list[Tensor]()
+    for batch in batches:
+        log_probs = crowd.head.logits(crowd.states(batch)[:, batch.predict_from]).log_softmax(-1)
+        everyone = torch.cat([log_probs, aggregate(log_probs, "probability")[None]])
+        best, chosen = everyone.max(-1)
+        is_right = chosen == batch.targets
+        own = everyone.gather(-1, batch.targets.expand(len(everyone), -1)[..., None]).squeeze(-1)
+        empty = torch.zeros(len(everyone), batch.num_rows, dtype=torch.float64)
+        right.append(empty.index_add(1, batch.target_rows, (~is_right).double()) == 0)
+        nll.append(empty.index_add(1, batch.target_rows, -own.double()))
+        tokens.append(torch.bincount(batch.target_rows, minlength=batch.num_rows))
+        sure.append(best.exp())
+        hits.append(is_right)
+    columns = [torch.cat(each, dim=-1) for each in (right, nll, sure, hits)]
+    counts = torch.cat(tokens).tolist()
+    return [
+        {
+            "right": exact.double().tolist(),
+            "nll": nats.tolist(),
+            "tokens": counts,
+            "ece": calibration_error(p.clamp(max=1), hit),
+            "agents": 1.0,
+        }
+        for exact, nats, p, hit in zip(*columns, strict=True)
+    ]

@@ -1,0 +1,70 @@
+"""What a process says to its elastic agent, and what it reads of its round."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from ci_llm.cluster.elastic import exit_code_after_stop, has_rounds, job_and_round, names_of_round
+from ci_llm.cluster.launch import launch_notes, read_launch
+from tests.cluster.test_launch import TORCHRUN
+
+ROUNDS = {"TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "configured", "environ", "code"),
+    [
+        ("signal:SIGTERM", 0, ROUNDS, 75),
+        ("signal:SIGTERM", 9, ROUNDS, 9),
+        ("walltime", 0, ROUNDS, 0),  # of the whole job: another round would have no time either
+        ("callback", 0, ROUNDS, 0),
+        ("signal:SIGTERM", 0, {"TORCHELASTIC_MAX_RESTARTS": "0"}, 0),
+        ("signal:SIGTERM", 0, {}, 0),
+    ],
+)
+def test_an_agent_with_rounds_left_does_not_take_a_stop_for_the_end(
+    reason: str, configured: int, environ: dict[str, str], code: int
+) -> None:
+    assert exit_code_after_stop(reason, configured, environ) == code
+
+
+def test_between_two_rounds_the_agent_waits_for_30_seconds_whatever_it_is_told() -> None:
+    told = {**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    assert read_launch(told, [], []).kill_delay_s == 600
+    assert read_launch({**told, **ROUNDS}, [], []).kill_delay_s == 30
+    assert read_launch({**told, **ROUNDS, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}, [], []).kill_delay_s == 9
+    assert not has_rounds(told)
+
+
+def test_a_round_has_a_name_only_within_a_job_that_has_one() -> None:
+    assert job_and_round({**TORCHRUN, "TORCHELASTIC_RUN_ID": "crowd"}) == ("crowd", "node1:1234")
+    assert job_and_round({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}) == (None, None)
+    assert job_and_round({}) == (None, None)
+
+
+def test_an_agent_alone_tells_its_rounds_apart_in_the_store_that_it_keeps() -> None:
+    alone = {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert names_of_round(alone) == "round 2 "
+    assert names_of_round({**alone, "TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
+    assert names_of_round({**alone, "GROUP_WORLD_SIZE": "2"}) == ""  # each of them counts by itself
+    assert names_of_round({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "shares", "lines"),
+    [
+        ("torchrun --nnodes 1:4 train.py", "True", 1),
+        ("torchrun --nnodes=1:4 train.py", "True", 1),
+        ("torchrun --nnodes 1:4 train.py", "False", 0),
+        ("torchrun --nnodes 2 --rdzv-endpoint node1:29400 train.py max_runtime=1:30", "True", 0),
+    ],
+)
+def test_agents_that_let_nobody_join_are_named(command: str, shares: str, lines: int) -> None:
+    environ = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": shares}
+    launch = read_launch(environ, shlex.split(command), [])
+    found = [
+        line for line in launch_notes(launch, environ, num_gpus=4) if "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
+    ]
+    assert len(found) == lines

@@ -1,0 +1,70 @@
+"""Machines come, die and are taken away: every row counts once, and the weights are those of a world that stays."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ci_llm.distributed import process_group
+from ci_llm.interrupts import Interrupts
+from tests.support.campaign import sampled
+from tools.testbed.elastic import ElasticTrials, Entry, faults, rows_that_count
+from tools.testbed.forkserver import ForkServer
+
+SEEDS = range(17)  # of three events each
+
+
+@pytest.fixture(scope="module")
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> ElasticTrials:
+    return ElasticTrials(server, tmp_path_factory.mktemp("elastic"))
+
+
+@pytest.mark.xdist_group("elastic")
+@pytest.mark.parametrize("seed", sampled(SEEDS, [0]))
+def test_no_row_is_lost_or_repeated_and_the_weights_are_the_same(trials: ElasticTrials, seed: int) -> None:
+    trial = trials.run(seed)
+    assert len(trial.events) == 3
+    assert trial.faults == []
+    assert trial.difference < 1e-6
+
+
+def meet(peers: int) -> int:
+    """A trial for the fork server: a process that is asked to stop while it waits for a peer."""
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"
+    process_group.MEETING_GRACE_S = 0.2  # type: ignore[misc]
+    interrupts = Interrupts()
+    interrupts.request_stop("signal:SIGTERM")
+    with process_group.ends_if_stopped(interrupts):
+        if not peers:
+            threading.Event().wait()
+    threading.Event().wait(1.0)
+    return 7
+
+
+@pytest.mark.parametrize(("peers", "code"), [(0, 1), (1, 7)])
+def test_a_process_that_is_asked_to_stop_does_not_wait_for_a_peer_that_never_comes(
+    peers: int, code: int, server: ForkServer, tmp_path: Path
+) -> None:
+    assert server.run(meet, tmp_path / "log", peers=peers) == [code]
+    assert ("the other processes have not come" in (tmp_path / "log").read_text()) == (peers == 0)
+
+
+def entry(round_name: str, step: int, rows: list[int], time: float) -> Entry:
+    return Entry(round=round_name, rank=0, world=2, pid=1, step=step, rows=rows, time=time)
+
+
+def test_the_ledger_counts_the_last_round_of_a_step_and_names_what_is_wrong() -> None:
+    entries = [
+        *(entry("a", 0, [1, 2], 0.0), entry("a", 0, [3], 0.1)),
+        *(entry("a", 1, [4], 0.2), entry("b", 1, [4, 5], 0.3)),
+    ]
+    assert rows_that_count(entries) == {0: [1, 2, 3], 1: [4, 5]}
+    assert [*faults({0: [3, 1, 2], 1: [5, 4]}, entries)] == []
+    assert [*faults({0: [1, 2], 1: [4, 6], 2: [7]}, entries)] == [
+        "step 0: lost [], repeated [3]",
+        "step 1: lost [6], repeated [5]",
+        "step 2: lost [7], repeated []",
+    ]
