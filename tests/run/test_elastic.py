@@ -22,7 +22,6 @@ def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Elas
     return ElasticTrials(server, tmp_path_factory.mktemp("elastic"))
 
 
-@pytest.mark.xdist_group("elastic")
 @pytest.mark.parametrize("seed", sampled(SEEDS, [0]))
 def test_no_row_is_lost_or_repeated_and_the_weights_are_the_same(trials: ElasticTrials, seed: int) -> None:
     trial = trials.run(seed)

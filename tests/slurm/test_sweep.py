@@ -16,7 +16,7 @@ from tests.sweep.trials import called, facts, record, words
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import differences
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slow
 
 #: The batch script of docs/sweep.md; the words of the command are its arguments.
 SCRIPT = """\
