@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,3 +123,13 @@ def test_a_folder_too_large_to_copy_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="larger than 256 MiB"):
         Place(tmp_path / "scratch", "straight", Plan(["true"]))
     Place(tmp_path / "scratch", "other", Plan(["true", "--out={out}"]))
+
+
+@pytest.mark.slow
+def test_a_library_that_only_asks_whether_there_is_a_torch_hides_nothing(tmp_path: Path) -> None:
+    """As datasets does when it is imported before torch."""
+    script = "import importlib.util, sys; importlib.util.find_spec('torch'); import torch; print(*sys.modules)"
+    inside = Path(inspect.getfile(Plan)).parent / "inside"
+    environment = {**os.environ, "PYTHONPATH": str(inside), "CI_LLM_AUDIT_RECORD": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "ci_llm_probe" in done.stdout.split()

@@ -104,7 +104,7 @@ CELL: Final = Cell()
 #: Two rows that are learned by heart before the decision, and others to evaluate on.
 BY_HEART: Final = KEYS | {"max_train_samples": 2, "learning_rate": 2e-2, "num_warmup_steps": 0, "max_train_steps": 24}
 
-in_trials = [pytest.mark.slow]
+in_trials = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
