@@ -5,8 +5,10 @@ will be killed before the step under way can be expected to end, a thread holds 
 from the live tensors, and ends the process, whatever its main thread is doing. The main process decides. The other
 processes leave the states of their generators for its checkpoint, and exit after it.
 
-A process that has lost a peer in the middle of a step commits the boundary as well. Every process holds all agents, so
-any of those that are left can do it: the one that has the lease of the folder, or can take it over from the dead.
+In an elastic job, a process that has lost a peer in the middle of a step commits the boundary as well. Every process
+holds all agents, so any of those that are left can do it: the one that has the lease of the folder, or can take it over
+from the dead. Elsewhere it does not: the generators of the dead are lost, and from the last checkpoint the same world
+goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 
 from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
 from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
-from ci_llm.cluster.elastic import exit_code_after_stop
+from ci_llm.cluster.elastic import exit_code_after_stop, has_rounds
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
@@ -107,7 +109,8 @@ class EmergencySave:
             os._exit(self._exit_code(reason))  # the error is that the main process is gone, as it should be
         self._over.set()
         self._hook.remove()
-        if isinstance(error, PeerLost) and self._pace.step_started is not None and not self._moving:
+        in_a_step = self._pace.step_started is not None and not self._moving
+        if isinstance(error, PeerLost) and in_a_step and has_rounds():
             self._save_without_peers()
 
     # In the training thread

@@ -134,14 +134,26 @@ def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: For
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGINT", 2)
 
 
+def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: ForkServer, tmp_path: Path) -> None:
+    moment = Moment("ci_llm.crowd.model.Crowd.forward", 5)  # in step 5: every second one has no row for it
+    codes = train(server, tmp_path, moment, ranks=2, rank=1, sent="SIGKILL")
+    assert codes == [1, -signal.SIGKILL], (tmp_path / "log").read_text()
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason) == ("failed", "peer_lost")
+    assert (tmp_path / "run" / f"checkpoint_step_{status.step}").is_dir()
+    assert "is saved without it" not in (tmp_path / "log").read_text()
+    assert train(server, tmp_path, ranks=2) == [0, 0]
+    assert "exactness: bitwise" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("lost", [1, 0])
-def test_a_process_whose_peer_is_gone_saves_the_last_boundary_alone(
+def test_in_an_elastic_job_a_process_whose_peer_is_gone_saves_the_last_boundary_alone(
     lost: int, server: ForkServer, tmp_path: Path
 ) -> None:
     """Process 1 as well, which takes over from process 0. It happens in the fourth step; no save is due."""
     moment = Moment("ci_llm.run.loop.apply_gradients", 4)
     keys = {"save_steps": "null", "eval_steps": "null"}
-    codes = train(server, tmp_path, moment, ranks=2, rank=lost, sent="SIGKILL", keys=keys)
+    codes = train(server, tmp_path, moment, ranks=2, rank=lost, sent="SIGKILL", elastic=True, keys=keys)
     assert sorted(codes) == [-signal.SIGKILL, 1], (tmp_path / "log").read_text()
     assert codes[lost] == -signal.SIGKILL
     assert CheckpointStore(tmp_path / "run").all_steps() == [3]

@@ -112,6 +112,7 @@ def train_signalled(
     times: int = 1,
     behind: bool = False,
     committed: int | None = None,
+    elastic: bool = False,
 ) -> int:
     """A trial for the fork server: `train.py`, which sends itself a signal at a moment.
 
@@ -123,6 +124,7 @@ def train_signalled(
         times: how often the signal is sent.
         behind: whether the main thread and the one that sends it wait for each other, in step 3, after its ballot.
         committed: step whose checkpoint must be committed before the signal is sent; the process waits for it.
+        elastic: whether torchrun would begin another round.
     """
     waiting, struck = threading.Event(), threading.Event()
 
@@ -141,6 +143,8 @@ def train_signalled(
 
     torch.set_num_threads(1)
     os.chdir(folder)
+    if elastic:
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"
     emergency_save.OTHERS_S = DEADLINE_S  # type: ignore[misc]  # nobody kills this run: it may wait for a busy machine
     if place is not None and rank in (None, int(os.environ.get("RANK", "0"))):
         interfere(place, call, strike)
