@@ -289,7 +289,8 @@ def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
         assert "confidence" not in talk.read_until("[stopped]", start)
         talk.read_until("you> ", start)
 
-        talk.read_until("you> ", talk.type("half a line\x03"))  # it is dropped
+        talk.read_until("half a line", talk.type("half a line"))
+        talk.read_until("you> ", talk.type("\x03"))  # it is dropped
         assert "/quit" in talk.read_until("you> ", talk.type("/help\n"))
         assert "/quit" in talk.read_until("you> ", talk.type("\x1b[A\n")), "the arrow up brings the last line back"
         talk.type("\x04")
