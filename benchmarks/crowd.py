@@ -140,6 +140,18 @@ class Results:
         return self.nll.sum(1) / self.tokens.sum()
 
 
+def call(*words: str) -> subprocess.CompletedProcess[str]:
+    """`ci-llm` in a process of its own, on one thread, with its output."""
+    return subprocess.run(
+        [sys.executable, "-m", "ci_llm", *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def train(keys: Mapping[str, str], folder: Path) -> Path:
     """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is.
 
@@ -155,14 +167,7 @@ def train(keys: Mapping[str, str], folder: Path) -> Path:
     settings = [
         f"{key}={value}" for key, value in {**BARE, "eval_samples": "1", **keys, "output_dir": str(folder)}.items()
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "ci_llm", "train", "--config", str(CONFIG), *settings],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = call("train", "--config", str(CONFIG), *settings)
     if done.returncode:
         raise RuntimeError(f"training into {folder} ended with {done.returncode}:\n{done.stdout[-500:]}{done.stderr}")
     return final

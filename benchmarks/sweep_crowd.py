@@ -11,14 +11,11 @@ equals         all have the settings of the best one
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.crowd import BARE, CONFIG, ROOT, Results, table, train
+from benchmarks.crowd import BARE, CONFIG, Results, call, table, train
 from benchmarks.crowd_answers import Answers, crowd_answers
 from benchmarks.sweep import GRID, RANKS, RATES
 from ci_llm.sweep.board import CROWD, agents_of
@@ -39,14 +36,7 @@ def search(seed: int, folder: Path, common: Mapping[str, str]) -> list[Trial]:
         own = {**BARE, "eval_samples": "200", "eval_split": "validation", "generation_eval_samples": "0"}
         keys = {**own, **common, "seed": str(seed), "output_dir": str(folder), "agents_per_pass": str(len(GRID))}
         words = [*(f"{key}={value}" for key, value in keys.items()), *SPACES]
-        done = subprocess.run(
-            [sys.executable, "-m", "ci_llm", "sweep", "--config", str(CONFIG), *words],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = call("sweep", "--config", str(CONFIG), *words)
         record = read_record(folder)
         if done.returncode or record is None:
             raise RuntimeError(f"the sweep of seed {seed} failed:\n{done.stdout[-500:]}{done.stderr}")

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import get_scheduler
 
 from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
@@ -33,6 +32,7 @@ from ci_llm.crowd.merging import Adapter
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.crowd.prompts import Prompter, last_answer
+from ci_llm.crowd.schedules import factor
 from ci_llm.crowd.voting import Continuation
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.prompt_files import prompts_of_file
@@ -176,7 +176,7 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
     )
-    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=how.steps // 20, num_training_steps=how.steps)
+    share = factor("cosine", how.steps // 20, how.steps)
     crowd.eval()
     aggregator = "probability" if find_vote(config.aggregator) else config.aggregator
     order = _order(len(lesson.student), config.batch_size, config.seed)
@@ -191,8 +191,9 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
             batch = pack([lesson.control[n] for n in numbers], numbers).to(crowd.device)
             _learn(crowd, control, batch, how, None)
             agents.clip([config.max_grad_norm] * crowd.num_agents)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * share(step)
             optimizer.step()
-            schedule.step()
             shown.advance_to(step + 1)
 
 

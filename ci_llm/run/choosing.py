@@ -2,8 +2,8 @@
 
 It is decided once, by an evaluation after a quarter of the steps. Agents that know their training rows better than the
 crowd knows new ones have learned what these rows can teach one agent: more steps would go into memorising, and a crowd
-averages that away. Agents that know their training rows no better are not done learning: more steps help them more than
-company does. The change acts after the step that follows, as what people ask for does, and it is on record before it
+averages that away. Agents that know their training rows no better are still learning: more steps of one agent help more
+than more agents. The change acts after the next step, as a change that people ask for does. It is on record before it
 acts, so that an attempt which goes on from an older checkpoint makes it at the same step.
 """
 

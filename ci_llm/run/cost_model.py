@@ -7,6 +7,8 @@ on a laptop in seconds, forward and backward, with the family's own layers and t
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,31 +87,7 @@ def trace(
         ModelError: the base is no causal language model, or `lora_target_modules` does not fit it.
         Untraceable: what the base does depends on numbers, which fake tensors do not have.
     """
-    try:
-        return _trace(config, shape, device, rows, tokens, targets, processes)
-    except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
-        raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
-
-
-def trace_longest(
-    config: Config, shape: PreTrainedConfig, device: torch.device, rows: int, lengths: Lengths, processes: int = 1
-) -> Trace:
-    """Trace the longest micro-step to expect of rows with these lengths; see `trace`."""
-    tokens = lengths.longest_in_batch(rows)
-    targets = lengths.learned_of(tokens)
-    return trace(config, shape, device, rows=rows, tokens=tokens, targets=targets, processes=processes)
-
-
-def _trace(
-    config: Config,
-    shape: PreTrainedConfig,
-    device: torch.device,
-    rows: int,
-    tokens: int,
-    targets: int,
-    processes: int,
-) -> Trace:
-    with FakeTensorMode():
+    with _fake_tensors():
         crowd = _crowd(config, shape, device)
         few = min(rows, ROWS_TRACED)
         peak, flops = _micro_step(config, crowd, _batch(few, tokens, targets, device))
@@ -128,6 +106,24 @@ def _trace(
             activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense + gathered)),
             flops=flops * rows / few,
         )
+
+
+def trace_longest(
+    config: Config, shape: PreTrainedConfig, device: torch.device, rows: int, lengths: Lengths, processes: int = 1
+) -> Trace:
+    """Trace the longest micro-step to expect of rows with these lengths; see `trace`."""
+    tokens = lengths.longest_in_batch(rows)
+    targets = lengths.learned_of(tokens)
+    return trace(config, shape, device, rows=rows, tokens=tokens, targets=targets, processes=processes)
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    try:
+        with FakeTensorMode():
+            yield
+    except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
+        raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
 
 
 def _quantized(config: Config, crowd: Crowd) -> tuple[int, int]:

@@ -14,20 +14,9 @@ from ci_llm.crowd import base
 from ci_llm.distributed import processes
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
+from tests.support.small_run import WORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
-WORDS = [
-    "num_agents=2",
-    "lora_rank=2",
-    "batch_size=2",
-    "max_train_samples=8",
-    "max_seq_length=256",
-    "eval_samples=4",
-    "generation_eval_samples=0",
-    "eval_steps=null",
-    "num_workers=0",
-    "report_to=none",
-]
 
 
 @pytest.fixture

@@ -15,21 +15,10 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.data.lengths import Lengths
 from ci_llm.distributed import processes
 from ci_llm.run.cost_model import trace_longest
+from tests.support import small_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
-WORDS = [
-    "use_gradient_checkpointing=auto",
-    "num_agents=2",
-    "lora_rank=2",
-    "batch_size=2",
-    "max_train_samples=8",
-    "max_seq_length=256",
-    "eval_samples=4",
-    "generation_eval_samples=0",
-    "eval_steps=null",
-    "num_workers=0",
-    "report_to=none",
-]
+WORDS = ["use_gradient_checkpointing=auto", *small_run.WORDS]
 Train = Callable[..., int]
 
 

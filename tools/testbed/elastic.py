@@ -14,7 +14,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ from ci_llm.crowd.adapters import AgentStorage
 from ci_llm.crowd.model import Crowd
 from tools.testbed import worlds
 from tools.testbed.events import wait_until
-from tools.testbed.forkserver import ForkServer, free_port
+from tools.testbed.forkserver import ForkServer, end_with, free_port
 from tools.testbed.moments import train_signalled
 
 GATES: Final = [4, 11, 18, 25]
@@ -260,19 +259,16 @@ class _Job:
 
 def _forked(act: Callable[[], object]) -> int:
     """The pid of a new process that does it and ends."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
+
+    def alone() -> int:
         os.setsid()
         act()
-        code = 0
-    except BaseException:  # noqa: BLE001  the child must end here, whatever it was
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return 0
+
+    pid = os.fork()
+    if not pid:
+        end_with(alone)
+    return pid
 
 
 def _keep_store(endpoint: str) -> None:

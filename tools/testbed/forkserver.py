@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tools.testbed.events import DEADLINE_S
 
@@ -150,8 +150,8 @@ def free_port() -> int:
 
 def _become(request: dict[str, Any], rank: int, port: str) -> None:
     """Turn this fork into the trial's process; never returns."""
-    code = 1
-    try:
+
+    def trial() -> int:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
@@ -160,7 +160,17 @@ def _become(request: dict[str, Any], rank: int, port: str) -> None:
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request["ranks"])}
             os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         module, name = request["target"]
-        code = getattr(sys.modules[module], name)(**request["arguments"])
+        code: int = getattr(sys.modules[module], name)(**request["arguments"])
+        return code
+
+    end_with(trial)
+
+
+def end_with(act: Callable[[], int]) -> NoReturn:
+    """Do it in a fork, and end with the exit code that it returns: 1 after an error, whose traceback is printed."""
+    code = 1
+    try:
+        code = act()
     except BaseException:  # noqa: BLE001  the child must end here, whatever it was
         traceback.print_exc()
     finally:
