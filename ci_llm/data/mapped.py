@@ -71,7 +71,7 @@ class MappedRows:
 def mapped(data: Dataset) -> MappedRows | Dataset:
     """A data set that is the whole of its files as `MappedRows`; one in memory, or a part of its files, as it is."""
     data = data.with_format(None)
-    if not data.cache_files:
+    if not data.cache_files or data._indices is not None:  # they lie in another order, which may not be in a file
         return data
     opened = _opened_anew(data)
     same = len(opened) == len(data) and opened.features == data.features
