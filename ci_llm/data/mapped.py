@@ -10,6 +10,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from datasets import Dataset, concatenate_datasets
@@ -24,30 +25,30 @@ _ROWS_AT_ONCE: Final = 100
 
 @dataclass(frozen=True)
 class MappedRows:
-    """Rows of a `datasets.Dataset` that is the whole of its files.
+    """Rows of files of `datasets`. The files are mapped while rows are read, and not before.
 
     Attributes:
-        data: the columns that are read, of all rows.
-        numbers: of the rows that are taken.
+        files: Arrow files, in order.
+        column_names: the columns that are read.
+        numbers: of the rows that are taken, in the files together.
+        rows_in_stretch: how many are read through one mapping.
     """
 
-    data: Dataset
+    files: tuple[str, ...]
+    column_names: tuple[str, ...]
     numbers: Sequence[int]
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(self.data.column_names)
+    rows_in_stretch: int
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        row: dict[str, Any] = self.data[self.numbers[number]]
+        row: dict[str, Any] = self._opened[self.numbers[number]]
         return row
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for stretch in _pieces(self.numbers, self._rows_in_stretch):
-            opened = _opened_anew(self.data)
+        for stretch in _pieces(self.numbers, self.rows_in_stretch):
+            opened = _open(self.files, self.column_names)
             for numbers in _pieces(stretch, _ROWS_AT_ONCE):
                 columns = opened[[*numbers]]
                 for values in zip(*columns.values(), strict=True):
@@ -60,28 +61,29 @@ class MappedRows:
 
     def select_columns(self, names: Sequence[str]) -> MappedRows:
         """All rows with these columns only."""
-        return replace(self, data=self.data.select_columns(list(names)))
+        return replace(self, column_names=tuple(names))
 
-    @property
-    def _rows_in_stretch(self) -> int:
-        size = sum(os.path.getsize(file["filename"]) for file in self.data.cache_files)
-        return max(_ROWS_AT_ONCE, STRETCH_BYTES * len(self.data) // size)
+    @cached_property
+    def _opened(self) -> Dataset:
+        return _open(self.files, self.column_names)
 
 
 def mapped(data: Dataset) -> MappedRows | Dataset:
     """A data set that is the whole of its files as `MappedRows`; one in memory, or a part of its files, as it is."""
     data = data.with_format(None)
-    if not data.cache_files or data._indices is not None:  # they lie in another order, which may not be in a file
+    files = tuple(file["filename"] for file in data.cache_files)
+    if not files or data._indices is not None:  # they lie in another order, which may not be in a file
         return data
-    opened = _opened_anew(data)
-    same = len(opened) == len(data) and opened.features == data.features
-    return MappedRows(data, range(len(data))) if same else data
+    opened = _open(files, data.column_names)
+    if len(opened) != len(data) or opened.features != data.features:
+        return data
+    rows_in_stretch = STRETCH_BYTES * len(data) // max(1, sum(map(os.path.getsize, files)))
+    return MappedRows(files, tuple(data.column_names), range(len(data)), max(_ROWS_AT_ONCE, rows_in_stretch))
 
 
-def _opened_anew(data: Dataset) -> Dataset:
-    """All rows of the files of a data set, with its columns, through mappings of their own."""
-    files = [Dataset.from_file(file["filename"]) for file in data.cache_files]
-    return concatenate_datasets(files).select_columns(data.column_names)
+def _open(files: Sequence[str], columns: Sequence[str]) -> Dataset:
+    """All rows of the files, through mappings of their own."""
+    return concatenate_datasets([Dataset.from_file(file) for file in files]).select_columns(list(columns))
 
 
 def _pieces(numbers: T, size: int) -> Iterator[Any]:

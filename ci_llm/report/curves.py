@@ -133,7 +133,8 @@ def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence
     steps = (step for points in known.values() for step, _ in points)
     plot = _plot(title, Axis.around(steps, "optimizer step", margin=0.02, whole=True), known, unit)
     for step in resumed[-MOST_LANES:]:
-        plot.mark(step + 0.5)
+        if plot.across.low <= step <= plot.across.high:
+            plot.mark(step + 0.5)
     for name, points in known.items():
         plot.line(points, colours[name], name, width=1.4 if name in agents else 2.4)
     if len(agents) > NUM_COLOURS:  # more than colours: one entry for all

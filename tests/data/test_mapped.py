@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import re
 import tracemalloc
-from array import array
 from pathlib import Path
 
 import datasets
@@ -43,7 +41,7 @@ def test_rows_are_those_of_the_data_set(saved: Dataset) -> None:
     assert list(rows) == list(saved)
     assert [rows[3], rows[COUNT - 1]] == [saved[3], saved[COUNT - 1]]
     assert len(rows) == COUNT
-    assert rows.column_names == ["number", "text"]
+    assert rows.column_names == ("number", "text")
     texts = rows.select_columns(["text"]).select([7, COUNT - 1, 0])
     assert list(texts) == [{"text": saved[n]["text"]} for n in (7, COUNT - 1, 0)]
     assert list(texts.select([2])) == [{"text": saved[0]["text"]}]
@@ -73,24 +71,20 @@ def resident_of_mappings(folder: Path) -> int:
 
 def test_a_choice_of_rows_takes_a_few_bytes_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a million rows take megabytes, however they are held out, joined or weighted."""
-    count = 10_000
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    Dataset.from_dict({"text": ["word"] * count}).to_parquet(tmp_path / "rows.parquet")
-    config = Config(dataset_name=str(tmp_path / "rows.parquet"), val_set_size=0.4)
-    load_rows(config, "train")
-    gc.collect()
+    Dataset.from_dict({"text": ["word"] * 20_000}).save_to_disk(str(tmp_path / "rows"))
+    splits = {"train": mapped(datasets.load_from_disk(str(tmp_path / "rows")))}
+    monkeypatch.setattr("ci_llm.data.sources.open_splits", lambda *_: splits)
     tracemalloc.start()
     try:
-        rows = load_rows(config, "train")
+        rows = load_rows(Config(val_set_size=0.4), "train")
         kept, _ = tracemalloc.get_traced_memory()
         joined = mix([rows, rows], (1, 2), seed=1)
         with_both, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert isinstance(rows.numbers, array)
     assert kept / len(rows) < 30
     assert (with_both - kept) / len(joined) < 40
-    assert len(joined) == 2 * len(rows)
+    assert len(joined) == 2 * len(rows) == 24_000
 
 
 def test_a_mixture_of_files_keeps_order_and_places(saved: Dataset) -> None:
