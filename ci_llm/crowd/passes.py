@@ -1,4 +1,4 @@
-"""Rows through the frozen base, packed or padded: once for all agents, or the rows of each agent's own in one pass.
+"""Rows through the frozen base, packed or padded: those of all agents, or the rows of each agent's own, in one pass.
 
 Legend: K agents, N packed tokens, R rows of the base's input, D hidden width.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import AgentStorage
@@ -48,7 +49,8 @@ class Passes:
         """Final hidden states [K, N, D] of every agent on the same rows, in packed order."""
         if self.packed:
             ids, positions, bounds = self._laid(batch)
-            states = self._end_to_end(ids.expand(self.num_agents, -1), positions, bounds)
+            with once_below(self.agents) as copies:
+                states = self._end_to_end(ids.expand(copies, -1), positions, bounds)
             return states[:, : batch.num_tokens] if len(ids) > batch.num_tokens else states
         inputs, (rows, columns) = self._rectangle(batch)
         states = self._hidden({name: each.repeat(self.num_agents, 1) for name, each in inputs.items()})
@@ -117,6 +119,30 @@ class Passes:
         product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.
         """
         return -tokens % 4 if self.model.dtype == torch.float64 else max(0, 4 - tokens)
+
+
+@contextmanager
+def once_below(agents: AgentStorage) -> Iterator[int]:
+    """Run the trunk of the base once for all agents, which read the same rows, and every layer above it for each.
+
+    Nothing in the trunk is trained, so autograd keeps nothing of it, and checkpointing does not compute it again.
+
+    Yields:
+        how many copies of the rows the base has to be given.
+    """
+    count, trunk = agents.settings.num_agents, agents.trunk
+    if trunk is None:
+        yield count
+        return
+
+    def spread(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, lambda states: states.expand(count, *states.shape[1:]), output)
+
+    handle = trunk.register_forward_hook(spread)
+    try:
+        yield 1
+    finally:
+        handle.remove()
 
 
 @contextmanager
