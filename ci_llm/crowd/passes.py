@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -158,7 +159,15 @@ def reading(agents: AgentStorage, spans: Sequence[slice]) -> Iterator[None]:
             layer.spans = None
 
 
-def both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
+    """Let autograd keep the inputs of the base's layers only; the backward pass computes the rest again."""
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": partial(_both_passes, agents)})
+    # Transformers lets the embedded tokens have a gradient, which another form of checkpointing needs. Here it would
+    # lead through the trunk, and have it computed again for nothing.
+    model.disable_input_require_grads()
+
+
+def _both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a recomputed layer: of its pass, and of that in backward, which has to know whose tokens it reads."""
     spans = next(iter(agents.layers.values())).spans
     return nullcontext(), nullcontext() if spans is None else reading(agents, spans)
