@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,6 +148,16 @@ def test_agents_on_the_first_layer_have_no_trunk() -> None:
     assert crowd_on(base(layers=LAYERS), "all").agents.trunk is None
     assert crowd_on(base(layers=LAYERS), (0, 3)).agents.trunk is None
     assert Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.trunk is not None
+
+
+def test_a_crowd_of_fewer_agents_has_the_trunk_of_the_old_one() -> None:
+    crowd = crowd_on(base(layers=LAYERS))
+    wanted = gradients(crowd)
+    crowd.become(replace(crowd.settings, num_agents=2), [2, 0], ["agent2", "agent0"])
+    read = copies_read(crowd.model.model.layers)
+    for found, before in zip(gradients(crowd), wanted, strict=True):
+        assert torch.equal(found, before[[2, 0]])
+    assert read == [[1], [1], [2], [2]]
 
 
 def test_a_module_outside_of_the_layers_may_come_before_them() -> None:
