@@ -69,7 +69,7 @@ def copies_read(layers: Any) -> list[list[int]]:
     return read
 
 
-@pytest.mark.parametrize("agents", [1, 4])
+@pytest.mark.parametrize("agents", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("layers", "numbers"), [("upper_half", [2, 3]), ((1, 3), [1, 3]), ((3,), [3]), ((0, 2), [0, 2])], ids=str
 )
@@ -101,7 +101,7 @@ def module_of(tensor: str) -> str:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gpt2", "gpt_neox", "gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("phi", "bloom"))],
+    ["llama", "gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_neox", "gemma3", "phi", "bloom"))],
 )
 def test_the_bits_are_those_of_a_base_that_runs_for_every_agent(family: str) -> None:
     crowd = crowd_on(base(family), dropout=0.2, dropconnect=0.3)
@@ -134,7 +134,7 @@ def test_an_error_in_a_pass_leaves_the_base_as_it_was() -> None:
     assert not crowd.agents.trunk._forward_hooks
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_of_the_trunk_is_kept_for_the_backward_pass(autocast: bool) -> None:
     def kept(layers: int, adapted: tuple[int, ...]) -> int:
         model = base(dtype=torch.float32, layers=layers)
@@ -227,6 +227,7 @@ def test_rows_of_each_agents_own_go_through_the_trunk_without_a_gradient() -> No
 # Answers and files
 
 
+@pytest.mark.slow
 def test_the_crowd_generates_what_its_passes_say() -> None:
     """The cache of keys and values holds those of the trunk for every agent."""
     crowd = crowd_on(base(layers=LAYERS)).eval()
@@ -269,6 +270,7 @@ def embedded(settings: LoraSettings) -> Crowd:
     return crowd
 
 
+@pytest.mark.slow
 def test_peft_and_from_pretrained_open_what_is_saved(tmp_path: Path) -> None:
     own = ({"layers": "upper_half"}, {"layers": (1,), "target_modules": ("q_proj", "v_proj"), "seed": 5}, {})
     crowd = embedded(LoraSettings(rank=4, alpha=8, agents=own))
@@ -286,6 +288,7 @@ def test_peft_and_from_pretrained_open_what_is_saved(tmp_path: Path) -> None:
     assert sorted(written[1]["target_modules"]) == ["q_proj", "v_proj"]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_trained_in_some_layers_becomes_an_agent(tmp_path: Path) -> None:
     config = peft.LoraConfig(
         r=4, target_modules=PROJECTIONS, layers_to_transform=[1], init_lora_weights=False, task_type="CAUSAL_LM"
@@ -301,6 +304,7 @@ def test_an_adapter_that_peft_trained_in_some_layers_becomes_an_agent(tmp_path: 
         torch.testing.assert_close(logits_of(crowd, 0), logits_by_peft(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 def test_a_merge_of_agents_in_other_layers_has_the_layers_of_all() -> None:
     """PEFT takes the names of all adapters, but the layers of the first: these would be lost."""
     crowd = embedded(LoraSettings(rank=4, alpha=8, agents=({"layers": "upper_half"}, {"layers": (0,), "seed": 5})))
