@@ -34,11 +34,13 @@ def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset]:
 
 
 def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
-    """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`."""
-    names = set(data.column_names)
-    if len(data) > 1 or not (names <= {unnamed, "train", *EVAL_SPLITS} or names == {"data"}):
+    """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
+    numbers and texts beside it, such as a version, are left aside."""
+    lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
+    if "data" in lists:
+        lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
+    if not lists or not (lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):
         return {unnamed: data}
-    lists: Mapping[str, Any] = data[0]
     if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
         return {unnamed: data}
     return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
