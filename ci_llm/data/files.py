@@ -139,18 +139,23 @@ def _from_files(files: list[Path], where: str) -> Dataset:
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise empty(where) from error
+        same = "repair the file; each row must have the same columns with values of the same type"
         raise DataError(
             f"The data set cannot be read as {kind}: {_reason(error)}.",
             where=where,
-            hint="repair the file; each row must have the same columns with values of the same type",
+            hint="save it as UTF-8" if isinstance(_innermost(error), UnicodeDecodeError) else same,
         ) from error
 
 
+def _innermost(error: BaseException) -> BaseException:
+    """The first cause: the outer errors only say that something failed."""
+    return error if error.__cause__ is None else _innermost(error.__cause__)
+
+
 def _reason(error: BaseException) -> str:
-    """The message of the innermost cause, in one line: the outer errors only say that something failed."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split()).rstrip(".!") or type(error).__name__
+    """The message of the innermost cause, in one line."""
+    innermost = _innermost(error)
+    text = " ".join(str(innermost).split()).rstrip(".!") or type(innermost).__name__
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
