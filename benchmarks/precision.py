@@ -131,23 +131,21 @@ def curves(
 
 
 def table(found: Mapping[str, Curves]) -> str:
-    """In markdown: each precision's means over the seeds; under the first, the spread between the seeds; under each
-    other, the largest difference from the first with the same seed."""
-    fp32, *_ = found.values()
-    windows = [f"to {WINDOW * (w + 1)}" for w in range(fp32.losses.shape[1])]
-    out = ["| | " + " | ".join([*windows, "agents NLL", "crowd NLL"]) + " |"]
-    out.append("|---" * (len(windows) + 3) + "|")
-    for name, each in found.items():
-        out.append(_line(name, each.columns.mean(0)))
-        if each is fp32:
-            out.append(_line("highest minus lowest seed", each.columns.amax(0) - each.columns.amin(0)))
-        else:
-            out.append(_line("largest difference from fp32, same seed", (each.columns - fp32.columns).abs().amax(0)))
+    """In markdown, a line for each window: the mean of every precision over the seeds; beside the first, the spread
+    between the seeds; beside each other, the largest difference from the first with the same seed."""
+    fp32, *others = found.values()
+    named = [f"to step {WINDOW * (w + 1)}" for w in range(fp32.losses.shape[1])]
+    columns = [fp32.columns.mean(0), fp32.columns.amax(0) - fp32.columns.amin(0)]
+    for each in others:
+        columns += [each.columns.mean(0), (each.columns - fp32.columns).abs().amax(0)]
+    first, *names = found
+    heads = [first, "highest minus lowest seed", *(head for name in names for head in (name, "largest difference"))]
+    out = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name, values in zip(
+        [*named, "agents, held out", "crowd, held out"], torch.stack(columns, 1).tolist(), strict=True
+    ):
+        out.append(f"| {name} | {' | '.join(f'{value:.4f}' for value in values)} |")
     return "\n".join(out)
-
-
-def _line(name: str, values: Tensor) -> str:
-    return f"| {name} | " + " | ".join(f"{value:.4f}" for value in values.tolist()) + " |"
 
 
 def main() -> None:

@@ -122,12 +122,12 @@ def test_curves_of_two_precisions_are_paired_by_seed(tmp_path: Path) -> None:
     fp32 = precision.Curves.of([run("a", [4.0, 3.0], [1.0, 2.0]), run("b", [4.5, 3.25], [1.0, 1.0])])
     bf16 = precision.Curves.of([run("c", [4.125, 3.0], [1.0, 2.0]), run("d", [4.5, 3.0], [1.0, 2.0])])
     assert precision.table({"fp32": fp32, "bf16": bf16}).splitlines() == [
-        "| | to 20 | to 40 | agents NLL | crowd NLL |",
+        "| | fp32 | highest minus lowest seed | bf16 | largest difference |",
         "|---|---|---|---|---|",
-        "| fp32 | 4.2500 | 3.1250 | 1.2500 | 0.5000 |",
-        "| highest minus lowest seed | 0.5000 | 0.2500 | 0.5000 | 0.0000 |",
-        "| bf16 | 4.3125 | 3.0000 | 1.5000 | 0.5000 |",
-        "| largest difference from fp32, same seed | 0.1250 | 0.2500 | 0.5000 | 0.0000 |",
+        "| to step 20 | 4.2500 | 0.5000 | 4.3125 | 0.1250 |",
+        "| to step 40 | 3.1250 | 0.2500 | 3.0000 | 0.2500 |",
+        "| agents, held out | 1.2500 | 0.5000 | 1.5000 | 0.5000 |",
+        "| crowd, held out | 0.5000 | 0.0000 | 0.5000 | 0.0000 |",
     ]
 
 
