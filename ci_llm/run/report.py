@@ -6,7 +6,6 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cluster.elastic import has_rounds
@@ -125,21 +124,21 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
 def leave_page(
     config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager | CheckpointStore
 ) -> None:
-    """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
+    """Write report.html, as the last act of an attempt. It never fails the run.
 
-    A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is
-    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later. Between two elastic rounds the
-    others wait for this process.
+    A run that was told to end has a grace. The page is left out when a third of the grace is over: to leave in time is
+    worth more, and `ci-llm report RUN` writes the page later. Between two elastic rounds the others
+    wait for this process.
     """
     told_at = interrupts.stop_requested_at
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if not (config.write_report and processes.is_main and find_spec("matplotlib") and manager.holds_lease()):
+    if not (config.write_report and processes.is_main and manager.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)
-    except Exception as error:  # noqa: BLE001 - whatever a drawing library raises, the work of the run is done
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, the work of the run is done
         logger.warning(f"report.html was not written: {type(error).__name__}: {error}")
     else:
         logger.info(f"report     {page}")
