@@ -106,16 +106,18 @@ _ABOUT_OTHER_ROWS = (
 
 
 def _with_own_data(config: Config) -> dict[str, str | None]:
-    """The keys to change for a fresh run on the reader's own rows; not on the embedded base."""
+    """The keys to change for a fresh run on the reader's own rows. The embedded base gives way to another, and with it
+    all that was typed: its learning rate would ruin a larger one."""
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
-        base = {"config": str(preset)} if preset else {"model_name": "..."}
-        changes |= {"config": None, "model_name": None, **base}
-    defaults = Config()
-    for key in _ABOUT_OTHER_ROWS:
-        value, default = getattr(config, key), getattr(defaults, key)
-        changes[key] = None if value == default or changes.get("config") else str(default or "null")
+        changes |= {"config": str(preset) if preset else None, **dict.fromkeys(Config.model_fields)}
+        changes |= {} if preset else {"model_name": "..."}
+    else:
+        defaults = Config()
+        for key in _ABOUT_OTHER_ROWS:
+            value, default = getattr(config, key), getattr(defaults, key)
+            changes[key] = None if value == default else str(default or "null")
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
 
 
