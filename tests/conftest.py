@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """The fork server of all tests that need no environment of their own."""
-    with ForkServer("tools.testbed.trials") as started:
+    with ForkServer("tools.testbed.trials", "tools.testbed.warm") as started:
         yield started
 
 
