@@ -24,12 +24,12 @@ from ci_llm.crowd.calibration import Calibration, Logistic
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError
+from tests.support.children import PYTHONPATH
 from tests.support.crowds import K, disturbed_crowd
 from tools.testbed.events import DEADLINE_S
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 SHORT: Any = {"max_new_tokens": 24}
-ROOT = Path(__file__).parents[2]
 #: The command, whose answer stands still after each token while a file is there.
 HELD = """
 import sys, time
@@ -219,7 +219,7 @@ class Talk:
     def __init__(self, *words: str | Path) -> None:
         self.pid, self._fd = pty.fork()
         if not self.pid:
-            os.environ |= {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            os.environ |= {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
             os.execv(sys.executable, [sys.executable, "-c", HELD, "chat", *map(str, words)])
         self.output = ""
         self._ended = False

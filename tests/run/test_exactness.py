@@ -8,7 +8,6 @@ and other systems beside this one.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.campaign import every_pair, sampled
-from tests.support.children import ROOT, Child
+from tests.support.children import PYTHONPATH, ROOT, Child
 from tools.testbed.forkserver import ENVIRONMENT, ForkServer, free_port
 from tools.testbed.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
@@ -100,9 +99,9 @@ def test_through_train_py(trials: Trials, cell: Cell) -> None:
 
 
 def write_call(cell: Cell, folder: Path) -> None:
-    """A configuration file, and what makes a Python process end itself on a file event."""
+    """A configuration file, and what makes a process end itself on a file event."""
     (folder / "trial.yaml").write_text("\n".join(cell.arguments()).replace("=", ": "))
-    (folder / "sitecustomize.py").write_text(
+    (folder / "die.py").write_text(
         "import os, sys\n"
         "def die(event, arguments):\n"
         "    name = os.environ.get('DIE_BEFORE')\n"
@@ -132,7 +131,8 @@ def surroundings(cell: Cell, folder: Path, die_before: str) -> list[dict[str, st
     """The variables of each process; only the first is told when to die."""
     all_of_them = {
         **ENVIRONMENT,
-        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+        "PYTHONPATH": PYTHONPATH,
+        "AT_START": str(folder / "die.py"),
         "DIE_BEFORE": die_before,
     }
     if cell.ranks == 1:

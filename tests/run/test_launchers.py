@@ -77,7 +77,7 @@ def stop(child: Child, folder: Path) -> list[str]:
     return child.seen
 
 
-@pytest.mark.parametrize("case", sampled(BEFORE_AND_AFTER, BEFORE_AND_AFTER[::2]), ids=", ".join)
+@pytest.mark.parametrize("case", sampled(BEFORE_AND_AFTER, BEFORE_AND_AFTER[:3:2]), ids=", ".join)
 def test_before_and_after_training(case: tuple[str, str], tmp_path: Path) -> None:
     launcher, when = case
     seen, keys, step = MOMENTS[when]

@@ -26,6 +26,7 @@ from ci_llm.supervisor import own_run
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.output_scan import Evidence
 from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
+from tests.support.children import PYTHONPATH
 
 KINDS = ("nonfinite", "out_of_memory", "killed", "interrupted", "hang", "disk_full", "damaged")
 WORDS = ["--train-script", SCRIPTS / "light_trainer.py", "batch_size=64", "learning_rate=4e-3", "good_after_steps=1"]
@@ -127,8 +128,8 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     """`accelerate launch` dies of the SIGTERM that its orphan, the trainer, survives to save."""
     (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
     words = ["num_agents=1", "max_train_samples=40", "batch_size=2", "num_workers=0", "lr_scheduler_type=constant"]
-    words += ["eval_steps=null", "eval_samples=2", "max_new_tokens_eval=4"]
-    path = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    words += ["eval_steps=null", "eval_samples=2", "generation_eval_samples=2", "max_new_tokens_eval=4"]
+    path = {"PYTHONPATH": PYTHONPATH, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with Terminal(*words, "max_train_steps=999", *launcher, cwd=tmp_path, env=path) as first:
         first.read_until("/999 ")  # the bar has begun to move
         processes = first.descendants()

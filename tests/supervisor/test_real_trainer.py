@@ -10,7 +10,8 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import read_recovery
 from ci_llm.core.run_status import read_status
-from tests.supervisor.terminal import ROOT, Terminal
+from tests.supervisor.terminal import Terminal
+from tests.support.children import PYTHONPATH
 from tests.support.faults import KEYS, Fault, fired, metrics
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
     (folder / "train.py").write_text(SCRIPT.replace("{fault}", repr(values)).replace("{cut!r}", repr(cut)))
     (folder / "configs.yaml").touch()  # the defaults, and not the project's own
     words = [f"{key}={value}" for key, value in (KEYS | keys).items()]
-    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     with Terminal("--train-script", "train.py", *words, cwd=folder, hasty=True, env=env) as terminal:
         assert terminal.wait() == 0, terminal.text
     assert fired(folder)
