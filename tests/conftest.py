@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
-    if hasattr(config, "workerinput"):  # side by side: what takes long comes first, and the many small files fill the end
+    if hasattr(config, "workerinput"):  # side by side: what takes long comes first, and many small files fill the end
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
 
