@@ -13,12 +13,16 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import campaign
 from tools.testbed.forkserver import ForkServer
+
+if TYPE_CHECKING:
+    from tools.testbed.trials import Trials  # with torch, which most files do without
 
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -74,6 +78,14 @@ def server() -> Iterator[ForkServer]:
     """The fork server of all tests that need no environment of their own."""
     with ForkServer("tools.testbed.trials", "tools.testbed.warm") as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    """Cells of all files: a reference is trained once."""
+    from tools.testbed.trials import Trials
+
+    return Trials(server, tmp_path_factory.mktemp("trials"))
 
 
 @pytest.fixture

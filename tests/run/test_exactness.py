@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.campaign import every_pair, sampled
 from tests.support.children import PYTHONPATH, ROOT, Child
-from tools.testbed.forkserver import ENVIRONMENT, ForkServer, free_port
+from tools.testbed.forkserver import ENVIRONMENT, free_port
 from tools.testbed.trials import MOMENTS, STEPS, Cell, Fate, Trials, account, differences, matrix, unwitnessed
 
 pytestmark = pytest.mark.slow
@@ -54,11 +54,6 @@ THROUGH_TRAIN_PY = [
 #: What `make test` runs of them: each value of each axis, and of one process each pair of values.
 SAMPLE = [*every_pair(ONE_PROCESS), *OTHER_MATHS[3:], *TWO_PROCESSES[::3], TWO_PROCESSES[-1]]
 SAMPLE_THROUGH_TRAIN_PY = [THROUGH_TRAIN_PY[0], THROUGH_TRAIN_PY[-1]]
-
-
-@pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("exactness"))
 
 
 # Killed
