@@ -53,7 +53,6 @@ THROUGH_TRAIN_PY = [
 ]
 #: What `make test` runs of them: each value of each axis, and of one process each pair of values.
 SAMPLE = [*every_pair(ONE_PROCESS), *OTHER_MATHS[3:], *TWO_PROCESSES[::3], TWO_PROCESSES[-1]]
-SAMPLE_THROUGH_TRAIN_PY = [THROUGH_TRAIN_PY[0], THROUGH_TRAIN_PY[-1]]
 
 
 # Killed
@@ -80,9 +79,12 @@ def test_dying_again_and_again(trials: Trials) -> None:
     assert not differences(trials.reference(cell), account(folder))
 
 
-@pytest.mark.parametrize("cell", sampled(THROUGH_TRAIN_PY, SAMPLE_THROUGH_TRAIN_PY), ids=str)
+@pytest.mark.parametrize("cell", sampled(THROUGH_TRAIN_PY, THROUGH_TRAIN_PY[:1]), ids=str)
 def test_through_train_py(trials: Trials, cell: Cell) -> None:
-    """The program as people call it, killed when it is about to give the next checkpoint its name."""
+    """The program as people call it, killed when it is about to give the next checkpoint its name.
+
+    In the sample one process; two of them, under torchrun and the supervisor: tests/run/test_beginnings.py.
+    """
     folder = trials.new_folder()
     write_call(cell, folder)
     doomed = min(2 * cell.saved_step, STEPS)

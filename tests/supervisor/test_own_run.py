@@ -26,9 +26,10 @@ from ci_llm.supervisor import own_run
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.output_scan import Evidence
 from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
-from tests.support.campaign import size
+from tests.support.campaign import sampled, size
 from tests.support.children import PYTHONPATH
 
+ACCELERATE = ["--", "accelerate", "launch", "--num_processes=1", "train.py"]
 KINDS = ("nonfinite", "out_of_memory", "killed", "interrupted", "hang", "disk_full", "damaged")
 WORDS = ["--train-script", SCRIPTS / "light_trainer.py", "batch_size=64", "learning_rate=4e-3", "good_after_steps=1"]
 
@@ -127,7 +128,7 @@ def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], ["--", "accelerate", "launch", "--num_processes=1", "train.py"]])
+@pytest.mark.parametrize("launcher", sampled([[], ACCELERATE], [ACCELERATE]))
 def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: list[str]) -> None:
     """`accelerate launch` dies of the SIGTERM that its orphan, the trainer, survives to save."""
     (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
