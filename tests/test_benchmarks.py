@@ -40,6 +40,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.sweep.board import agents_of
 from ci_llm.sweep.trials import Trial
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
 
@@ -248,6 +249,19 @@ def test_a_campaign_of_faults_is_drawn_by_its_seed_with_room_between_them() -> N
     assert kinds.count("oom") == campaign.OOMS_AT_MOST
     gaps = [after.step - before.step for before, after in pairwise(faults)]
     assert min(gaps) > 2 * campaign.SAVE_STEPS
+    assert {fault.kind for fault in campaign.draw(seed=3, count=1000, kinds=campaign.ALL)} == set(campaign.ALL)
+
+
+@pytest.mark.slow
+def test_a_supervised_run_survives_a_dead_node_and_a_lost_disk_to_the_same_bits(tmp_path: Path) -> None:
+    """A sample of the campaign of 1,000."""
+    kinds = ("nan", "node", "lost_disk")
+    faults = campaign.draw(seed=1, count=3, kinds=kinds)
+    kept = [fault for fault in faults if fault.kind == "nan"]
+    runs = [campaign.Campaign(tmp_path / str(len(some)), some, 48, 1, mirror=True) for some in (faults, kept)]
+    assert [run.run(DEADLINE_S) for run in runs] == [3, 1]
+    assert {line["kind"] for line in campaign.ledger(tmp_path / "3")} == {"start", *kinds}
+    assert runs[0].bits() == runs[1].bits() != {}
 
 
 def test_what_a_fault_costs_is_read_off_the_ledger() -> None:

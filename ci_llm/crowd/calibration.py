@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ci_llm.crowd.aggregators import Learned, dirichlet
@@ -31,8 +30,6 @@ from ci_llm.crowd.uncertainty import TokenUncertainty
 if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd
     from ci_llm.data.batches import Batch
-
-Numbers = NDArray[np.float64]
 
 #: The temperatures that are tried; the best one is refined by a parabola through it and its neighbours.
 TEMPERATURES: Final = tuple(0.5 * 4 ** (step / 24) for step in range(25))

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from annotated_types import Ge, Le
 from pydantic import Field, ValidationError
 
-from ci_llm.checkpoints.policy import FIRST_S
 from ci_llm.config.parsing import COMMAND_LINE, Entry, UnreadableError, expected, hint, read_arguments, read_value
 from ci_llm.config.schema import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.suggest import nearest
@@ -82,11 +81,6 @@ class Cluster(Keys):
     def durable_s(self) -> float:
         """How long a save takes until it is on the disk."""
         return max(self.state_mb / self.storage_mb_per_s, self.stall)
-
-    @property
-    def first_interval_s(self) -> float:
-        """The interval before anything is measured."""
-        return FIRST_S if self.save_interval == "auto" else self.save_interval
 
     def but(self, **values: object) -> Cluster:
         """The same with other values."""
