@@ -26,7 +26,7 @@ from ci_llm.supervisor import own_run
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.output_scan import Evidence
 from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
-from tests.support.campaign import sampled, size
+from tests.support.campaign import first_fast, sampled, size
 from tests.support.children import PYTHONPATH
 
 ACCELERATE = ["--", "accelerate", "launch", "--num_processes=1", "train.py"]
@@ -156,14 +156,20 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [
-        (["batch_size=none"], ["batch_size is 'none'"]),
-        (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
-        (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key", "write --config FILE"]),
-        (["--config-name", "mine"], ["the trainer of this project takes no --config-name\n", "write --config FILE"]),
-        (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
-        (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
-    ],
+    first_fast(
+        [
+            (["batch_size=none"], ["batch_size is 'none'"]),
+            (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
+            (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key", "write --config FILE"]),
+            (
+                ["--config-name", "mine"],
+                ["the trainer of this project takes no --config-name\n", "write --config FILE"],
+            ),
+            (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
+            (["--", "torchrun", SCRIPTS / "light_trainer.py", "num_agent=3"], ["did you mean num_agents?"]),
+        ],
+        2,
+    ),
 )
 def test_a_wrong_configuration_is_refused_at_once(tmp_path: Path, words: list[str], told: list[str]) -> None:
     script = [] if "--" in words else ["--train-script", SCRIPTS / "light_trainer.py"]
