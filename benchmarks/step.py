@@ -9,6 +9,7 @@ original's way one PEFT model, `set_adapter` for one agent after the other, rows
                of all agents alive until one backward. Repaired: the agents left behind keep their gradients
 separate runs  K PEFT models, each its own forward, backward and optimizer; rows padded to the longest of the batch
 ours in bf16   the same as ours on a base in bf16, under autocast; with --precision bf16 all trainers are
+shared trunk   with --trunk: ours with `agent_layers: upper_half`, and the original's way with these adapters beside it
 
 The last line says which share of our step the necessary products take at the speed that they have alone (`floor.py`).
 """
@@ -36,6 +37,7 @@ from ci_llm.config import Config
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.targets import Layers, peft_targets
 from ci_llm.data.batches import Batch, padded
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
@@ -53,6 +55,7 @@ SIZES = {  # hidden, layers, feed-forward, heads
     "125M": (768, 14, 2048, 12),
 }
 OURS, ORIGINAL, SEPARATE, BF16 = "ours", "original's way", "separate runs", "ours in bf16"
+TRUNK, UPPER = "shared trunk", "original's way, upper half"
 #: Three ways to round the same sums, by precision; a wrong mask, shift or scale is far above.
 LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 1e-2}
 
@@ -60,14 +63,14 @@ LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 1e-2}
 class Ours:
     """One step as the training loop takes it; the attributes are what its functions read of a run."""
 
-    def __init__(self, base: PreTrainedModel) -> None:
+    def __init__(self, base: PreTrainedModel, layers: Layers = "all") -> None:
         mixed: Any = "bf16" if base.dtype == torch.bfloat16 else "no"
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
         self.config, _ = self.processes.settle_precision(wanted, before=Config(mixed_precision=mixed))
         recovery = RecoveryState(agents=(AgentRecovery(),) * K)
         self.state = TrainState(skipped=(0,) * K, recovery=recovery)
-        self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "random")
+        self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()
         self.heartbeat = Heartbeat()
         self.objective = Objective()
@@ -91,9 +94,9 @@ class OriginalsWay:
     """K forward passes by `set_adapter`, padded to 512, one backward."""
 
     def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
-        self.model = peft.get_peft_model(base, _lora(), adapter_name="agent0")
+        self.model = peft.get_peft_model(base, _lora(crowd), adapter_name="agent0")
         for k in range(1, K):
-            self.model.add_adapter(f"agent{k}", _lora())
+            self.model.add_adapter(f"agent{k}", _lora(crowd))
         self.agents = []
         for k in range(K):
             name = f"agent{k}"
@@ -124,7 +127,7 @@ class SeparateRuns:
     """K PEFT models that know nothing of each other."""
 
     def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
-        self.models = [peft.get_peft_model(copy.deepcopy(base), _lora()).train() for _ in range(K)]
+        self.models = [peft.get_peft_model(copy.deepcopy(base), _lora(crowd)).train() for _ in range(K)]
         for k, model in enumerate(self.models):
             peft.set_peft_model_state_dict(model, crowd.agents.agent_tensors(k))
         self.agents = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
@@ -144,8 +147,10 @@ class SeparateRuns:
         return total / K
 
 
-def _lora() -> peft.LoraConfig:
-    return peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+def _lora(crowd: Crowd) -> peft.LoraConfig:
+    """The adapter of each of its agents."""
+    places = peft_targets(crowd.model, crowd.agents.adapted_by(0))
+    return peft.LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **places)
 
 
 def in_precision_of(model: torch.nn.Module) -> torch.autocast:
@@ -203,8 +208,8 @@ class Measured:
         return statistics.median(cpu_ratios(self.costs[name], self.costs[OURS]))
 
 
-def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32") -> Measured:
-    """Every trainer on every batch, in turns.
+def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32", *, trunk: bool = False) -> Measured:
+    """Every trainer on every batch, in turns; with `trunk` also those with adapters in the upper half of the layers.
 
     Raises:
         AssertionError: the trainers' losses differ, so they did not do the same.
@@ -219,6 +224,9 @@ def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32") -> Meas
         SEPARATE: SeparateRuns(base, ours.crowd),
         **({BF16: Ours(random_base(size).bfloat16())} if precision == "fp32" else {}),
     }
+    if trunk:
+        trainers[TRUNK] = upper = Ours(random_base(size).to(dtype), "upper_half")
+        trainers[UPPER] = OriginalsWay(random_base(size).to(dtype), upper.crowd)
     losses: dict[str, list[float]] = {name: [] for name in trainers}
 
     def noting(name: str) -> Callable[[Batch], None]:
@@ -227,8 +235,9 @@ def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32") -> Meas
     costs = take_turns({**{name: noting(name) for name in trainers}, "products": products.step}, inputs)
     del costs["products"]
     ours.processes.shutdown()
-    for name in trainers:
-        gap = max(abs(a - b) / a for a, b in zip(losses[OURS], losses[name], strict=True))
+    for name in {*trainers} - {TRUNK}:
+        same = losses[TRUNK if name == UPPER else OURS]
+        gap = max(abs(a - b) / a for a, b in zip(same, losses[name], strict=True))
         allowed = LOSSES_AGREE_TO["bf16" if name == BF16 else precision]
         assert gap < allowed, f"the losses of {name} differ by up to {gap:.1e}"
     floor = shares(ours.crowd, inputs, products.flops_per_s, [cost.cpu_s for cost in costs[OURS]])
@@ -244,6 +253,10 @@ def table(measured: Measured, rows: int) -> str:
         median, ratios = median_cost(listed), cpu_ratios(listed, costs[OURS])
         times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if name != OURS else "1"
         lines.append(f"| {rows} | {name} | {median.cpu_s:.3f} | {median.wall_s:.3f} | {times} |")
+    for name in (ORIGINAL, UPPER) if TRUNK in costs else ():
+        ratios = cpu_ratios(costs[name], costs[TRUNK])
+        times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        lines.append(f"| {rows} | {name} / {TRUNK} | | | {times} |")
     share, speed = statistics.median(measured.floor), measured.flops_per_s / 1e9
     return "\n".join([*lines, f"| {rows} | the floor, at {speed:.0f} GFLOP/s | | | {share:.2f} |"])
 
@@ -256,6 +269,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 8], help="rows per step (default: 2 8)")
     parser.add_argument("--precision", choices=LOSSES_AGREE_TO, default="fp32", help="of all trainers (default: fp32)")
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
+    parser.add_argument("--trunk", action="store_true", help="measure adapters in the upper half of the layers as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -265,7 +279,7 @@ def main() -> None:
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
     for rows in options.rows:
         inputs = batches(options.dataset, rows, options.rounds + 1)
-        print(table(measure(options.size, inputs, options.precision), rows), flush=True)
+        print(table(measure(options.size, inputs, options.precision, trunk=options.trunk), rows), flush=True)
 
 
 if __name__ == "__main__":

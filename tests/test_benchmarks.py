@@ -64,14 +64,15 @@ def test_the_shipped_lengths_are_those_of_gsm8k() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_three_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two optimizer steps; `measure` compares their losses."""
     for module in (gsm8k, step):
         monkeypatch.setattr(module, "VOCABULARY", 500)
-    measured = step.measure("tiny", gsm8k.batches(None, 2, 2))
+    measured = step.measure("tiny", gsm8k.batches(None, 2, 2), trunk=True)
     table = step.table(measured, rows=2)
-    assert [len(listed) for listed in measured.costs.values()] == [1, 1, 1, 1]
-    assert table.count("| 2 |") == 5
+    assert [len(listed) for listed in measured.costs.values()] == [1] * 6
+    assert table.count("| 2 |") == 9
+    assert "| 2 | original's way, upper half / shared trunk |" in table
     assert "the floor" in table
     assert len(measured.floor) == 1
 

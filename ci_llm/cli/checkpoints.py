@@ -236,13 +236,14 @@ def _import(call: argparse.Namespace) -> int:
         told = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
         _print_json({**told, "lora_rank": settings.rank, "lora_alpha": settings.alpha})
         return 0
-    targets = settings.target_modules
+    places = {"lora_target_modules": settings.target_modules, "agent_layers": settings.layers}
+    said = (f"{key}={value if isinstance(value, str) else ','.join(map(str, value))}" for key, value in places.items())
     print(f"{call.to}: {crowd.num_agents} agents of rank {settings.rank} on {base_model}")
     print(f'answer:  Crowd.from_pretrained("{call.to}").generate(...)')
     print(
         f"train:   python train.py init_from={call.to} num_agents={crowd.num_agents} lora_rank={settings.rank}"
         f" lora_alpha={settings.alpha:g} use_rslora={str(settings.use_rslora).lower()}"
-        f" lora_target_modules={targets if isinstance(targets, str) else ','.join(targets)}"
+        f" {' '.join(said)}"
         f" model_name={base_model} experiment_name=mine"
     )
     return 0

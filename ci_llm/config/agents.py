@@ -15,7 +15,7 @@ from typing import Any, Final
 from ci_llm.config.entries import by_key, read_values, sound_values
 from ci_llm.config.names import FIELDS, UnknownNameError, resolve
 from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
-from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, takes_list
+from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, lists_values
 from ci_llm.config.problems import Problem, error_of, given_twice, unknown
 from ci_llm.config.yaml_file import read_flow
 
@@ -71,8 +71,7 @@ def _values_of(key: str, entry: Entry) -> tuple[Raw, ...] | None:
     raw = _read_text(entry.raw)
     if not isinstance(raw, Items) or not raw.values:
         return None
-    several = not takes_list(FIELDS[key]) or any(isinstance(value, Items) for value in raw.values)
-    return raw.values if several else None
+    return raw.values if lists_values(FIELDS[key], raw) else None
 
 
 def _read_text(raw: Raw) -> Raw:

@@ -15,13 +15,13 @@ ORDER_KEYS: Final = (*ROWS_KEYS, "data_seed")
 #: What an agent may have of its own, beside `name`.
 OWN_KEYS: Final = (
     *("learning_rate", "lr_scheduler_type", "num_warmup_steps", "num_warmup_steps_ratio", "weight_decay"),
-    *("max_grad_norm", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout"),
-    *("dropconnect_p", "seed", "row_weights"),
+    *("max_grad_norm", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers"),
+    *("lora_dropout", "dropconnect_p", "seed", "row_weights"),
     *ORDER_KEYS,
 )
 NAME: Final = "name"
 #: Those that say which shape and scale its adapter has: a copy of an agent has the same.
-SHAPE_KEYS: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
+SHAPE_KEYS: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers")
 
 _WHY_COMMON: Final[Mapping[str, str]] = {
     "num_agents": "it is the length of the list",

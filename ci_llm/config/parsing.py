@@ -141,6 +141,12 @@ def takes_list(field: FieldInfo) -> bool:
     return any(kind.item is not None or kind.may_be_several for kind in kinds_of(field))
 
 
+def lists_values(field: FieldInfo, raw: Items) -> bool:
+    """Whether a list holds several values of the key, and is not one value that is a list itself."""
+    words = {Scalar(choice) for kind in kinds_of(field) for choice in kind.choices}
+    return not takes_list(field) or any(isinstance(value, Items) or value in words for value in raw.values)
+
+
 def read_value(field: FieldInfo, raw: Raw) -> object:
     """The value of `field` that `raw` means.
 

@@ -44,6 +44,7 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no 
 Sources = Annotated[PathText, BeforeValidator(_joined), SeveralMark()]
 Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
+Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Count = Annotated[int, Ge(1)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Size = Annotated[int, Ge(0)]
@@ -139,6 +140,9 @@ class AgentKeys(Keys):
     lora_target_modules: Literal["all-linear"] | Names = exact(
         "all-linear", "Linear layers that get an adapter: all-linear, or a list of names as in PEFT"
     )
+    agent_layers: Literal["all", "upper_half"] | Numbers = exact(
+        "all", "layers that get adapters: all, upper_half, or a list of numbers; what is below runs once for all agents"
+    )
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)")
     initialize_adapters_rand: bool = exact(
         True,
@@ -219,9 +223,7 @@ class DataKeys(Keys):
 class TrainingKeys(Keys):
     """Training: length, batch, optimizer, schedule"""
 
-    epochs: Positive = schedule(
-        3.0, "passes over the rows, 1.5 for instance; max_train_steps beside it decides instead"
-    )
+    epochs: Positive = schedule(3.0, "passes over the rows, 1.5 for instance; max_train_steps beside it decides")
     max_train_steps: Count | None = schedule(None, "optimizer steps of the whole run; null: epochs decides")
     batch_size: Count = rounding(4, "rows per process and micro-step")
     gradient_accumulation_steps: Count = rounding(
@@ -277,9 +279,7 @@ class EvaluationKeys(Keys):
     early_stopping_patience: Count | None = ending(
         None, "end after n evaluations in a row that did not improve the crowd; null: off"
     )
-    early_stopping_threshold: Amount = ending(
-        0.0, "smallest gain of metric_for_best_model that counts as an improvement"
-    )
+    early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
     metric_for_best_model: Literal["nll", "exact_match"] = ending(
         "nll", "measure of the crowd that decides which evaluation is best"
     )
@@ -330,9 +330,7 @@ class CheckpointKeys(Keys):
     resume_from_checkpoint: PathText | None = free(
         "latest", "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start"
     )
-    restart_from: PathText | None = free(
-        None, "go back, once, to this step of the run or to this checkpoint; null: off"
-    )
+    restart_from: PathText | None = free(None, "go back, once, to this step of the run or this checkpoint; null: off")
     overwrite_output_dir: bool = free(
         False, "begin a new run, once, where another one is; the other one moves to the sub-folder overwritten"
     )
@@ -398,9 +396,7 @@ class DeclinedKeys(Keys):
     streaming: bool = free(
         False, "no effect; which rows come next depends on shards and a buffer, so no resume is exact"
     )
-    compile: bool = free(
-        False, "no effect; no faster on packed rows, and compiled kernels depend on the lengths met first"
-    )
+    compile: bool = free(False, "no effect; no faster on packed rows, and compiled kernels depend on lengths met first")
 
 
 class AllKeys(

@@ -32,8 +32,8 @@ from ci_llm.config.parsing import (
     UnreadableError,
     expected,
     kinds_of,
+    lists_values,
     read_value,
-    takes_list,
 )
 from ci_llm.config.problems import Problem, given_twice, unknown
 from ci_llm.config.schema import Count, DataKeys
@@ -298,18 +298,11 @@ def _space_of(entry: Entry, key: str, problems: list[Problem]) -> _Space | None:
             raw = read_flow(raw.text) or raw
     if isinstance(raw, Mapped):
         return _mapped_range(entry, raw, key, problems)
-    if isinstance(raw, Items) and (key == "agents" or _lists_values(key, raw)):
+    if isinstance(raw, Items) and (key == "agents" or (key in FIELDS and lists_values(FIELDS[key], raw))):
         if not raw.values:
             problems.append(Problem(entry.where, f"{key} has an empty space", f"write {_HOW}"))
         return _Space(entry, raw.values)
     return None
-
-
-def _lists_values(key: str, raw: Items) -> bool:
-    """Whether a list holds several values of the key, and is not one value that is a list."""
-    if key not in FIELDS:
-        return False
-    return not takes_list(FIELDS[key]) or any(isinstance(value, Items) for value in raw.values)
 
 
 def _mapped_range(entry: Entry, raw: Mapped, key: str, problems: list[Problem]) -> _Space | None:

@@ -26,7 +26,7 @@ from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.lora import AgentLora, LoraSettings, StackedLoRALinear
 from ci_llm.crowd.quantized import replace_quantized_layers
-from ci_llm.crowd.targets import find_targets, shortest_names
+from ci_llm.crowd.targets import find_targets, peft_targets, trunk_of
 from ci_llm.errors import ForeignCheckpoint, ModelError
 
 
@@ -40,6 +40,7 @@ class AgentStorage:
         layers: the adapted modules by their name in the base.
         dropout: of their inputs.
         casts: of the pass under way.
+        trunk: the layer of the base above which the agents begin; None: they begin with its first one.
         each: the settings of every agent.
         weights: [K, P], fp32, or fp64 on an fp64 base; P is the largest agent's.
         gradients: [K, P], like `weights`.
@@ -54,8 +55,10 @@ class AgentStorage:
         dropout: InputDropout,
         casts: Casts,
         adapted: Sequence[Collection[str]],
+        trunk: nn.Module | None,
     ) -> None:
         self.layers, self.dropout, self.casts, self.settings = dict(layers), dropout, casts, settings
+        self.trunk = trunk
         sizes = [self._size_of(agent, names) for agent, names in zip(settings.kinds(), adapted, strict=True)]
         first = next(iter(self.layers.values())).base_layer
         # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
@@ -280,7 +283,8 @@ class AgentStorage:
             layer.num_agents, layer.dropout = settings.num_agents, dropout
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
         kinds = sources[: len(settings.kinds())]
-        storage = AgentStorage(self.layers, settings, dropout, self.casts, [self._adapted[source] for source in kinds])
+        adapted = [self._adapted[source] for source in kinds]
+        storage = AgentStorage(self.layers, settings, dropout, self.casts, adapted, self.trunk)
         for row, source in zip(storage.rows, sources, strict=True):
             row.copy_(self.rows[source])
         return storage
@@ -322,7 +326,7 @@ class AgentStorage:
             raise ForeignCheckpoint(
                 f"agent{k} does not fit: {len(odd)} tensors differ in name or shape, the first is {odd[0]}",
                 where=where,
-                hint="use the lora_rank, lora_target_modules and model_name it was trained with",
+                hint="use the lora_rank, lora_target_modules, agent_layers and model_name it was trained with",
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -332,13 +336,14 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     """Freeze `model`, replace its target modules by stacked ones and return their storage, initialised.
 
     Raises:
-        ModelError: `target_modules` matches nothing, or something that is not a linear layer; or memory does not hold
-            the agents.
+        ModelError: `target_modules` matches nothing in `layers`, or something that is not a linear layer; or memory
+            does not hold the agents.
     """
     replace_quantized_layers(model)
     model.requires_grad_(False)
     kinds = settings.kinds()
-    found = {wanted: find_targets(model, wanted) for wanted in dict.fromkeys(agent.target_modules for agent in kinds)}
+    wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in kinds)
+    found = {each: find_targets(model, *each) for each in wanted}
     everything = {name for names in found.values() for name in names}
     dropout, casts = _input_dropout(settings), Casts()
     layers = {}
@@ -347,7 +352,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
         parent = model.get_submodule(parent_name)
         layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, name)
         setattr(parent, child, layers[name])
-    storage = AgentStorage(layers, settings, dropout, casts, [found[agent.target_modules] for agent in kinds])
+    adapted = [found[agent.target_modules, agent.layers] for agent in kinds]
+    storage = AgentStorage(layers, settings, dropout, casts, adapted, trunk_of(model, everything))
     storage.initialise()
     return storage
 
@@ -385,7 +391,7 @@ def adapter_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_na
         use_rslora=own.use_rslora,
         fan_in_fan_out=conv,
         bias=bias,
-        target_modules=list(shortest_names(model, agents.adapted_by(k))),
+        **peft_targets(model, agents.adapted_by(k)),
     ).to_dict()
     plain = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
     return {k: v for k, v in plain.items() if v is not None}

@@ -89,7 +89,7 @@ def settings_of(adapter: Adapter) -> LoraSettings:
         rank=adapter.rank,
         alpha=config["lora_alpha"],
         use_rslora=config["use_rslora"],
-        target_modules=tuple(config["target_modules"]),
+        target_modules=tuple(adapter.modules),
     )
 
 

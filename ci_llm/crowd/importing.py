@@ -13,7 +13,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import require_free
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.crowd.recognise import META
-from ci_llm.crowd.targets import shortest_names
+from ci_llm.crowd.targets import peft_targets
 from ci_llm.errors import ModelError
 
 
@@ -35,13 +35,15 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
+    targets = peft_targets(base.model, adapters[0].modules)
     settings = LoraSettings(
         num_agents=len(adapters),
         rank=adapters[0].rank,
         alpha=adapters[0].alpha,
         dropout=adapters[0].dropout,
         use_rslora=adapters[0].use_rslora,
-        target_modules=shortest_names(base.model, adapters[0].modules),
+        target_modules=tuple(targets["target_modules"]),
+        layers=tuple(targets.get("layers_to_transform", ())) or "all",
     )
     crowd = Crowd(base.model, settings, base.name, base.tokenizer.pad_token_id or 0)
     crowd.prompter = Prompter(base.tokenizer, adapters[0].prompts)

@@ -22,7 +22,7 @@ from ci_llm.crowd.casting import Casts, compute_dtype
 from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.quantized import QuantizedLinear
-from ci_llm.crowd.targets import WeightMetadata
+from ci_llm.crowd.targets import Layers, WeightMetadata
 from ci_llm.errors import BadInput, ModelError
 
 
@@ -40,6 +40,7 @@ class AgentLora:
     dropout: float
     dropconnect: float
     target_modules: str | tuple[str, ...]
+    layers: Layers
     use_rslora: bool
     seed: int
     index: int
@@ -61,11 +62,12 @@ class LoraSettings:
         dropout: probability of dropping an input of an adapter.
         dropconnect: probability of dropping a weight of an adapter.
         target_modules: "all-linear", a regular expression, or suffixes of module names.
+        layers: "all", "upper_half", or numbers of the layers in which these modules are adapted.
         use_rslora: see `AgentLora.scaling`.
         initialize_adapters_rand: every agent draws its own start; otherwise all start as agent 0.
         seed: of the start and of the DropConnect masks.
         agents: for each agent what it has of its own: any of rank, alpha, dropout, dropconnect, target_modules,
-            use_rslora, seed, index. Every agent then draws its dropout from a generator of its own.
+            layers, use_rslora, seed, index. Every agent then draws its dropout from a generator of its own.
     """
 
     num_agents: int = 4
@@ -74,6 +76,7 @@ class LoraSettings:
     dropout: float = 0.0
     dropconnect: float = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
+    layers: Layers = "all"
     use_rslora: bool = False
     initialize_adapters_rand: bool = True
     seed: int = 42

@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 
 from ci_llm.core import determinism
 from ci_llm.crowd.merge_methods import Merge
-from ci_llm.crowd.targets import shortest_names
+from ci_llm.crowd.targets import peft_targets
 from ci_llm.errors import BadInput
 
 #: PEFT cannot load adapters whose names are part of "lora_"; these names are not.
 _MERGED = "merged"
+_IN_LAYERS = ("layers_to_transform", "layers_pattern")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
     modules = Adapter({}, tensors).modules
     rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
     plain = {"r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0}
-    return Adapter({**agents[0].config, **plain, "target_modules": list(shortest_names(base, modules))}, tensors)
+    common = {key: value for key, value in agents[0].config.items() if key not in _IN_LAYERS}
+    return Adapter({**common, **plain, **peft_targets(base, modules)}, tensors)
 
 
 def merge_into_base(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
@@ -104,13 +106,13 @@ def merge_into_base(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
 @contextmanager
 def _attached(base: PreTrainedModel, adapters: Mapping[str, Adapter]) -> Iterator[Any]:
     """The base as PEFT's model with these adapters; afterwards it is without them."""
-    from peft import LoraConfig, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
     (first, adapter), *others = adapters.items()
     model: Any = _peft_model(base, first, adapter)
     try:
         for name, other in others:
-            model.add_adapter(name, LoraConfig.from_peft_type(**other.config))
+            model.add_adapter(name, _exactly(other))
             set_peft_model_state_dict(model, dict(other.tensors), adapter_name=name)
         yield model
     finally:
@@ -118,11 +120,20 @@ def _attached(base: PreTrainedModel, adapters: Mapping[str, Adapter]) -> Iterato
 
 
 def _peft_model(base: PreTrainedModel, name: str, adapter: Adapter) -> Any:
-    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+    from peft import PeftModel, set_peft_model_state_dict
 
-    model = PeftModel(base, LoraConfig.from_peft_type(**adapter.config), adapter_name=name)
+    model = PeftModel(base, _exactly(adapter), adapter_name=name)
     set_peft_model_state_dict(model, dict(adapter.tensors), adapter_name=name)
     return model
+
+
+def _exactly(adapter: Adapter) -> Any:
+    """PEFT's configuration, with the whole name of each module: a merge takes the modules of all adapters, but their
+    layers from the first."""
+    from peft import LoraConfig
+
+    config = {key: value for key, value in adapter.config.items() if key not in _IN_LAYERS}
+    return LoraConfig.from_peft_type(**{**config, "target_modules": adapter.modules})
 
 
 def _tensors(model: Any, name: str) -> dict[str, Tensor]:

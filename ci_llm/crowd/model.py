@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -27,7 +26,7 @@ from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
-from ci_llm.crowd.passes import Passes, both_passes
+from ci_llm.crowd.passes import Passes, recompute_layers
 from ci_llm.crowd.pretrained import default_names, open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
@@ -215,8 +214,7 @@ class Crowd(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
-        context = partial(both_passes, self.agents)
-        self.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+        recompute_layers(self.model, self.agents)
 
     @overload
     def generate(

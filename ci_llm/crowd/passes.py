@@ -1,4 +1,4 @@
-"""Rows through the frozen base, packed or padded: once for all agents, or the rows of each agent's own in one pass.
+"""Rows through the frozen base, packed or padded: those of all agents, or the rows of each agent's own, in one pass.
 
 Legend: K agents, N packed tokens, R rows of the base's input, D hidden width.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ci_llm.crowd.adapters import AgentStorage
@@ -48,7 +50,8 @@ class Passes:
         """Final hidden states [K, N, D] of every agent on the same rows, in packed order."""
         if self.packed:
             ids, positions, bounds = self._laid(batch)
-            states = self._end_to_end(ids.expand(self.num_agents, -1), positions, bounds)
+            with once_below(self.agents) as copies:
+                states = self._end_to_end(ids.expand(copies, -1), positions, bounds)
             return states[:, : batch.num_tokens] if len(ids) > batch.num_tokens else states
         inputs, (rows, columns) = self._rectangle(batch)
         states = self._hidden({name: each.repeat(self.num_agents, 1) for name, each in inputs.items()})
@@ -120,6 +123,30 @@ class Passes:
 
 
 @contextmanager
+def once_below(agents: AgentStorage) -> Iterator[int]:
+    """Run the trunk of the base once for all agents, which read the same rows, and every layer above it for each.
+
+    Nothing in the trunk is trained, so autograd keeps nothing of it, and checkpointing does not compute it again.
+
+    Yields:
+        how many copies of the rows the base has to be given.
+    """
+    count, trunk = agents.settings.num_agents, agents.trunk
+    if trunk is None:
+        yield count
+        return
+
+    def spread(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, lambda states: states.expand(count, *states.shape[1:]), output)
+
+    handle = trunk.register_forward_hook(spread)
+    try:
+        yield 1
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def reading(agents: AgentStorage, spans: Sequence[slice]) -> Iterator[None]:
     """Tell the layers whose tokens their input holds: those of each agent by itself."""
     layers = agents.layers.values()
@@ -132,7 +159,15 @@ def reading(agents: AgentStorage, spans: Sequence[slice]) -> Iterator[None]:
             layer.spans = None
 
 
-def both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
+    """Let autograd keep the inputs of the base's layers only; the backward pass computes the rest again."""
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": partial(_both_passes, agents)})
+    # Transformers lets the embedded tokens have a gradient, which another form of checkpointing needs. Here it would
+    # lead through the trunk, and have it computed again for nothing.
+    model.disable_input_require_grads()
+
+
+def _both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a recomputed layer: of its pass, and of that in backward, which has to know whose tokens it reads."""
     spans = next(iter(agents.layers.values())).spans
     return nullcontext(), nullcontext() if spans is None else reading(agents, spans)

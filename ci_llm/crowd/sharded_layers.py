@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.crowd.quantized import QuantizedLinear, keep_part, replace_quantized_layers
+from ci_llm.crowd.targets import layer_list
 from ci_llm.distributed.process_group import peer_errors
 from ci_llm.errors import ModelError
 
@@ -222,12 +223,12 @@ def shards_told(model: PreTrainedModel) -> str:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a base: of its lists of modules, the one that holds most parameters."""
-    lists = [each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each)]
-    if not lists:
+    """The layers of a base, of which it must have a list."""
+    _, layers = layer_list(model)
+    if not layers:
         raise ModelError(
             f"{type(model).__name__} has no list of layers",
             where="base_sharding: layers",
             hint="base_sharding=none, or a base of another family",
         )
-    return [*max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))]
+    return [*layers]

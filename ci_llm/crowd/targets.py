@@ -1,12 +1,12 @@
-"""Which layers of a base carry agents: by PEFT's rules, without layers whose weight the base's own code reads."""
+"""Which modules of a base carry agents: by PEFT's rules, without those whose weight the base's own code reads."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -15,6 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.crowd.quantized import QuantizedLinear
 from ci_llm.errors import ModelError
+
+#: All layers of the base, the upper half of them, or their numbers from 0 on.
+Layers = Literal["all", "upper_half"] | tuple[int, ...]
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -58,15 +61,38 @@ def _code(kind: Any) -> str:
     return "".join(map(inspect.getsource, own))
 
 
-def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
+def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...], layers: Layers = "all") -> list[str]:
     """Names of the modules to adapt.
 
     Args:
         wanted: by PEFT's rules a list of suffixes, a regular expression, or "all-linear".
+        layers: of these only what stands in them, as with PEFT's `layers_to_transform`.
 
     Raises:
         ModelError: nothing matches, or something that cannot carry an adapter.
     """
+    found = _matching(model, wanted)
+    return found if layers == "all" else _within(model, found, layers)
+
+
+def _within(model: PreTrainedModel, names: Collection[str], layers: Layers) -> list[str]:
+    """Those of the modules that stand in these layers."""
+    count = len(layer_list(model)[1])
+    chosen = range(count // 2, count) if layers == "upper_half" else layers
+    numbers = layer_numbers(model, names)
+    found = [name for name, number in numbers.items() if number in chosen]
+    absent = sorted({*chosen} - {*range(count)})
+    if absent or not found:
+        there = f"has layers 0 to {count - 1}, and no layer {absent[0]}" if absent else "has no adapter in these layers"
+        raise ModelError(
+            f"{type(model).__name__} {there if count else 'has no list of layers'}",
+            where=f"agent_layers: {layers if isinstance(layers, str) else list(layers)}",
+            hint="agent_layers=all, or layers that lora_target_modules names something in",
+        )
+    return found
+
+
+def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
     linear = linear_layers(model)
     head = model.get_output_embeddings()
     matches: Callable[[str], bool]
@@ -96,14 +122,51 @@ def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[
     return found
 
 
-def shortest_names(model: nn.Module, wanted: Collection[str]) -> tuple[str, ...]:
-    """The shortest list with which PEFT's rule of suffixes matches exactly these modules.
+def layer_list(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """Name and layers of the base: of its lists of modules, the one that holds most parameters."""
+    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    sizes = {name: sum(parameter.numel() for parameter in each.parameters()) for name, each in lists.items()}
+    if not any(sizes.values()):
+        return "", ()
+    name = max(sizes, key=sizes.__getitem__)
+    return name, [*lists[name]]
 
-    Every reader of PEFT's files understands a list of suffixes; some read neither "all-linear" nor a pattern.
+
+def layer_numbers(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """In which layer of the base each module stands; those outside of the layers are left out."""
+    number = re.compile(rf"{re.escape(layer_list(model)[0])}\.(\d+)\.")
+    found = {name: number.match(name) for name in names}
+    return {name: int(match[1]) for name, match in found.items() if match}
+
+
+def trunk_of(model: nn.Module, adapted: Collection[str]) -> nn.Module | None:
+    """The last layer of the trunk: of the layers below the first one with an adapter, which know of no agent.
+
+    Args:
+        adapted: names of the modules with adapters. Where one of them stands outside of the layers there is no trunk,
+            because it may come before them.
+    """
+    numbers = layer_numbers(model, adapted)
+    below = min(numbers.values()) if len(numbers) == len(adapted) else 0
+    return layer_list(model)[1][below - 1] if below else None
+
+
+def peft_targets(model: nn.Module, wanted: Collection[str]) -> dict[str, Any]:
+    """The shortest words of a PEFT configuration that mean exactly these modules.
+
+    `target_modules` is a list of suffixes, which every reader of PEFT's files understands; some read neither
+    "all-linear" nor a pattern. `layers_to_transform` and `layers_pattern` stand beside it where the suffixes alone
+    would mean more. Where that is not enough, the list has whole names.
     """
     last = {name.rpartition(".")[2] for name in wanted}
     reached = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
-    return tuple(sorted(last if reached == set(wanted) else wanted))
+    if reached == {*wanted}:
+        return {"target_modules": sorted(last)}
+    layers = {*layer_numbers(model, wanted).values()}
+    if {name for name, number in layer_numbers(model, reached).items() if number in layers} == {*wanted}:
+        pattern = layer_list(model)[0].rpartition(".")[2]
+        return {"target_modules": sorted(last), "layers_to_transform": sorted(layers), "layers_pattern": pattern}
+    return {"target_modules": sorted(wanted)}
 
 
 class WeightMetadata:

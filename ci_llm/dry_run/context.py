@@ -140,7 +140,7 @@ class CheckContext:
             "push_to_hub": False,
         }
         if self.uses_stand_in:
-            shape: dict[str, object] = {"lora_target_modules": "all-linear"}
+            shape: dict[str, object] = {"lora_target_modules": "all-linear", "agent_layers": "all"}
             own = tuple({**agent, **shape} for agent in self.config.agents)
             toy |= {"model_name": "embedded", "init_from": None, "agents": own, **shape}
         return self.config.model_copy(update=toy)

@@ -224,7 +224,7 @@ class _Hooks:
         pairs = {"agents": (there["num_agents"], here["num_agents"])}
         pairs |= {
             key: tuple(LoraSettings.from_dict(each["lora"]).told(key) for each in (there, here))
-            for key in ("rank", "alpha", "target_modules", "use_rslora")
+            for key in ("rank", "alpha", "target_modules", "layers", "use_rslora")
         }
         pairs["fingerprint of the base"] = (there["base_fingerprint"], here["base_fingerprint"])
         pairs["processes"] = (len(state["processes"]), self._accelerator.num_processes)

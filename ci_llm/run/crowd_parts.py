@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ci_llm.config import Config
-from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.config.own_keys import OWN_KEYS, SHAPE_KEYS
 from ci_llm.crowd.lora import AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
@@ -31,6 +31,7 @@ def lora_settings(config: Config) -> LoraSettings:
         dropout=config.lora_dropout,
         dropconnect=config.dropconnect_p,
         target_modules=config.lora_target_modules,
+        layers=config.agent_layers,
         use_rslora=config.use_rslora,
         initialize_adapters_rand=config.initialize_adapters_rand,
         seed=config.seed,
@@ -45,9 +46,12 @@ _LORA: Final = {
     "lora_dropout": "dropout",
     "dropconnect_p": "dropconnect",
     "lora_target_modules": "target_modules",
+    "agent_layers": "layers",
     "use_rslora": "use_rslora",
     "seed": "seed",
 }
+#: Of these, what gives an adapter its shape and scale.
+SHAPE: Final = {key: _LORA[key] for key in SHAPE_KEYS}
 
 
 def crowd_settings(config: Config, members: Members) -> LoraSettings:

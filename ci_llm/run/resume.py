@@ -34,6 +34,7 @@ from ci_llm.crowd.recognise import require_checkpoint, require_run
 from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.run.crowd_parts import SHAPE
 from ci_llm.run.members import config_of
 from ci_llm.run.new_run import other_ways
 from ci_llm.run.rollback import LastGood, like_moment
@@ -271,8 +272,8 @@ class RunCheckpoint:
         own = self.crowd.meta(self.base.fingerprint)
         pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
         pairs |= {
-            f"lora_{key}": tuple(LoraSettings.from_dict(each["lora"]).told(key) for each in (meta, own))
-            for key in ("rank", "alpha", "target_modules", "use_rslora")
+            key: tuple(LoraSettings.from_dict(each["lora"]).told(name) for each in (meta, own))
+            for key, name in SHAPE.items()
         }
         if not self._is_same_base(source):
             pairs |= {

@@ -244,7 +244,8 @@ def _described(config: Config, crowd: Crowd) -> Iterator[str]:
     """The agents in a line, and those with settings of their own in a line each."""
     sizes = crowd.agents.sizes
     if not config.agents:
-        yield f"{config.num_agents} x LoRA rank {config.lora_rank}, {sizes[0]:,} trainable parameters each"
+        places = "" if config.agent_layers == "all" else f", agent_layers {_told(config.agent_layers)}"
+        yield f"{config.num_agents} x LoRA rank {config.lora_rank}{places}, {sizes[0]:,} trainable parameters each"
     for name, own, size in zip(config.agent_names, config.agents, sizes, strict=False):
         told = [f"{key} {_told(value)}" for key, value in own.items() if key != NAME]
         yield f"{name}: {', '.join([*told, f'{size:,} trainable parameters'])}"

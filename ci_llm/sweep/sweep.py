@@ -32,7 +32,7 @@ from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
 T = TypeVar("T")
 SEGMENTS: Final = "segments"
 #: The settings that give an adapter its shape: neighbours of one shape share their products.
-_SHAPE: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "lora_dropout")
+_SHAPE: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers", "lora_dropout")
 
 
 @dataclass(frozen=True)

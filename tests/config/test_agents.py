@@ -34,6 +34,8 @@ def written(tmp_path: Path, text: str) -> Path:
                 {"lora_target_modules": ("q_proj", "v_proj")},
             ),
         ),
+        (["agent_layers=[all,upper_half]"], ({"agent_layers": "all"}, {"agent_layers": "upper_half"})),
+        (["agent_layers=[[0,1],[2]]"], ({"agent_layers": (0, 1)}, {"agent_layers": (2,)})),
         (
             ["agents=[{lr: 1e-3, name: slow}, {row_weights: bootstrap}]"],
             ({"name": "slow", "learning_rate": 1e-3}, {"row_weights": "bootstrap"}),

@@ -191,6 +191,9 @@ def test_a_config_is_strict() -> None:
         (["lora_target_modules=q_proj,v_proj"], {"lora_target_modules": ("q_proj", "v_proj")}),
         (["lora_target_modules=[q_proj, 'v_proj']"], {"lora_target_modules": ("q_proj", "v_proj")}),
         (["lora_target_modules=q_proj"], {"lora_target_modules": ("q_proj",)}),
+        (["agent_layers=upper_half"], {"agent_layers": "upper_half"}),
+        (["agent_layers=[3, 5]"], {"agent_layers": (3, 5)}),
+        (["agent_layers=3"], {"agent_layers": (3,)}),
         (["report_to=none"], {"report_to": ()}),
         (["report_to=wandb,tensorboard"], {"report_to": ("wandb", "tensorboard")}),
         (
@@ -466,6 +469,8 @@ def test_a_command_line_without_some_keys() -> None:
         ("save_steps: 0", ["of at least 1, or null"]),
         ("checkpoint_backend: dcp", ["vanilla", "distributed"]),
         ("lora_target_modules: []", ["a list of names"]),
+        ("agent_layers: [-1]", ["all | upper_half, or a list, each a whole number of at least 0"]),
+        ("agent_layers: upper_hal", ["did you mean upper_half?"]),
         ("stop_signals: [[SIGTERM]]", ["stop_signals is [a nested list]"]),
         ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | mlflow | trackio | wandb"]),
         ("report_to: wand", ["did you mean wandb?"]),

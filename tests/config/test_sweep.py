@@ -32,6 +32,7 @@ def written(tmp_path: Path, text: str) -> Path:
         ("lora_rank=log(2,64)", "lora_rank", Range(2.0, 64.0, log=True, whole=True)),
         ("lora_dropout=uniform(0,0.2)", "lora_dropout", Range(0.0, 0.2, log=False, whole=False)),
         ("max_grad_norm=[null,0.5]", "max_grad_norm", Choices((None, 0.5))),
+        ("agent_layers=[all,upper_half,[3]]", "agent_layers", Choices(("all", "upper_half", (3,)))),
         (
             "lora_target_modules=[all-linear,[q_proj,v_proj]]",
             "lora_target_modules",
@@ -46,8 +47,9 @@ def test_a_space_on_the_command_line(word: str, key: str, space: Any) -> None:
 
 
 def test_a_list_of_names_is_still_one_value() -> None:
-    reading = read_sweep(None, ["lora_target_modules=[q_proj,v_proj]", "lora_rank=[2,4]"])
+    reading = read_sweep(None, ["lora_target_modules=[q_proj,v_proj]", "agent_layers=[2,3]", "lora_rank=[2,4]"])
     assert [*reading.spaces] == ["lora_rank"]
+    assert reading.config.agent_layers == (2, 3)
     assert reading.config.lora_target_modules == ("q_proj", "v_proj")
 
 

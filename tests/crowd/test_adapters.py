@@ -351,7 +351,8 @@ def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
     [
         ("all-linear", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
         (("v_proj", "q_proj"), ["q_proj", "v_proj"]),
-        (r".*\.1\.mlp\..*_proj", [f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")]),
+        (r".*\.1\.mlp\..*_proj", ["down_proj", "gate_proj", "up_proj"]),
+        (r".*(1\.mlp\.up|0\.mlp\.down)_proj", ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj"]),
     ],
 )
 def test_an_adapter_names_its_layers_in_a_list(wanted: Any, told: list[str]) -> None:

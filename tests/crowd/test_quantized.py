@@ -18,6 +18,7 @@ from ci_llm.crowd.base import fingerprint_of, load_base
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.quantized import QuantizedLinear, stored_bytes
+from ci_llm.crowd.targets import Layers
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
 from tests.support.peft_twins import peft_loss, with_weights_of
@@ -73,13 +74,17 @@ def dense_twin(folder: Path, crowd: Crowd) -> Crowd:
     return twin.train()
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)], ids=["all", "q_proj"])
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [("all-linear", "all"), (("q_proj",), "all"), ("all-linear", "upper_half")],
+    ids=["all", "q_proj", "upper half"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_the_dequantised_base_to_the_bit(
-    folder: Path, kind: str, targets: str | tuple[str, ...]
+    folder: Path, kind: str, targets: str | tuple[str, ...], layers: Layers
 ) -> None:
     """An evaluation in between makes bitsandbytes' own 4-bit layers pack their weights for inference."""
-    settings = LoraSettings(num_agents=3, rank=4, alpha=8, target_modules=targets)
+    settings = LoraSettings(num_agents=3, rank=4, alpha=8, target_modules=targets, layers=layers)
     crowd, packed = crowd_on(folder, kind, settings), batch()
     wanted = gradients(dense_twin(folder, crowd), packed)
     assert wanted[1].abs().amax(1).min() > 0

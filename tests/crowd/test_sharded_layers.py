@@ -47,9 +47,10 @@ def saved(family: str, folder: Path) -> Path:
     return folder
 
 
-def crowd_on(base: Base, targets: Any = "all-linear") -> Crowd:
+def crowd_on(base: Base, targets: Any = "all-linear", layers: Any = "all") -> Crowd:
     targets = tuple(targets) if isinstance(targets, list) else targets  # as JSON has carried it
-    crowd = Crowd(base.model, LoraSettings(num_agents=3, rank=4, alpha=8, target_modules=targets), base.name)
+    settings = LoraSettings(num_agents=3, rank=4, alpha=8, target_modules=targets, layers=layers)
+    crowd = Crowd(base.model, settings, base.name)
     weights = crowd.agents.weights
     weights.copy_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
     return crowd.train()
@@ -186,7 +187,7 @@ def test_a_mixture_of_experts_has_the_bits_of_whole_layers(server: ForkServer, t
 HOW: list[dict[str, Any]] = [
     {"autocast": True, "checkpointing": True},
     {"targets": ["q_proj"], "autocast": True},
-    {"quantization": "nf4", "checkpointing": True},
+    {"quantization": "nf4", "checkpointing": True, "layers": "upper_half"},
     {"quantization": "int8", "autocast": True},
     {"dtype": "bf16"},
     {"quantization": "nf4", "targets": ["q_proj"]},

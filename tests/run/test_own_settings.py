@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 SMALL: Final = "{name: small, seed: 1, lora_rank: 3, lora_alpha: 5, use_rslora: true, learning_rate: 1e-3}"
 DROPPING: Final = "{name: dropping, seed: 2, lora_dropout: 0.2, dropconnect_p: 0.1, lr_scheduler_type: linear}"
 FEW_LAYERS: Final = (
-    "{name: few layers, seed: 3, lora_target_modules: [q_proj, v_proj], row_weights: bootstrap, max_grad_norm: 0.3,"
-    " weight_decay: 0.1, num_warmup_steps: 2}"
+    "{name: few layers, seed: 3, lora_target_modules: [q_proj, v_proj], agent_layers: upper_half, max_grad_norm: 0.3,"
+    " row_weights: bootstrap, weight_decay: 0.1, num_warmup_steps: 2}"
 )
 LARGE: Final = "{name: large, seed: 4, lora_rank: 8}"
 MIXED: Final = (SMALL, DROPPING, FEW_LAYERS, LARGE)
@@ -72,6 +72,10 @@ def test_other_settings_of_an_agent_are_refused_on_a_resume(trials: Trials, mixe
     other = keys(SMALL, DROPPING.replace("0.2", "0.3"), FEW_LAYERS, LARGE)
     assert trials.train(Cell(accumulation=2), mixed, max_train_steps=13, **other) == [2]
     assert "lora_dropout was [0.0, 0.2, 0.0, 0.0], is [0.0, 0.3, 0.0, 0.0]" in (mixed / "log").read_text()
+    other = keys(SMALL, DROPPING, FEW_LAYERS.replace("upper_half", "[3]"), LARGE)
+    assert trials.train(Cell(accumulation=2), mixed, max_train_steps=13, **other) == [2]
+    changed = "agent_layers was ['all', 'all', 'upper_half', 'all'], is ['all', 'all', [3], 'all']"
+    assert f"has another crowd: {changed}" in (mixed / "log").read_text()
 
 
 def test_what_the_run_leaves_names_every_agents_settings(mixed: Path) -> None:
@@ -80,9 +84,11 @@ def test_what_the_run_leaves_names_every_agents_settings(mixed: Path) -> None:
     assert [agent["name"] for agent in meta["agents"]] == ["small", "dropping", "few layers", "large"]
     assert [agent["lora_rank"] for agent in meta["agents"]] == [3, 2, 2, 8]
     assert meta["agents"][2]["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert meta["agents"][2]["agent_layers"] == "upper_half"
     assert len({*meta["parameters_per_agent"]}) == 4
     configs = [json.loads((final / f"agent{k}/adapter_config.json").read_text()) for k in range(4)]
     assert [config["r"] for config in configs] == [3, 2, 2, 8]
+    assert [config.get("layers_to_transform") for config in configs] == [None, None, [2, 3], None]
     evaluation = json.loads((mixed / "run/evaluation.json").read_text())
     assert evaluation["names"] == ["small", "dropping", "few layers", "large"]
     assert "small: learning_rate 0.001" in (mixed / "run/training.log").read_text()
