@@ -49,14 +49,18 @@ def _from_table(seed: int) -> Iterator[Example]:
 
 
 def _from_dataset(dataset: Path) -> Iterator[Example]:
-    rows = load_rows(Config(dataset_name=str(dataset)), "train")
-    chats = [row for row in (rows[i] for i in range(len(rows))) if row is not None]
-    questions = [f"Question: {chat.question}\nAnswer:" for chat in chats]
-    answers = [f" {chat.answer}" for chat in chats]
-    tokenizer = _tokenizer([*questions, *answers])
+    questions, answers = texts(dataset)
+    tokenizer = trained_tokenizer([*questions, *answers])
     begin, end = (tokenizer.token_to_id(word) for word in ("<s>", "</s>"))
     for asked, said in zip(tokenizer.encode_batch(questions), tokenizer.encode_batch(answers), strict=True):
         yield _example([begin, *asked.ids, *said.ids, end], len(said.ids) + 1)
+
+
+def texts(dataset: Path) -> tuple[list[str], list[str]]:
+    """The questions and the answers of the training split."""
+    rows = load_rows(Config(dataset_name=str(dataset)), "train")
+    chats = [row for row in (rows[i] for i in range(len(rows))) if row is not None]
+    return [f"Question: {chat.question}\nAnswer:" for chat in chats], [f" {chat.answer}" for chat in chats]
 
 
 def _example(ids: Sequence[int] | np.ndarray, targets: int) -> Example:
@@ -64,7 +68,8 @@ def _example(ids: Sequence[int] | np.ndarray, targets: int) -> Example:
     return Example(np.asarray(ids, dtype=np.int32)[:LONGEST], supervised[:LONGEST])
 
 
-def _tokenizer(texts: Sequence[str]) -> Tokenizer:
+def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
+    """The byte-level BPE of `texts`, every digit a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -42,7 +42,6 @@ OWNERS = {
     "subprocess": {"cluster/slurm.py", "supervisor/shim.py"},
     "pickle": {"crowd/base.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
-    "matplotlib": {"report/curves.py"},
     "jinja2": {"report/page.py", "data/encoder.py"},  # the latter for the name of an error
 }
 

@@ -24,6 +24,7 @@ from benchmarks import (
     floor,
     generation,
     gsm8k,
+    precision,
     record,
     sharded,
     step,
@@ -108,6 +109,27 @@ def test_the_floor_of_a_step_is_what_its_products_must_do(monkeypatch: pytest.Mo
     with ProductCounter() as counted:
         ours(batch).loss.backward()
     assert 0.6 < floor.necessary_flops(ours, batch) / counted.flops < 1
+
+
+def test_curves_of_two_precisions_are_paired_by_seed(tmp_path: Path) -> None:
+    def run(name: str, losses: list[float], agents: list[float]) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [{"train/task_loss": loss} for loss in losses] + [{"eval/crowd/nll": 9.0}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "evaluation.json").write_text(json.dumps({"nll": {"agents": agents, "crowd": 0.5}}))
+        return folder
+
+    fp32 = precision.Curves.of([run("a", [4.0, 3.0], [1.0, 2.0]), run("b", [4.5, 3.25], [1.0, 1.0])])
+    bf16 = precision.Curves.of([run("c", [4.125, 3.0], [1.0, 2.0]), run("d", [4.5, 3.0], [1.0, 2.0])])
+    assert precision.table({"fp32": fp32, "bf16": bf16}).splitlines() == [
+        "| | fp32 | highest minus lowest seed | bf16 | largest difference |",
+        "|---|---|---|---|---|",
+        "| to step 20 | 4.2500 | 0.5000 | 4.3125 | 0.1250 |",
+        "| to step 40 | 3.1250 | 0.2500 | 3.0000 | 0.2500 |",
+        "| agents, held out | 1.2500 | 0.5000 | 1.5000 | 0.5000 |",
+        "| crowd, held out | 0.5000 | 0.0000 | 0.5000 | 0.0000 |",
+    ]
 
 
 def test_a_figure_that_is_clearly_worse_than_recorded_is_named() -> None:

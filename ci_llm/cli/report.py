@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from ci_llm.cli.arguments import make_parser
+from ci_llm.core.imports import importing
 from ci_llm.errors import ConfigError
 
 _CODES = "\n\nexit codes: 0 done; 2 bad call, no run, or a damaged file"
@@ -17,14 +18,15 @@ def report_run(words: Sequence[str]) -> int:
     """Write `RUN/report.html` and say where it lies.
 
     Raises:
-        BadInput: the call is wrong, there is no run, a file of it is damaged, or matplotlib is missing.
+        BadInput: the call is wrong, there is no run, or a file of it is damaged.
         SystemExit: with 0, after `--help`.
     """
     does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts and what each fault cost, time."
     parser = make_parser("ci-llm report", does, _REPORT_EXAMPLE)
     parser.add_argument("run", metavar="RUN", help="the output_dir of a run; it may still be running")
     call = parser.parse_args(words)
-    from ci_llm.report.page import write_report
+    with importing():
+        from ci_llm.report.page import write_report
 
     page = write_report(call.run)
     print(f"{page}: {page.stat().st_size:,} bytes")

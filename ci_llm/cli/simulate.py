@@ -43,10 +43,6 @@ def simulate(words: Sequence[str]) -> int:
     known = _observed(call.run) if call.run else {}
     cluster = read_cluster(call.config, [*call.keys, *others], known)
     _require_simpy()
-    if call.page:
-        from ci_llm.report.curves import require_matplotlib
-
-        require_matplotlib()
     from rich.console import Console
 
     from ci_llm.simulate.study import USUAL_S, goodput_by_nodes, study

@@ -36,7 +36,7 @@ def supervise(arguments: Sequence[str]) -> int:
     if sys.platform == "win32":
         raise LaunchError(
             "the supervisor needs process groups and pseudo-terminals, which Windows does not have",
-            hint="run it in WSL; train.py itself resumes when it is called again",
+            hint="run it on Linux, or in WSL",
         )
     return _supervise(options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -192,10 +193,12 @@ def _read_text(path: Path) -> str:
         raise ConfigError("the configuration is not UTF-8 text", where=str(path), hint="save it as UTF-8") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        there = path.parent.glob("*.y*ml") if isinstance(error, FileNotFoundError) else ()
+        near = get_close_matches(path.name, [found.name for found in there], n=1)
         raise ConfigError(
             f"the configuration cannot be read: {reason}",
             where=str(path),
-            hint="name an existing YAML file by --config FILE",
+            hint=f"did you mean {path.with_name(near[0])}?" if near else "name an existing YAML file by --config FILE",
         ) from error
 
 

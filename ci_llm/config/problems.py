@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from ci_llm.config.yaml_file import dump_value
 from ci_llm.errors import ConfigError
 
 ALL_KEYS = "all keys: python train.py --help"
+#: Signs that look like the dashes before a key, as text programs make them out of `--`.
+_DASHES = re.compile("^[\u2010-\u2015\u2212\uff0d]+")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ def stray(word: str) -> Problem:
     """A word of the command line is neither a key nor a value."""
     if word.endswith((".yaml", ".yml")):
         return Problem(COMMAND_LINE, f"{word!r} stands alone", f"write --config {word}")
-    return Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", "write key=value, --key value or --flag")
+    plain = _DASHES.sub("--", word).replace("\uff1d", "=")
+    instead = "write key=value, --key value or --flag" if plain == word else f"write {plain}, with plain - and ="
+    return Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", instead)
 
 
 def clashing(clash: Clash, given: Mapping[str, Entry]) -> Problem:

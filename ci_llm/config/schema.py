@@ -307,9 +307,7 @@ class LogKeys(Keys):
     show_example: bool = free(
         True, "show one question with the crowd's answer after every evaluation, if rows have questions"
     )
-    write_report: bool = free(
-        True, "write report.html when a run has ended or was interrupted, if matplotlib is installed"
-    )
+    write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
     log_memory_usage: bool = free(False, "log the memory in use with every logged step")
     profile_steps: Count | None = free(

@@ -59,14 +59,14 @@ def _what_else(folder: Path) -> tuple[str, str]:
         )
     if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
         return "these are PEFT adapters and no checkpoint", f"init_from={folder} starts agents from them"
-    if there := sorted({step for step, _ in committed(folder.parent)}):
-        steps = ", ".join(map(str, there))
-        return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
     if (folder / "status.json").is_file():
         return (
             "this run has not saved a checkpoint yet",
             f"ci-llm status {folder} says how it stands; save_steps and save_interval_seconds say when it saves",
         )
+    if there := sorted({step for step, _ in committed(folder.parent)}):
+        steps = ", ".join(map(str, there))
+        return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
     return (
         "there is no checkpoint at this path" + ("" if folder.exists() else ": it does not exist"),
         "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint",

@@ -7,6 +7,7 @@ micro-batch is made, never which one it is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, zip_longest
@@ -272,16 +273,18 @@ def stream(
             `AgentBatches`.
     """
     kind: Any = _Steps if isinstance(plan, Plan) else _StepsOfAgents
-    loader: DataLoader[Any] = DataLoader(
-        kind(dataset, plan, _Deal(process_index, num_processes, micro_batch_size)),
-        batch_size=None,
-        sampler=range(start_step, stop_step),
-        num_workers=num_workers,
-        collate_fn=_as_is,
-        worker_init_fn=ignore_signals,
-        generator=torch.Generator(),
-    )
-    return _packed(iter(loader), pin_memory, pack if isinstance(plan, Plan) else _pack_each)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
+        loader: DataLoader[Any] = DataLoader(
+            kind(dataset, plan, _Deal(process_index, num_processes, micro_batch_size)),
+            batch_size=None,
+            sampler=range(start_step, stop_step),
+            num_workers=num_workers,
+            collate_fn=_as_is,
+            worker_init_fn=ignore_signals,
+            generator=torch.Generator(),
+        )
+        return _packed(iter(loader), pin_memory, pack if isinstance(plan, Plan) else _pack_each)
 
 
 def _packed(

@@ -230,11 +230,17 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> 
         ) from error
     if form is None:
         raise DataError(
-            f"The data set has no columns that can be used; it has: {', '.join(columns)}.",
+            f"The data set has no columns that can be used; it has: {_shown(columns)}.",
             where=where,
             hint=f"say prompt_column= and answer_column=, text_column= or messages_column=, or have one of: {_WANTED}",
         )
     return form
+
+
+def _shown(columns: Sequence[str]) -> str:
+    """The names; of an object whose keys are rows, the first ones."""
+    more = f", ... ({len(columns)} in all)" if len(columns) > 20 else ""
+    return ", ".join(columns[:20]) + more
 
 
 def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) -> Form:
@@ -242,7 +248,7 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
     for part, name in given.items():
         if name.lower() not in there:
             raise DataError(
-                f"The data set has no column {name!r}; it has: {', '.join(columns)}.",
+                f"The data set has no column {name!r}; it has: {_shown(columns)}.",
                 where=f"{where}, {part}_column: {name}",
                 hint=f"set {part}_column to one of them",
             )
@@ -252,7 +258,7 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
     if form is None:
         missing = "answer" if "prompt" in given else "prompt"
         raise DataError(
-            f"No column goes with {', '.join(given.values())}; the data set has: {', '.join(columns)}.",
+            f"No column goes with {', '.join(given.values())}; the data set has: {_shown(columns)}.",
             where=where,
             hint=f"name it by {missing}_column=",
         )

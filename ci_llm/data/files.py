@@ -34,11 +34,13 @@ def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset]:
 
 
 def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
-    """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`."""
-    names = set(data.column_names)
-    if len(data) > 1 or not (names <= {unnamed, "train", *EVAL_SPLITS} or names == {"data"}):
+    """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
+    numbers and texts beside it, such as a version, are left aside."""
+    lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
+    if "data" in lists:
+        lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
+    if not lists or not (lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):
         return {unnamed: data}
-    lists: Mapping[str, Any] = data[0]
     if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
         return {unnamed: data}
     return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
@@ -47,7 +49,7 @@ def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
 def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
     """The splits of a data set of the hub; see `open_splits`."""
     try:
-        with _progress_bars_on_terminals_only():
+        with _quiet_datasets():
             return dict(datasets.load_dataset(name, subset))
     except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
         raise DataError(
@@ -114,7 +116,7 @@ def _matching(path: Path, key: str) -> list[Path]:
         raise DataError(
             "the data set does not exist",
             where=f"{key}: {path.absolute()}",
-            hint="check the path; it is relative to the folder the run is started in",
+            hint="check the path; it is relative to the current folder",
         )
     return files
 
@@ -132,34 +134,42 @@ def _from_files(files: list[Path], where: str) -> Dataset:
     if not any(file.stat().st_size for file in files):
         raise empty(where)
     try:
-        with _progress_bars_on_terminals_only():
+        with _quiet_datasets():
             return format_named(kind).read(files)
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise empty(where) from error
+        same = "repair the file; each row must have the same columns with values of the same type"
         raise DataError(
             f"The data set cannot be read as {kind}: {_reason(error)}.",
             where=where,
-            hint="repair the file; each row must have the same columns with values of the same type",
+            hint="save it as UTF-8" if isinstance(_innermost(error), UnicodeDecodeError) else same,
         ) from error
 
 
+def _innermost(error: BaseException) -> BaseException:
+    """The first cause: the outer errors only say that something failed."""
+    return error if error.__cause__ is None else _innermost(error.__cause__)
+
+
 def _reason(error: BaseException) -> str:
-    """The message of the innermost cause, in one line: the outer errors only say that something failed."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split()).rstrip(".!") or type(error).__name__
+    """The message of the innermost cause, in one line."""
+    innermost = _innermost(error)
+    text = " ".join(str(innermost).split()).rstrip(".!") or type(innermost).__name__
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 @contextmanager
-def _progress_bars_on_terminals_only() -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    if sys.stderr.isatty() or not shown:
-        yield
-        return
-    datasets.disable_progress_bars()
+def _quiet_datasets() -> Iterator[None]:
+    """Progress bars on terminals only; and no line about an error, which becomes one of ours."""
+    hides_bars = not (sys.stderr.isatty() or datasets.are_progress_bars_disabled())
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if hides_bars:
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
-        datasets.enable_progress_bars()
+        datasets.logging.set_verbosity(verbosity)
+        if hides_bars:
+            datasets.enable_progress_bars()

@@ -11,7 +11,7 @@ from typing import Any
 class ListedRows:
     """Rows that all have the same columns."""
 
-    rows: Sequence[dict[str, Any]]
+    rows: Sequence[Any]
 
     @property
     def column_names(self) -> list[str]:
@@ -20,10 +20,10 @@ class ListedRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, number: int) -> Any:
         return self.rows[number]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.rows)
 
     def select(self, numbers: Sequence[int]) -> ListedRows:

@@ -7,44 +7,61 @@ permutation of the order, so that every process and every attempt of a run makes
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
 
+from ci_llm.data.listed import ListedRows
 from ci_llm.data.order import permute
 from ci_llm.data.rows import Row, Rows
 from ci_llm.errors import DataError
 
 
 @dataclass(frozen=True)
-class _Picked:
-    """Rows of several data sets, already in canonical form; `picks` are (data set, row) in order."""
+class _Joined:
+    """Rows of several data sets, one after the other, already in canonical form."""
 
     parts: tuple[Rows, ...]
-    picks: Sequence[tuple[int, int]]
 
     def __len__(self) -> int:
-        return len(self.picks)
+        return self._ends[-1]
 
     def __iter__(self) -> Iterator[Row | None]:
-        return (self.parts[part][row] for part, row in self.picks)
+        return chain.from_iterable(self.parts)
 
     def __getitem__(self, number: int) -> Row | None:
-        part, row = self.picks[number]
-        return self.parts[part][row]
+        part, row = self.locate(number)
+        return part[row]
+
+    def select(self, numbers: Sequence[int]) -> ListedRows:
+        """Some of the rows."""
+        return ListedRows([self[number] for number in numbers])
+
+    def locate(self, number: int) -> tuple[Rows, int]:
+        """The data set of a row, and its number there."""
+        part = bisect_right(self._ends, number)
+        return self.parts[part], number - self._ends[part] + len(self.parts[part])
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [*accumulate(map(len, self.parts))]
 
 
 @dataclass(frozen=True)
 class _MixedRows(Rows):
     """Rows whose source is one of several."""
 
-    origin: _Picked | None = None
+    origin: _Joined | None = None
 
     def place(self, number: int) -> str:
         assert self.origin is not None
-        part, row = self.origin.picks[self.numbers[number] if self.numbers else number]
-        return self.origin.parts[part].place(row)
+        part, row = self.origin.locate(self.numbers[number] if self.numbers else number)
+        return part.place(row)
 
     def _read(self, number: int, row: Any) -> Row | None:
         return row  # type: ignore[no-any-return]  # its own data set has read it
@@ -61,15 +78,14 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
         DataError: a weight is so small that no row of its data set is taken.
     """
     counts = [len(part) for part in parts] if weights is None else _shares(parts, weights)
-    picks = [
-        (number, row)
+    chosen = (
+        part.select(array("q", _choose(len(part), count, seed, number)))
         for number, (part, count) in enumerate(zip(parts, counts, strict=True))
-        for row in _choose(len(part), count, seed, number)
-    ]
-    origin = _Picked(tuple(parts), picks)
+    )
+    origin = _Joined(tuple(chosen))
     lines = [line for part, count in zip(parts, counts, strict=True) for line in _described(part, count)]
     kind = "one after the other" if weights is None else "weighted"
-    lines.insert(0, f"{len(picks)} rows of {len(parts)} data sets, {kind}")
+    lines.insert(0, f"{len(origin)} rows of {len(parts)} data sets, {kind}")
     where = ", ".join(part.where for part in parts)
     rows = _MixedRows(origin, parts[0].form, where, tuple(lines), origin=origin)
     return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -104,11 +105,12 @@ TrainedOn = Literal["none", "some", "all"]
 
 
 class RawRows(Protocol):
-    """A data set or a list: rows of named values, in an order that does not change."""
+    """A data set: rows of named values, in an order that does not change."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> Any: ...
     def __iter__(self) -> Iterator[Any]: ...
+    def select(self, numbers: Sequence[int], /) -> RawRows: ...
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,8 @@ class Rows:
 
     def select(self, chosen: Sequence[int]) -> Rows:
         """Some of the rows, each under its old number."""
-        numbers = [self.numbers[row] for row in chosen] if self.numbers else chosen
-        return replace(self, raw=[self.raw[row] for row in chosen], numbers=numbers)
+        numbers = array("q", (self.numbers[row] for row in chosen)) if self.numbers else chosen
+        return replace(self, raw=self.raw.select(chosen), numbers=numbers)
 
     def place(self, number: int) -> str:
         """Where a row stands in its source, in words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ def _training_rows(config: Config, name: str) -> Rows:
     total = len(training)
     held_out = _held_out(config, splits, name)
     left_out = set(held_out)
-    kept = [row for row in range(total) if row not in left_out]
+    kept = array("q", (row for row in range(total) if row not in left_out))
     numbers = kept[: config.max_train_samples]
     notes = []
     if len(numbers) < total:

@@ -12,7 +12,7 @@ from ci_llm.cluster.hub import may_be_on_hub
 from ci_llm.data.listed import ListedRows
 from ci_llm.errors import DataError
 
-#: Rows by the name of their split: a `datasets.Dataset`, or what behaves like one.
+#: Rows by the name of their split: a `datasets.Dataset`, `MappedRows` or `ListedRows`.
 Splits = Mapping[str, Any]
 
 #: Names of splits to evaluate on, the first that exists is taken.
@@ -34,11 +34,14 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
     if name == "embedded":
         return {split: ListedRows(embedded.rows(split)) for split in ("train", "validation", "test")}
     from ci_llm.data.files import splits_of_files, splits_on_hub
+    from ci_llm.data.mapped import mapped
 
     path = Path(os.path.expanduser(name))
     if is_on_hub(name):
-        return splits_on_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
-    return splits_of_files(path, unnamed, key)
+        found = splits_on_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
+    else:
+        found = splits_of_files(path, unnamed, key)
+    return {split: mapped(data) for split, data in found.items()}
 
 
 def is_on_hub(name: str) -> bool:

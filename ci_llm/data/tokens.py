@@ -11,9 +11,9 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import chain, count, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from ci_llm.errors import DataError
 FORMAT = 3
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.bool_())), ("row", pa.int64())])
 ROWS_PER_CHUNK = 1000
+#: A read leaves about 16 kB resident.
+READS_PER_MAPPING = 1000
 #: Of the last record batch: its metadata say what was found in all rows.
 FACTS = b"ci_llm"
 SHOWN_CHARACTERS = 1000
@@ -44,6 +46,8 @@ SHOWN_CHARACTERS = 1000
 class TokenizedRows:
     """Tokenised rows, memory-mapped: `[i]` is an `Example`, and no row is held in memory.
 
+    The file is mapped anew from time to time: what was read of it would stay resident, in the end all of it.
+
     Attributes:
         rows: the canonical rows they were made from.
         path: the Arrow file.
@@ -51,9 +55,10 @@ class TokenizedRows:
 
     rows: Rows
     path: Path
+    _reads: Iterator[int] = field(default_factory=lambda: count(1), init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return self._num_rows
 
     def __getitem__(self, number: int) -> Example:
         """Example `number`.
@@ -61,9 +66,11 @@ class TokenizedRows:
         Raises:
             IndexError: there are not so many.
         """
-        return Example(
-            _numbers(self._table["input_ids"][number].values), _flags(self._table["supervised"][number].values)
-        )
+        chunk, row = divmod(range(len(self))[number], self._chunk_rows)
+        if next(self._reads) % READS_PER_MAPPING == 0:
+            self.__dict__.pop("_file", None)
+        input_ids, supervised, _ = self._file.get_batch(chunk).columns
+        return Example(_numbers(input_ids[row].values), _flags(supervised[row].values))
 
     def __reduce__(self) -> Any:
         """Loader workers that are not forked open the file themselves."""
@@ -97,14 +104,26 @@ class TokenizedRows:
     @cached_property
     def row_numbers(self) -> list[int]:
         """The number in `rows` of each tokenised row."""
-        return list(self._table["row"].to_pylist())
+        return [
+            number for chunk in range(self._num_chunks) for number in self._file.get_batch(chunk)["row"].to_pylist()
+        ]
 
     def _canonical(self) -> Iterator[Row]:
         return (row for row in map(self.rows.__getitem__, self.row_numbers) if row is not None)
 
+    @property
+    def _num_chunks(self) -> int:
+        return int(self._file.num_record_batches) - 1  # the last batch says what was found in all rows
+
     @cached_property
-    def _table(self) -> Any:
-        return self._file.read_all()
+    def _chunk_rows(self) -> int:
+        """Rows of every chunk, except that the last one may have fewer."""
+        return int(self._file.get_batch(0).num_rows)
+
+    @cached_property
+    def _num_rows(self) -> int:
+        last = self._num_chunks - 1
+        return last * self._chunk_rows + int(self._file.get_batch(last).num_rows)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:

@@ -63,11 +63,10 @@ def time_needed(context: CheckContext) -> str:
     if steps is None:
         return f"{duration(step_s)} per step ({how}); how many steps there are depends on the data"
     evaluation_s = _evaluation_seconds(context, steps)
-    parts = f"{steps} steps of {duration(step_s)} ({how})"
-    parts += f", evaluations at most {duration(evaluation_s)}" if evaluation_s else ""
+    more = f"; evaluations add at most {duration(evaluation_s)}" if evaluation_s else ""
     late = f"\none step outlasts grace_s {context.config.grace_s:g}" if step_s > context.config.grace_s else ""
     about = "about" if context.lengths.sampled else "at most"
-    return f"{about} {duration(steps * step_s + evaluation_s)}: {parts}{late}"
+    return f"{about} {duration(steps * step_s)}: {steps} steps of {duration(step_s)} ({how}){more}{late}"
 
 
 def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:

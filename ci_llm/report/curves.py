@@ -1,40 +1,26 @@
-"""The drawings of a report, as SVG by matplotlib. Colours are left to the page, which is light, dark or printed."""
+"""The drawings of a report. Colours are left to the page, which is light, dark or printed."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from ci_llm.errors import BadInput
-from ci_llm.report.attempts import KINDS, Attempt
+from ci_llm.report.attempts import Attempt, Span
 from ci_llm.report.facts import Metrics, Points
+from ci_llm.report.plot import Axis, Plot, legend
 from ci_llm.report.scores import Score
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 #: Points a curve is drawn with: what the eye can tell apart, and what keeps a long run's page small.
 MOST_POINTS: Final = 400
 #: Attempts that a timeline can show one below the other.
 MOST_LANES: Final = 24
 
-_WIDE_LEFT: Final = (0.95, 0.1, 0.42, 0.04)
-
-#: Colours stand in the drawing as these, and in the page as the variables of its style sheet.
-_INK, _FAINT, _CROWD, _PAPER = "#010101", "#010102", "#010103", "#010104"
-_AGENTS: Final = tuple(f"#0102{k:02x}" for k in range(8))
-_KINDS: Final = {kind: f"#0103{number:02x}" for number, kind in enumerate(KINDS)}
-_VARIABLES: Final = (
-    {_INK: "ink", _FAINT: "faint", _CROWD: "crowd", _PAPER: "paper"}
-    | {colour: f"agent{k}" for k, colour in enumerate(_AGENTS)}
-    | {colour: f"kind-{kind.replace(' ', '-')}" for kind, colour in _KINDS.items()}
-)
+#: Colours of agents that the style sheet has.
+NUM_COLOURS: Final = 8
+_WIDTH, _HEIGHT = 440, 270
 
 #: Title, key of the agent {}, keys of what is of all agents together, unit.
 _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
@@ -46,45 +32,9 @@ _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
     ("Speed", "", {"tokens/s": "tokens_per_s"}, "tokens per second"),
 )
 
-_STYLE: Final[dict[Any, Any]] = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the font of the page
-    "font.size": 9,
-    "text.color": _INK,
-    "text.parse_math": False,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _FAINT,
-    "grid.linewidth": 0.5,
-    "grid.alpha": 0.5,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "lines.linewidth": 1.3,
-    "legend.facecolor": _PAPER,
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.85,
-}
-
-
-def require_matplotlib() -> None:
-    """Refuse to draw without matplotlib.
-
-    Raises:
-        BadInput: it is not installed, or cannot be imported.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise BadInput(
-            f"a report is drawn with matplotlib, which cannot be imported: {error}",
-            hint="pip install 'ci-llm[report]', or pip install matplotlib",
-        ) from error
-
 
 def draw_curves(metrics: Metrics, resumed: Sequence[int] = ()) -> list[tuple[str, str]]:
-    """(title, SVG) of every curve that the run has left, agents beside the crowd.
+    """(title, drawing) of every curve that the run has left, agents beside the crowd.
 
     Args:
         resumed: steps after which a later attempt went on; a dotted line stands at each.
@@ -94,9 +44,7 @@ def draw_curves(metrics: Metrics, resumed: Sequence[int] = ()) -> list[tuple[str
         keys = {name: agent_key.format(name) for name in metrics.agents} if agent_key else {}
         lines = {name: metrics.curve(key) for name, key in {**keys, **together}.items()}
         if any(lines.values()):
-            drawings.append(
-                (title, _drawn(partial(_lines, lines=lines, unit=unit, resumed=resumed), (4.4, 2.7), title))
-            )
+            drawings.append((title, _steps(title, lines, unit, resumed)))
     return drawings
 
 
@@ -110,30 +58,55 @@ def draw_lines(
         unit: of the values.
         log: whether that axis is logarithmic.
     """
-
-    def draw(axes: Axes) -> None:
-        for number, (name, points) in enumerate(lines.items()):
-            colour = _AGENTS[number % len(_AGENTS)]
-            axes.plot(*zip(*points, strict=True), label=name, color=colour, marker="o", markersize=3)
-        if log:
-            axes.set_xscale("log")
-        axes.set_xlabel(across)
-        axes.set_ylabel(unit)
-        if len(lines) > 1:
-            axes.legend(fontsize=8)
-
-    return _drawn(draw, (4.4, 2.7), title)
+    colours = {name: _agent(number) for number, name in enumerate(lines)}
+    plot = _plot(title, Axis.around((x for line in lines.values() for x, _ in line), across, log=log), lines, unit)
+    for name, points in lines.items():
+        plot.line(points, colours[name], name)
+        for x, y in points:
+            plot.dot(x, y, colours[name], name, radius=2.5)
+    return _with_legend(colours, plot)
 
 
 def draw_scores(scores: Sequence[Score]) -> str:
     """Exact match of everyone, with intervals."""
-    return _drawn(partial(_dots, scores=scores), (4.4, 0.5 + 0.26 * len(scores)), "scores", _WIDE_LEFT)
+    places = {float(place): score for place, score in enumerate(reversed(scores))}
+    right = min(1.0, 1.05 * max(score.high or score.exact_match for score in scores)) or 1.0
+    names = {place: score.who for place, score in places.items()}
+    plot = Plot(
+        _WIDTH,
+        60 + 26 * len(scores),
+        "exact match with intervals",
+        Axis(0, right, "exact match"),
+        Axis(-0.6, len(scores) - 0.4, names=names),
+    )
+    for place, score in places.items():
+        colour = "crowd" if score.who == "crowd" else "ink"
+        told = f"{score.who}: {score.exact_match:.3f}"
+        if score.low is not None and score.high is not None:
+            plot.line([(score.low, place), (score.high, place)], colour, told, width=2.5)
+        plot.dot(score.exact_match, place, colour, told)
+    return plot.svg()
 
 
 def draw_timeline(attempts: Sequence[Attempt]) -> str:
     """One lane for each of the last attempts, coloured by what its time went into."""
-    lanes = attempts[-MOST_LANES:]
-    return _drawn(partial(_timeline, attempts=lanes), (9.0, 0.5 + 0.28 * len(lanes)), "timeline", _WIDE_LEFT)
+    lanes = {float(place): attempt for place, attempt in enumerate(reversed(attempts[-MOST_LANES:]))}
+    begin = min(attempt.launched for attempt in lanes.values())
+    scale, unit = _scale(max(attempt.ended for attempt in lanes.values()) - begin)
+    end = max((span.end for attempt in lanes.values() for span in _merged(attempt)), default=begin + scale)
+    plot = Plot(
+        900,
+        60 + 28 * len(lanes),
+        "what the time of every attempt went into",
+        Axis(0, 1.02 * (end - begin) / scale, f"{unit} since {datetime.fromtimestamp(begin):%Y-%m-%d %H:%M:%S}"),
+        Axis(-0.6, len(lanes) - 0.4, names={place: f"attempt {attempt.number}" for place, attempt in lanes.items()}),
+    )
+    for place, attempt in lanes.items():
+        for span in _merged(attempt):
+            start, stop = ((each - begin) / scale for each in (span.start, span.end))
+            told = f"{span.kind}: {stop - start:.3g} {unit}"
+            plot.bar(start, stop, place, f"kind-{span.kind.replace(' ', '-')}", told, thickness=0.62)
+    return plot.svg()
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
@@ -150,101 +123,49 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     return kept
 
 
-def _drawn(
-    draw: Callable[[Axes], None],
-    inches: tuple[float, float],
-    name: str,
-    margins: tuple[float, float, float, float] = (0.66, 0.08, 0.42, 0.08),
-) -> str:
-    """An SVG of `inches`, with margins in inches: left, right, bottom, top."""
-    require_matplotlib()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({**_STYLE, "svg.hashsalt": name}):  # the same run gives the same bytes
-        figure = Figure(figsize=inches)
-        # Fixed margins: to measure every label takes as long as to draw it.
-        left, right, bottom, top = margins
-        width, height = inches
-        draw(figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)))
-        return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
-    """The drawing without its head, with the page's colours and fonts, and without names that another one may have."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))
-    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
-    text = re.sub(r"font-family: [^;\"]*;?", "", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var(--{variable})")
-    return text.strip()
-
-
-def _lines(axes: Axes, lines: Mapping[str, Points], unit: str, resumed: Sequence[int]) -> None:
-    agents = [name for name in lines if name.startswith("agent")]
-    for number, (name, points) in enumerate((name, thinned(points)) for name, points in lines.items() if points):
-        is_agent = name in agents
-        label = name
-        if is_agent and len(agents) > len(_AGENTS):  # more than colours: one line of the legend for all
-            label = "_" if number else f"{len(agents)} agents"
-        axes.plot(
-            *zip(*points, strict=True),
-            label=label,
-            color=_AGENTS[number % len(_AGENTS)] if is_agent or not agents else _CROWD,
-            linewidth=1.1 if is_agent else 1.8,
-            marker="o" if len(points) == 1 else None,
-        )
+def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence[int]) -> str:
+    """Curves over the steps of a run."""
+    known = {name: thinned(points) for name, points in lines.items() if points}
+    agents = [name for name in known if name.startswith("agent")]
+    colours = {name: _agent(agents.index(name)) if name in agents else "crowd" for name in known}
+    if not agents:
+        colours = dict.fromkeys(known, _agent(0))
+    steps = (step for points in known.values() for step, _ in points)
+    plot = _plot(title, Axis.around(steps, "optimizer step", margin=0.02, whole=True), known, unit)
     for step in resumed[-MOST_LANES:]:
-        axes.axvline(step + 0.5, color=_INK, linewidth=0.8, linestyle=":", alpha=0.6, zorder=1)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(unit)
-    axes.locator_params(axis="x", integer=True)
-    if len(lines) > 1:
-        axes.legend(fontsize=8, ncols=2)
+        if plot.across.low <= step <= plot.across.high:
+            plot.mark(step + 0.5)
+    for name, points in known.items():
+        plot.line(points, colours[name], name, width=1.4 if name in agents else 2.4)
+    if len(agents) > NUM_COLOURS:  # more than colours: one entry for all
+        colours = {f"{len(agents)} agents": _agent(0)} | {name: colours[name] for name in known if name not in agents}
+    return _with_legend(colours, plot)
 
 
-def _dots(axes: Axes, scores: Sequence[Score]) -> None:
-    for place, score in enumerate(reversed(scores)):
-        colour = _CROWD if score.who == "crowd" else _INK
-        if score.low is not None and score.high is not None:
-            axes.plot([score.low, score.high], [place, place], color=colour, linewidth=2, solid_capstyle="round")
-        axes.plot([score.exact_match], [place], "o", color=colour, markersize=5)
-    axes.set_yticks(range(len(scores)), [score.who for score in reversed(scores)])
-    axes.set_ylim(-0.6, len(scores) - 0.4)
-    axes.set_xlim(left=0, right=min(1.0, 1.05 * max(score.high or score.exact_match for score in scores)) or 1.0)
-    axes.set_xlabel("exact match")
+def _plot(title: str, across: Axis, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> Plot:
+    """A plot that has room for these lines."""
+    return Plot(_WIDTH, _HEIGHT, title, across, Axis.around((y for line in lines.values() for _, y in line), unit))
 
 
-def _timeline(axes: Axes, attempts: Sequence[Attempt]) -> None:
-    begin = attempts[0].launched
-    scale, unit = _scale(attempts[-1].ended - begin)
-    for place, attempt in enumerate(reversed(attempts)):
-        for kind, start, length in _merged(attempt):
-            axes.barh(
-                place, length / scale, left=(start - begin) / scale, height=0.62, color=_KINDS[kind], linewidth=0.6
-            )
-    axes.set_yticks(range(len(attempts)), [f"attempt {attempt.number}" for attempt in reversed(attempts)])
-    axes.set_xlabel(f"{unit} since {datetime.fromtimestamp(begin):%Y-%m-%d %H:%M:%S}")
-    axes.grid(axis="y", visible=False)
-    axes.set_xlim(left=0)
+def _with_legend(colours: Mapping[str, str], plot: Plot) -> str:
+    """The plot below its legend, which a single line does not need."""
+    return legend(colours) + plot.svg() if len(colours) > 1 else plot.svg()
 
 
-def _merged(attempt: Attempt) -> Iterable[tuple[Any, float, float]]:
-    """(kind, start, seconds), neighbours of one kind in one piece."""
-    merged: list[tuple[Any, float, float]] = []
+def _agent(number: int) -> str:
+    return f"agent{number % NUM_COLOURS}"
+
+
+def _merged(attempt: Attempt) -> list[Span]:
+    """Its time, neighbours of one kind in one piece, without that after its end."""
+    merged: list[Span] = []
     for span in attempt.spans:
         if span.kind == "no process":
             continue
-        if merged and merged[-1][0] == span.kind:
-            merged[-1] = (span.kind, merged[-1][1], span.end - merged[-1][1])
+        if merged and merged[-1].kind == span.kind:
+            merged[-1] = replace(merged[-1], end=span.end)
         else:
-            merged.append((span.kind, span.start, span.seconds))
+            merged.append(span)
     return merged
 
 

@@ -49,10 +49,9 @@ def write_report(path: Path | str) -> Path:
         path: the output folder of a run, or a checkpoint in it.
 
     Raises:
-        BadInput: there is no run, a file of it is damaged, or matplotlib is missing.
+        BadInput: there is no run, or a file of it is damaged.
         ConfigError: the disk refuses the file.
     """
-    curves.require_matplotlib()
     facts = read_run(path)
     page = facts.folder / NAME
     try:

@@ -6,7 +6,6 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cluster.elastic import has_rounds
@@ -107,37 +106,39 @@ _ABOUT_OTHER_ROWS = (
 
 
 def _with_own_data(config: Config) -> dict[str, str | None]:
-    """The keys to change for a fresh run on the reader's own rows; not on the embedded base."""
+    """The keys to change for a fresh run on the reader's own rows. The embedded base gives way to another, and with it
+    all that was typed: its learning rate would ruin a larger one."""
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
-        base = {"config": str(preset)} if preset else {"model_name": "..."}
-        changes |= {"config": None, "model_name": None, **base}
-    defaults = Config()
-    for key in _ABOUT_OTHER_ROWS:
-        value, default = getattr(config, key), getattr(defaults, key)
-        changes[key] = None if value == default or changes.get("config") else str(default or "null")
+        changes |= {"config": str(preset) if preset else None, **dict.fromkeys(Config.model_fields)}
+        changes |= {} if preset else {"model_name": "..."}
+    else:
+        defaults = Config()
+        for key in _ABOUT_OTHER_ROWS:
+            value, default = getattr(config, key), getattr(defaults, key)
+            changes[key] = None if value == default else str(default or "null")
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
 
 
 def leave_page(
     config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager | CheckpointStore
 ) -> None:
-    """Write report.html where matplotlib is installed, as the last act of an attempt. It never fails the run.
+    """Write report.html, as the last act of an attempt. It never fails the run.
 
-    A run that was told to end has a grace. The page takes a second or two, and is left out when a third of the grace is
-    over: to leave in time is worth more, and `ci-llm report RUN` writes the page later. Between two elastic rounds the
-    others wait for this process.
+    A run that was told to end has a grace. The page is left out when a third of the grace is over: to leave in time is
+    worth more, and `ci-llm report RUN` writes the page later. Between two elastic rounds the others
+    wait for this process.
     """
     told_at = interrupts.stop_requested_at
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if not (config.write_report and processes.is_main and find_spec("matplotlib") and manager.holds_lease()):
+    if not (config.write_report and processes.is_main and manager.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)
-    except Exception as error:  # noqa: BLE001 - whatever a drawing library raises, the work of the run is done
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, the work of the run is done
         logger.warning(f"report.html was not written: {type(error).__name__}: {error}")
     else:
         logger.info(f"report     {page}")

@@ -25,7 +25,6 @@ def write_page(path: Path, told: Study, by_nodes: Mapping[str, Points]) -> None:
         by_nodes: (nodes, goodput) by the name of the way to save.
 
     Raises:
-        BadInput: matplotlib is missing.
         ConfigError: the disk refuses the file.
     """
     text = render_template(

@@ -26,6 +26,8 @@ from ci_llm.supervisor.policy import Decision, Outcome
 
 GRACE_S: Final = 120.0
 HANG_AFTER_S: Final = 2 * VANISHED_AFTER_S
+#: The last line of a supervision.
+UNCHANGED: Final = "the configuration is unchanged; adjustments, if any, are in recovery.json"
 _LOOK_S: Final = 5.0
 #: torchrun must kill its workers before the supervisor kills torchrun.
 _LAUNCHER_RESERVE_S: Final = 5.0
@@ -173,7 +175,7 @@ class OwnRun:
         """Remove nothing: there is nothing temporary."""
         steps = CheckpointStore(self._folder).all_steps()
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
-        return [f"{newest} in {self._folder}", "original unchanged: adjustments travel in recovery.json"]
+        return [f"{newest} in {self._folder}", UNCHANGED]
 
     def _good_step(self, cause: Failure | None) -> int | None:
         """The last step that counts as good: what led to non-finite values may have begun some steps before them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config, default_file
 from ci_llm.config.sweep import read_sweep
-from ci_llm.supervisor.own_run import OwnRun
+from ci_llm.supervisor.own_run import UNCHANGED, OwnRun
 
 
 class SweepRun(OwnRun):
@@ -16,7 +16,7 @@ class SweepRun(OwnRun):
 
     def close(self) -> list[str]:
         """Remove nothing: there is nothing temporary."""
-        return [f"sweep: {self._folder}", "original unchanged: adjustments travel in recovery.json"]
+        return [f"sweep: {self._folder}", UNCHANGED]
 
     def _newest_step(self) -> int:
         """The optimizer steps that the newest checkpoints of all segments hold."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import COMMANDS
+from tests.report.folders import leave_run
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +19,9 @@ HEAVY = {
     *("torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pandas", "pyarrow", "rich", "matplotlib"),
     *("huggingface_hub", "safetensors", "requests", "httpx", "asyncio", "tensorboard", "wandb", "IPython"),
 }
-#: Python itself has about 30; pydantic, which checks the configuration, and what it needs about 140.
-MOST_MODULES = {"help": 250, "first line": 350}
+#: Python itself has about 30; pydantic, which checks the configuration, and what it needs about 140;
+#: the page of a run its template engine.
+MOST_MODULES = {"help": 250, "first line": 350, "page": 420}
 
 HELP = """
 import contextlib, io, json, sys
@@ -38,6 +40,13 @@ def end(line):
     raise SystemExit(0)
 train.print_line = end
 main(["train", "num_agents=2", "output_dir=" + sys.argv[1]])
+"""
+REPORT = """
+import contextlib, io, json, sys
+from ci_llm.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    assert main(["report", sys.argv[1]]) == 0
+print(json.dumps([*sys.modules]))
 """
 #: What the first step of a run on the embedded base and rows does without. PyArrow imports pandas to write new tokens.
 NOT_NEEDED = {"peft", "bitsandbytes", "datasets", "matplotlib", "wandb", "optuna", "ci_llm.supervisor"}
@@ -68,6 +77,12 @@ def test_help_imports_little(command: str) -> None:
     assert not HEAVY & found
     reads_keys = command in ("train", "sweep", "simulate")  # their help lists them
     assert len(found) <= MOST_MODULES["first line" if reads_keys else "help"]
+
+
+def test_a_report_imports_little(tmp_path: Path) -> None:
+    found = modules_after(REPORT, leave_run(tmp_path / "run"))
+    assert not HEAVY & found
+    assert len(found) <= MOST_MODULES["page"]
 
 
 @pytest.mark.slow

@@ -500,6 +500,8 @@ def test_bad_lines(file: Path, line: str, words: list[str]) -> None:
     [
         (["--batch-sise", "3"], ["batch-sise is no key", "did you mean batch_size?"]),
         (["foo"], ["'foo' is neither a key nor a value", "key=value"]),
+        (["\u2014num_agents"], ["neither a key nor a value", "write --num_agents, with plain - and ="]),
+        (["num_agents\uff1d3"], ["write num_agents=3, with plain - and ="]),
         (["configs/x.yaml"], ["write --config configs/x.yaml"]),
         (["-h"], ["'-h' is neither"]),
         (["--config"], ["--config without a file"]),
@@ -551,6 +553,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "deep.yaml").write_text("[" * 5000, encoding="utf-8")
     assert "too deeply" in complaint(tmp_path / "deep.yaml")
     assert "null byte" in complaint(None, "--config", "a\0b")
+
+
+def test_a_file_that_is_not_there_is_answered_with_the_name_beside_it(file: Path) -> None:
+    file.write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=f"did you mean {file}\\?"):
+        load_config(file.with_name(f"{file.stem}s.yaml"))
+    with pytest.raises(ConfigError, match="name an existing YAML file"):
+        load_config(file.with_name("other.json"))
 
 
 def test_doubles_in_a_file_name_both_lines(file: Path) -> None:

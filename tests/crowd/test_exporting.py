@@ -320,6 +320,17 @@ def test_a_run_that_has_not_saved_yet_and_a_path_that_is_not_there(
         assert (code, message in err, "damaged" in err) == (2, True, False)
 
 
+def test_a_run_in_the_folder_of_another_is_not_taken_for_a_step_of_that_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run", "checkpoint_step_2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
+    assert "there is no run in this run: it holds 2" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
+    (tmp_path / "run" / "status.json").write_text("{}")
+    assert "has not saved a checkpoint yet" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
+
+
 def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ci_llm.core import durable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Generator
 from dataclasses import dataclass, fields
@@ -127,6 +128,8 @@ def test_every_start_is_the_tail_of_the_whole() -> None:
 
 def test_workers_change_nothing() -> None:
     assert_same(steps(2, 12, num_workers=2), steps(2, 12))
+    cores = len(os.sched_getaffinity(0))
+    assert_same(steps(2, 4, num_workers=cores + 1), steps(2, 4))  # torch would warn, and a warning is an error here
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 7])

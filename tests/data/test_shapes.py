@@ -227,6 +227,11 @@ SHAPES: dict[str, Shape] = {
     "json below data": Shape(
         text("rows.json", json.dumps({"data": [{"question": "q", "answer": "a"}] * 3})), [f"a{END}"], user("q")
     ),
+    "json below data, with a version": Shape(
+        text("rows.json", json.dumps({"version": 1, "of": "me", "data": [{"question": "q", "answer": "a"}] * 3})),
+        [f"a{END}"],
+        user("q"),
+    ),
     "json of splits": Shape(
         text(
             "rows.json",

@@ -338,6 +338,11 @@ def _two_kinds(path: Path) -> dict[str, Any]:
     return {"dataset_name": str(path)}
 
 
+def _latin(path: Path) -> dict[str, Any]:
+    (path / "a.csv").write_bytes("question,answer\nStraße?,ß\n".encode("latin-1"))
+    return {"dataset_name": str(path / "a.csv")}
+
+
 BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
     "missing file": (lambda path: {"dataset_name": f"{path}/no.jsonl"}, "does not exist", "check the path"),
     "missing folder": (lambda path: {"dataset_name": f"{path}/no"}, "does not exist", "check the path"),
@@ -354,6 +359,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         "cannot be read as json: JSON parse",
         "repair",
     ),
+    "not UTF-8": (_latin, "cannot be read as csv: 'utf-8' codec can't decode", "save it as UTF-8"),
     "half a download": (_cut_short, "cannot be read as json: Compressed file ended", "repair"),
     "broken parquet": (_write("PAR1", "a.parquet"), "cannot be read as parquet: Parquet file", "repair"),
     "broken folder": (_saved_badly, "saved data set cannot be opened", "save_to_disk"),
@@ -381,7 +387,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_one_clear_message(name: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_clear_message(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make, what, hint = BAD_INPUT[name]
     settings = make(tmp_path)
     with pytest.raises(DataError) as caught:
@@ -391,6 +397,7 @@ def test_bad_input_is_one_clear_message(name: str, tmp_path: Path) -> None:
     assert hint in str(caught.value.hint)
     assert caught.value.exit_code == 2
     assert "\n" not in caught.value.what
+    assert "Failed to" not in capfd.readouterr().err, "`datasets` tells it in its own words"
 
 
 def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow  # type: ignore[import-untyped]
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -288,3 +289,25 @@ def test_real_data_is_the_same_from_every_format(
     assert len(found[0]) > 1000
     assert found[0].answers is not None
     assert all("####" in answer for answer in found[0].answers)
+
+
+def test_what_was_read_is_mapped_anew_before_it_is_much(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resident pages of a mapping only become more; rows that were handed out stay readable."""
+    monkeypatch.setattr(tokens, "ROWS_PER_CHUNK", 10)
+    monkeypatch.setattr(tokens, "READS_PER_MAPPING", 7)
+    texts = rows([{"text": f"text {number}"} for number in range(25)])
+    found = tokenize(texts, tokenizer, max_seq_length=50, cache_folder=tmp_path)
+    mapped: list[str] = []
+    memory_map = pyarrow.memory_map
+
+    def counted(path: str) -> Any:
+        mapped.append(path)
+        return memory_map(path)
+
+    monkeypatch.setattr("pyarrow.memory_map", counted)
+    examples = [found[number] for number in (*range(25), -1)]
+    assert len(mapped) == 1 + 26 // 7
+    told = [tokenizer.decode(example.input_ids) for example in examples]
+    assert told == [f"<bos>text {number}<eos>" for number in (*range(25), 24)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from html import unescape
 from pathlib import Path
 
@@ -24,12 +23,6 @@ MEGABYTE = 1_000_000
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run that is over."""
     return write_report(leave_run(tmp_path_factory.mktemp("drawn") / "run"))
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of words alone: the curves are laid out, and left out of the page."""
-    monkeypatch.setattr("ci_llm.report.curves._svg", lambda figure: "<svg></svg>")
 
 
 def text_of(page: Path) -> str:
@@ -95,7 +88,6 @@ def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
     assert "python train.py '<img src=x>'" in told
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> None:
     rows = [prediction(n, correct=n % 2 == 0, confidence=n / 20) for n in range(20)]
     told = text_of(write_report(leave_run(tmp_path / "run", predictions=rows)))
@@ -106,7 +98,6 @@ def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> 
     assert "reference 19" in failed
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("status", "told"),
     [
@@ -121,7 +112,6 @@ def test_a_run_that_is_not_over_says_so(status: str, told: str, tmp_path: Path) 
     assert "Agents and crowd are evaluated after the last step, which this run has not taken yet." in page
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", status="running")
     leave_status(run, "running", 20, heartbeat=NOW)
@@ -130,7 +120,6 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     assert "The process ended without writing a reason" in told
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     record = json.loads((run / "evaluation.json").read_text()) | {"n": 1, "rows_trained_on": "all"}
@@ -150,7 +139,6 @@ def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
     assert "It is in the first checkpoint, which is not there yet." in told
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_checkpoint_of_a_run_means_the_run(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     assert write_report(run / "checkpoint_step_20") == run / "report.html"
@@ -210,7 +198,6 @@ def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> 
     assert ["ci-llm", "chat", str(run)] in words
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     (run / "checkpoint_step_20/config.yaml").write_bytes(b"\xff")
@@ -226,14 +213,6 @@ def test_a_folder_that_is_no_run_is_refused(
 ) -> None:
     assert main(["report", path if "://" in path else str(tmp_path / path)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_without_matplotlib_the_message_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["report", str(leave_run(tmp_path / "run"))]) == 2
-    assert "pip install 'ci-llm[report]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

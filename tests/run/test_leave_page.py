@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,15 +48,6 @@ def test_there_are_reasons_to_leave_no_page(why_not: dict[str, Any], folder: Pat
 def test_an_interruption_with_time_to_spare_leaves_a_page(folder: Path) -> None:
     leave_page(*run(folder, told_s_ago=1.0, grace_s=3000.0))
     assert (folder / "report.html").exists()
-
-
-def test_without_matplotlib_nothing_is_written_and_nothing_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("ci_llm.run.report.find_spec", lambda name: importlib.util.find_spec(f"{name}_is_not_here"))
-    leave_page(*run(folder))
-    assert not (folder / "report.html").exists()
-    assert not caplog.records
 
 
 def test_a_damaged_file_of_the_run_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -65,10 +65,12 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
     assert load_config("configs.yaml", [*(word for word in rest if word != "--continue"), "max_train_steps=9"])
 
 
-def test_what_else_was_typed_stays(suggested: Callable[..., dict[str, list[str]]]) -> None:
-    said = suggested("--epochs", "7", "seed=2", "--K", "3")
-    assert said["longer"] == ["seed=2", "--K", "3", "max_train_steps=..."]
-    assert said["own data"][:4] == ["--epochs", "7", "seed=2", "--K"]
+def test_what_else_was_typed_stays_but_for_a_larger_base(suggested: Callable[..., dict[str, list[str]]]) -> None:
+    words = ["--epochs", "7", "learning_rate=8e-3", "--K", "3"]
+    said = suggested(*words)
+    assert said["longer"] == [*words[2:], "max_train_steps=..."]
+    assert said["own data"] == [f"config={PRESET}", "dataset_name=my.jsonl", "experiment_name=mine"]
+    assert suggested(*words, "model_name=Qwen/Qwen2.5-0.5B")["own data"][:5] == words
 
 
 def test_far_from_the_project_the_preset_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

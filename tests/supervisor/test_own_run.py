@@ -82,7 +82,7 @@ def test_each_kind_of_fault_once(tmp_path: Path) -> None:
     for kind in KINDS:
         assert (kind if kind != "damaged" else "killed") in told
     assert "newest checkpoint: step 1000 in ci_llm_output" in told
-    assert "original unchanged: adjustments travel in recovery.json" in told
+    assert "the configuration is unchanged; adjustments, if any, are in recovery.json" in told
     assert len(read_recovery(tmp_path / "ci_llm_output").because) == 2
 
 
