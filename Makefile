@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
-# A file goes to one worker, which makes what its tests share once (pytest-xdist 3.8 knows no groups with pytest 9.2).
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A file goes to one worker, which makes what its tests share once (pytest-xdist 3.8 knows no groups with pytest 9.2); in
+# the order of tests/conftest.py.
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What `make coverage` runs.
 MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
 	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py
 
-.PHONY: install install-dev train test campaign test-slurm check fast lint docs coverage mutation bench clean
+.PHONY: install install-dev train test nodeless campaign test-slurm check fast lint docs coverage mutation bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -33,9 +35,12 @@ train: install
 	$(BIN)/python train.py
 
 # Everything; last what starts ten nodes of a real SLURM, which would slow the others down.
-test: coverage
-	$(PYTEST) -n $(JOBS) --dist loadfile --ignore=tests/slurm
+test: install-dev
+	@$(MAKE) --no-print-directory -j 2 coverage nodeless
 	$(PYTEST) tests/slurm
+
+nodeless: install-dev
+	$(PYTEST) $(SIDE_BY_SIDE) --ignore=tests/slurm
 
 # The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
 coverage: install-dev
@@ -44,7 +49,7 @@ coverage: install-dev
 
 # Everything again, and in full what `make test` samples: crash points, random histories, combinations of a matrix.
 campaign: install-dev
-	$(PYTEST) -n $(JOBS) --dist loadfile --ignore=tests/slurm --campaign
+	$(PYTEST) $(SIDE_BY_SIDE) --ignore=tests/slurm --campaign
 
 # Preemption, walltime, requeue, a dead node, on a real SLURM.
 test-slurm: install-dev
@@ -55,7 +60,7 @@ check: install-dev
 	@$(MAKE) --no-print-directory -j 2 lint fast
 
 fast: install-dev
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow" -q
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow" -q
 
 lint: install-dev
 	$(BIN)/ruff check .

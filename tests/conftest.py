@@ -13,12 +13,16 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import campaign
 from tools.testbed.forkserver import ForkServer
+
+if TYPE_CHECKING:
+    from tools.testbed.trials import Trials  # with torch, which most files do without
 
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -54,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
+    if hasattr(config, "workerinput"):  # side by side: what takes long comes first, and many small files fill the end
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,8 +76,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """The fork server of all tests that need no environment of their own."""
-    with ForkServer("tools.testbed.trials") as started:
+    with ForkServer("tools.testbed.trials", "tools.testbed.warm") as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    """Cells of all files: a reference is trained once."""
+    from tools.testbed.trials import Trials
+
+    return Trials(server, tmp_path_factory.mktemp("trials"))
 
 
 @pytest.fixture

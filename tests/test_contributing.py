@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.children import START
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
@@ -119,9 +121,8 @@ def test_every_recipe_is_used() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", USES)
 def test_a_recipe_is_one_file(recipe: str, copy: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", USES[recipe]], cwd=copy, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    command, environment = [sys.executable, "-c", USES[recipe]], {**os.environ, "PYTHONPATH": str(START)}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     if recipe.startswith("backends"):
         assert "step 0: 1 keys are saved" in done.stderr

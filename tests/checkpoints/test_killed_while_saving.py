@@ -53,11 +53,6 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
     return code
 
 
-@pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("killed"))
-
-
 def test_points_drawn_by_seed_go_on_training(server: ForkServer, trials: Trials) -> None:
     reference = trials.reference(CELL)  # tokenises, so that every run from here on has the same operations
 

@@ -24,12 +24,12 @@ from ci_llm.crowd.calibration import Calibration, Logistic
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError
+from tests.support.children import PYTHONPATH
 from tests.support.crowds import K, disturbed_crowd
 from tools.testbed.events import DEADLINE_S
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 SHORT: Any = {"max_new_tokens": 24}
-ROOT = Path(__file__).parents[2]
 #: The command, whose answer stands still after each token while a file is there.
 HELD = """
 import sys, time
@@ -92,6 +92,7 @@ def test_a_run_on_single_questions_remembers_none(crowd: Crowd, capsys: pytest.C
     assert [said(talk, question, capsys) for question in QUESTIONS] == crowd.generate(QUESTIONS, **SHORT)
 
 
+@pytest.mark.slow
 def test_a_run_on_plain_text_continues_it(capsys: pytest.CaptureFixture[str]) -> None:
     writer = disturbed_crowd("text")
     talk = Conversation(writer, SHORT, (), shows_sureness=False)
@@ -110,6 +111,7 @@ def test_a_system_message_stands_before_every_turn(talker: Crowd, capsys: pytest
     assert said(talk, QUESTIONS[1], capsys) == wanted
 
 
+@pytest.mark.slow
 def test_a_conversation_that_outgrows_the_base_says_how_to_go_on(
     talker: Crowd, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +163,7 @@ def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
     assert capsys.readouterr().out.splitlines()[0].split() == ["crowd", *names]
 
 
+@pytest.mark.slow
 def test_seed_draws_and_takes_back(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(crowd, {**SHORT, "temperature": 3.0}, (), shows_sureness=False)
     greedy = said(talk, QUESTIONS[0], capsys)
@@ -219,7 +222,7 @@ class Talk:
     def __init__(self, *words: str | Path) -> None:
         self.pid, self._fd = pty.fork()
         if not self.pid:
-            os.environ |= {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            os.environ |= {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
             os.execv(sys.executable, [sys.executable, "-c", HELD, "chat", *map(str, words)])
         self.output = ""
         self._ended = False

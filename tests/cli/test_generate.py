@@ -21,6 +21,7 @@ from ci_llm import Crowd
 from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
 from ci_llm.embedded import rows
+from tests.support.children import PYTHONPATH
 from tests.support.crowds import K, save_crowd
 from tools.testbed.events import DEADLINE_S
 
@@ -233,7 +234,8 @@ def test_ctrl_c_ends_it_and_what_was_answered_stays(run: Path, crowd: Crowd, tmp
     file.write_text("".join(f"{question}\n" for question in QUESTIONS * 400))
     words = ["generate", str(run), "--file", str(file), *SHORT, "--batch-size", "1", "--json"]
     command = [sys.executable, "-m", "ci_llm", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         first = json.loads(process.stdout.readline())
         process.send_signal(signal.SIGINT)

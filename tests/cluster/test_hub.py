@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_on_hub, why_unreachable
-from tests.support.children import DEADLINE_S, ROOT
+from tests.support.children import DEADLINE_S, PYTHONPATH, ROOT
 from tools.testbed.forkserver import free_port
 
 
@@ -96,7 +96,8 @@ def test_nobody_is_asked_where_nothing_is_wanted_of_it(no_hub: str) -> None:
 @pytest.mark.parametrize("word", ["model_name=nobody/nothing", "dataset_name=nobody/nothing"])
 def test_a_name_of_the_hub_without_network_is_one_error(word: str, no_hub: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "train.py"), word, "output_dir=run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2, done.stderr
     assert "hub       unreachable" in done.stdout
     assert "nobody/nothing" in done.stderr

@@ -19,6 +19,7 @@ from ci_llm.crowd.asking import Answer, answers, decoding_of, options_of, prompt
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
+from tests.support.campaign import first_fast
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 from tools.testbed.events import DEADLINE_S
 
@@ -36,6 +37,7 @@ def detailed(crowd: Crowd) -> list[Answer]:
     return crowd.generate(QUESTIONS, details=True, **SHORT)
 
 
+@pytest.mark.slow
 def test_details_change_no_answer_and_show_what_each_agent_says_alone(crowd: Crowd, detailed: list[Answer]) -> None:
     assert [answer.prompt for answer in detailed] == QUESTIONS
     assert [answer.answer for answer in detailed] == crowd.generate(QUESTIONS, **SHORT)
@@ -135,7 +137,7 @@ def test_a_crowd_without_a_tokenizer_says_so(crowd: Crowd, monkeypatch: pytest.M
 # Stop strings
 
 
-@pytest.mark.parametrize("stop", ["####", ["\n"], ["=1", "=2", "0\n"], ["no such text"]])
+@pytest.mark.parametrize("stop", first_fast(["####", ["\n"], ["=1", "=2", "0\n"], ["no such text"]]))
 def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
     crowd: Crowd, detailed: list[Answer], stop: Any
 ) -> None:
@@ -172,7 +174,7 @@ def test_an_empty_stop_string_is_refused(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize(
-    "choices", [{}, {"stop_strings": ["####"]}, {"stop_strings": "=2"}, {"do_sample": True, "seed": 5}]
+    "choices", first_fast([{}, {"stop_strings": ["####"]}, {"stop_strings": "=2"}, {"do_sample": True, "seed": 5}])
 )
 def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, Any]) -> None:
     for question in QUESTIONS[:3]:

@@ -121,6 +121,7 @@ def test_the_nats_at_each_temperature_are_those_of_the_softened_mixture() -> Non
     assert nats_by_temperature(mixture, wanted) == pytest.approx([-float(each.sum()) for each in soft], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_what_is_learned_of_targets_lowers_their_nats(crowd: Crowd) -> None:
     prompter = prompter_of(crowd)
 
@@ -183,6 +184,7 @@ def test_answers_carry_the_probability_that_they_are_right(
         assert stream.result.abstained
 
 
+@pytest.mark.slow
 def test_one_agent_is_asked_first_and_all_where_it_is_unsure(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

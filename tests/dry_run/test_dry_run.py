@@ -45,7 +45,7 @@ SHARDED = "llama3.1_70b_nf4_sharded_gsm8k.yaml"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(__name__, environment={"HF_HUB_OFFLINE": "1"}) as started:
+    with ForkServer(__name__, "tools.testbed.warm", environment={"HF_HUB_OFFLINE": "1"}) as started:
         yield started
 
 

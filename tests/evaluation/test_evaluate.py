@@ -155,6 +155,7 @@ def test_the_table_names_who_answered_and_the_failed_rows(
     assert "grep '\"correct\": false'" in again
 
 
+@pytest.mark.slow
 def test_the_metric_decides_what_is_right(
     saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ def trained(folder: str, changes: Mapping[str, Any], sent: str | None = None, st
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer(__name__) as started:
+    with ForkServer("examples.lightning_trainer") as started:
         yield started
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,6 @@ def trained(folder: str, changes: Mapping[str, Any], lora: bool, sent: str | Non
         interfere(place, step, lambda: os.kill(os.getpid(), signal.Signals[sent]))
     reason = hf_trainer.train(Path(folder), **QUIET, **changes)
     return 75 if reason else 0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(__name__) as started:
-        yield started
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:

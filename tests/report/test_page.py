@@ -226,6 +226,7 @@ def test_a_long_run_of_many_agents_stays_below_a_megabyte(tmp_path: Path) -> Non
     assert "32 agents" in page.read_text(), "more than colours: one line of the legend"
 
 
+@pytest.mark.slow
 def test_a_run_of_many_attempts_stays_below_a_megabyte(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     leave_status(run, "completed", 20, attempt=500)

@@ -12,17 +12,20 @@ import pytest
 from tests.supervisor.terminal import ROOT, Terminal
 from tests.support.beginnings import BEGINS, ENDS, STEPS, Beginnings, begins_at
 from tests.support.campaign import sampled_cases
-from tests.support.children import SCRIPTS
+from tests.support.children import PYTHONPATH, SCRIPTS
 from tools.testbed.forkserver import ENVIRONMENT, ForkServer
 from tools.testbed.trials import account, differences, unwitnessed
 
 pytestmark = pytest.mark.slow
 
 
-#: A begin, an end, and a number of processes; in the sample each begin meets each end, and both meet both numbers.
+#: A begin, an end, and a number of processes; in the sample each begin meets three ends, and both meet both numbers.
 CASES = [(begin, end, ranks) for begin in BEGINS for end in ENDS[:-1] for ranks in (1, 2)]
 SAMPLE = [
-    (begin, end, 1 + (row + column) % 2) for row, begin in enumerate(BEGINS) for column, end in enumerate(ENDS[:-1])
+    (begin, end, 1 + (row + column) % 2)
+    for row, begin in enumerate(BEGINS)
+    for column, end in enumerate(ENDS[:-1])
+    if (2 * row + column) % 5 < 3
 ]
 CALLED_AGAIN = [(begin, ranks) for begin in BEGINS for ranks in (1, 2)]
 
@@ -88,11 +91,11 @@ def test_the_programs_themselves(begin: str, ranks: int, beginnings: Mapping[int
     """safe_train.py over train.py, which is killed when it is about to commit the step after its first own one."""
     runs = beginnings[ranks]
     undisturbed, newest = runs.undisturbed(begin), begins_at(begin) + 2
-    (tmp_path / "sitecustomize.py").write_text(DIE_ONCE)
-    own = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DIE_BEFORE": f"checkpoint_step_{newest + 2}"}
+    (tmp_path / "die.py").write_text(DIE_ONCE)
+    own = {"AT_START": str(tmp_path / "die.py"), "DIE_BEFORE": f"checkpoint_step_{newest + 2}"}
     words = runs.words(**BEGINS[begin](runs.source) | {"output_dir": tmp_path / "run"})
     command = [*LAUNCHERS[ranks], ROOT / "train.py", "--config", os.devnull, *words]
-    surroundings = {**ENVIRONMENT, **own, "DIED": str(tmp_path / "died")}
+    surroundings = {**ENVIRONMENT, **own, "PYTHONPATH": PYTHONPATH, "DIED": str(tmp_path / "died")}
     with Terminal("--", *command, cwd=tmp_path, hasty=True, env=surroundings) as terminal:
         assert terminal.wait() == 0, terminal.text
     assert (tmp_path / "died").is_dir()

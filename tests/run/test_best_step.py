@@ -19,7 +19,6 @@ from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.run.best_step import result_of
 from ci_llm.run.state import Best, TrainState, Validation
-from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -121,11 +120,6 @@ def test_names_that_users_of_transformers_type() -> None:
 
 
 # Whole runs
-
-
-@pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("best"))
 
 
 def spoilt(trials: Trials, folder: Path, fate: Fate | None = None, ranks: int = 1, **keys: Any) -> list[int]:

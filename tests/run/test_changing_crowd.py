@@ -24,11 +24,6 @@ CELL: Final = Cell(accumulation=2)
 
 
 @pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("changing crowd"))
-
-
-@pytest.fixture(scope="module")
 def branched(trials: Trials) -> Path:
     """The folder of an undisturbed run that branches."""
     return complete(trials, CELL, **BRANCHING)

@@ -107,11 +107,6 @@ BY_HEART: Final = KEYS | {"max_train_samples": 2, "learning_rate": 2e-2, "num_wa
 in_trials = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("choosing"))
-
-
 def complete(trials: Trials, cell: Cell = CELL, **keys: Any) -> Path:
     folder = trials.new_folder()
     assert trials.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()

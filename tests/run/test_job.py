@@ -39,6 +39,7 @@ SMALL = [
     "save_steps=2",
 ]
 SMALL += ["logging_steps=2", "max_train_samples=20", "num_workers=0", "learning_rate=5e-3", "save_total_limit=2"]
+SMALL += ["write_report=false"]
 
 
 def train(folder: Path, *words: str) -> int:

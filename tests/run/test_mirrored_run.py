@@ -12,17 +12,11 @@ import pytest
 from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from tests.support import campaign
-from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
 
 TRIALS = 100 if campaign.in_full else 3
-
-
-@pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("mirrored"))
 
 
 @pytest.mark.parametrize("seed", range(TRIALS))

@@ -13,7 +13,6 @@ import pytest
 from ci_llm import embedded
 from tests.run.test_own_settings import keys
 from tests.support.agent_facts import facts_of
-from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -43,11 +42,6 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "{name: ordered, seed: 3, data_seed: 3, max_train_samples: 12, row_weights: bootstrap}",
         f"{{name: again, seed: 4, data_seed: 9, dataset_name: {two}, max_train_samples: 17, lora_rank: 8}}",
     ]
-
-
-@pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("own rows"))
 
 
 @pytest.fixture(scope="module")

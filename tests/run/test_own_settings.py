@@ -11,7 +11,6 @@ import pytest
 
 from ci_llm.crowd.model import Crowd
 from tests.support.agent_facts import facts_of
-from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -28,11 +27,6 @@ MIXED: Final = (SMALL, DROPPING, FEW_LAYERS, LARGE)
 
 def keys(*entries: str) -> dict[str, Any]:
     return {"agents": f"[{', '.join(entries)}]", "num_agents": len(entries)}
-
-
-@pytest.fixture(scope="module")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    return Trials(server, tmp_path_factory.mktemp("own settings"))
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from ci_llm.cluster import slurm
 from ci_llm.core.attempts import read_failures, record_attempt
 from ci_llm.core.run_status import Status, is_alive, read_status
 from tests.slurm.cluster import ENDED, Cluster, Job, until
+from tests.support.children import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
@@ -37,6 +38,8 @@ KEYS = {
     "batch_size": 2,
     "eval_samples": 8,
     "eval_steps": "null",
+    "generation_eval_samples": 2,
+    "max_new_tokens_eval": 8,
     "logging_steps": 1,
     "save_steps": 5,
     "save_interval_seconds": "null",
@@ -48,11 +51,12 @@ KEYS = {
 ENVIRONMENT = {
     "CI_LLM_PYTHON": sys.executable,
     "CI_LLM_PUBLISH": "echo published >>published",
+    "PYTHONPATH": PYTHONPATH,
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-#: The first attempt stops itself in the middle, see standstill/sitecustomize.py.
-STAND_STILL = {"PYTHONPATH": str(Path(__file__).parent / "standstill"), "STAND_STILL_AFTER": str(CAUGHT_AT)}
+#: The first attempt stops itself in the middle.
+STAND_STILL = {"AT_START": str(Path(__file__).with_name("stand_still.py")), "STAND_STILL_AFTER": str(CAUGHT_AT)}
 #: The minutes that a job gets, until they suffice for its start and a step.
 TIMES = (1, 2, 4, 8)
 FOREIGN = """\

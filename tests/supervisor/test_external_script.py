@@ -16,6 +16,7 @@ from ci_llm.core.run_status import is_alive
 from ci_llm.supervisor.external_script import ExternalScript
 from ci_llm.supervisor.options import parse_options
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone
+from tests.support.campaign import first_fast
 
 CONFIG = """\
 # The learning rate is the important one.
@@ -57,6 +58,7 @@ def test_nan_in_a_bar_divides_the_learning_rate_although_the_script_exits_0(fold
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_out_of_memory_divides_the_batch_and_what_scales_with_it(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "too_big.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
@@ -67,6 +69,7 @@ def test_out_of_memory_divides_the_batch_and_what_scales_with_it(folder: Path) -
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_the_temporary_configuration_keeps_everything_but_the_value(folder: Path) -> None:
     peek = folder / "peek.py"
     peek.write_text(
@@ -84,6 +87,7 @@ def test_the_temporary_configuration_keeps_everything_but_the_value(folder: Path
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_an_override_is_passed_on_and_rewritten_where_it_is_adjusted(folder: Path) -> None:
     words = ["model=gnn", "training.learning_rate=1.2e-4", "pool.size=4096"]
     with Terminal("--train-script", SCRIPTS / "diverges.py", *words, cwd=folder) as terminal:
@@ -115,6 +119,7 @@ def test_gives_up_at_the_smallest_learning_rate_and_sums_up(folder: Path) -> Non
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_retries_are_counted(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "diverges.py", "--max-retries", 1, cwd=folder) as terminal:
         assert terminal.wait() == 1
@@ -144,6 +149,7 @@ def test_the_same_crash_at_the_start_is_tried_twice(folder: Path) -> None:
     assert "attempt 3" not in told
 
 
+@pytest.mark.slow
 def test_a_pattern_of_the_user_means_nan(folder: Path) -> None:
     (folder / "own.py").write_text("print('blown up')\n")
     words = ["--nonfinite-pattern", "blown up$", "--train-script", "own.py", "--max-retries", 1]
@@ -162,6 +168,7 @@ def test_bytes_pass_unchanged_and_both_streams_are_terminals(folder: Path) -> No
     assert b"\xff\x00 \x1b[31mred\x1b[0m caf\xc3\xa9 no newline\nsafe_train: attempt 1 ended" in said
 
 
+@pytest.mark.slow
 def test_without_a_terminal_streams_stay_apart_and_nothing_waits_in_a_buffer(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPTS.parents[2] / "safe_train.py", "--train-script", SCRIPTS / "bar.py"],
@@ -300,6 +307,7 @@ def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_a_request_to_save_is_not_mistaken_for_one_to_stop(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "0", cwd=folder) as terminal:
         terminal.read_until("ready")
@@ -310,6 +318,7 @@ def test_a_request_to_save_is_not_mistaken_for_one_to_stop(folder: Path) -> None
     assert "interrupted: signal:SIGTERM" in log_of(folder)
 
 
+@pytest.mark.slow
 def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path) -> None:
     (folder / "fills.py").write_text("raise SystemExit('No space left on device')\n")
     with Terminal("--train-script", "fills.py", cwd=folder) as terminal:
@@ -355,6 +364,7 @@ def test_nothing_survives_a_kill_of_the_supervisor(folder: Path) -> None:
         assert_gone(processes)
 
 
+@pytest.mark.slow
 def test_nothing_survives_a_kill_of_the_shim(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "stubborn.py", "--max-retries", 0, cwd=folder) as terminal:
         terminal.read_until("ready")
@@ -396,6 +406,7 @@ def test_leftovers_of_a_killed_supervisor_are_removed_and_those_of_a_living_one_
     assert sorted(os.listdir(folder / "configs")) == ["config.yaml", mine.name]
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> None:
     (folder / "long.py").write_text("for step in range(20000): print('step', step)\nopen('done', 'w').close()\n")
     command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script long.py | head -n 1"
@@ -414,6 +425,7 @@ def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -
     assert (folder / "done").exists()
 
 
+@pytest.mark.slow
 def test_closed_standard_files_are_no_harm(folder: Path) -> None:
     (folder / "fit.py").write_text("print('said'); open('done', 'w').close()\n")
     command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script fit.py <&- >&- 2>&-"
@@ -426,17 +438,20 @@ def test_closed_standard_files_are_no_harm(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [
-        (["--train-script", "nothing.py"], ["there is no such training script", "nothing.py"]),
-        (["--train-script", "fit.py", "--config-name", "other"], ["cannot be found", "configs/other.yaml"]),
-        (["--max-retires", "3"], ["there is no option --max-retires", "did you mean --max-retries?"]),
-        (["--max-retries", "many"], ["--max-retries", "many"]),
-        (["--min-lr", "0"], ["--min-lr", "positive number"]),
-        (["--"], ["no command after --"]),
-        (["--", "no-such-program"], ["it cannot be started: No such file"]),
-        (["--train-script", "fit.py", "--lr-key", "a.b"], ["a.b has no value that is a number"]),
-        (["--train-script", "fit.py", "--scale-with-batch", "a"], ["--scale-with-batch a", "no value"]),
-    ],
+    first_fast(
+        [
+            (["--train-script", "nothing.py"], ["there is no such training script", "nothing.py"]),
+            (["--train-script", "fit.py", "--config-name", "other"], ["cannot be found", "configs/other.yaml"]),
+            (["--max-retires", "3"], ["there is no option --max-retires", "did you mean --max-retries?"]),
+            (["--max-retries", "many"], ["--max-retries", "many"]),
+            (["--min-lr", "0"], ["--min-lr", "positive number"]),
+            (["--"], ["no command after --"]),
+            (["--", "no-such-program"], ["it cannot be started: No such file"]),
+            (["--train-script", "fit.py", "--lr-key", "a.b"], ["a.b has no value that is a number"]),
+            (["--train-script", "fit.py", "--scale-with-batch", "a"], ["--scale-with-batch a", "no value"]),
+        ],
+        3,
+    ),
 )
 def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str], told: list[str]) -> None:
     (folder / "fit.py").write_text("")

@@ -22,12 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from ci_llm.cluster import deadline
 from ci_llm.interrupts import Interrupts
 from ci_llm.run import shutdown
-from ci_llm.supervisor import loop
-from ci_llm.supervisor.attempt import AttemptResult
-from ci_llm.supervisor.log import SupervisorLog
-from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.own_run import OwnRun
-from ci_llm.supervisor.policy import Policy
+from tests.support.supervised import supervise_forks
 from tools.testbed.forkserver import DEADLINE_S, ForkServer
 from tools.testbed.trials import Cell, Fate, train_watched
 
@@ -197,35 +192,11 @@ class Beginnings:
         assert (status["status"], status["reason"]) == ("interrupted", reason), (folder / "log").read_text()
 
     def _supervised(self, folder: Path, keys: dict[str, Any], kept: int) -> None:
-        """The supervisor's own loop, judgement and adjustments; its first attempt is killed."""
+        """Under the supervisor; its first attempt is killed."""
         fates = iter([Fate("SIGKILL", steps=3, committed=kept), None])
-        trainer = self
+        words = self.words(**keys | {"output_dir": folder / "run"})
 
-        class Forked:
-            evidence = Evidence()
+        def train(environment: Mapping[str, str]) -> list[int]:
+            return self.train(folder, next(fates), environment, **keys)
 
-            def __init__(self, command: object, environment: Mapping[str, str], **_: object) -> None:
-                self._environment = {key: value for key, value in environment.items() if key not in os.environ}
-
-            def __enter__(self) -> Forked:
-                return self
-
-            def __exit__(self, *_: object) -> None: ...
-
-            def run(self, _: object) -> AttemptResult:
-                began = time.monotonic()
-                codes = trainer.train(folder, next(fates), self._environment, **keys)
-                return AttemptResult(self.evidence, codes[0], duration_s=time.monotonic() - began)
-
-        original, ends = loop.Attempt, os.pipe()
-        loop.Attempt = Forked  # type: ignore[misc, assignment]
-        try:
-            words = self.words(**keys | {"output_dir": folder / "run"})
-            run = OwnRun(["train.py"], words)
-            supervisor = loop.Supervisor(run, Policy(), Interrupts(), wake_fd=ends[0], wandb_cleanup=None)
-            with SupervisorLog(folder / "safe_train.log", fd=ends[1]):
-                assert supervisor.run() == 0, (folder / "log").read_text()
-        finally:
-            loop.Attempt = original  # type: ignore[misc]
-            for end in ends:
-                os.close(end)
+        assert supervise_forks(words, folder / "safe_train.log", train) == 0, (folder / "log").read_text()

@@ -1,4 +1,4 @@
-"""How much of a campaign runs: a sample in `make test`, all of it in `make campaign`.
+"""How much runs: of a campaign a sample in `make test`, and all in `make campaign`; of a test some in `make check`.
 
 A campaign repeats one proof with other values. Whatever kind of proof it is, the sample has it.
 """
@@ -30,6 +30,12 @@ def sampled(everything: Sequence[T], sample: Collection[T]) -> list[Any]:
 def sampled_cases(everything: Sequence[tuple[Any, ...]], sample: Collection[tuple[Any, ...]]) -> list[Any]:
     """As `sampled`, for a test of several parameters."""
     return [case if case in sample else pytest.param(*case, marks=pytest.mark.campaign) for case in everything]
+
+
+def first_fast(cases: Sequence[Any], count: int = 1) -> list[Any]:
+    """The parameters of a test, or tuples of several: the first ones are fast, the others run in `make test`."""
+    more = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]
+    return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.slow) for case in more)]
 
 
 def every_pair(cells: Sequence[T]) -> list[T]:

@@ -19,6 +19,9 @@ from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
+#: How a trainer starts that a test starts: see the file in there.
+START = Path(__file__).with_name("start")
+PYTHONPATH = f"{ROOT}{os.pathsep}{START}"
 
 
 class Child:
@@ -30,7 +33,7 @@ class Child:
     def __init__(self, *command: str | Path, env: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
             [str(part) for part in command],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

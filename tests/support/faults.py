@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -365,8 +365,11 @@ def arm(faults: Sequence[Fault]) -> None:
     wrap(loop, "compute_gradients", note)  # last, so that it comes first
 
 
-def train_with_faults(folder: str, words: list[str], faults: list[dict[str, Any]]) -> int:
+def train_with_faults(
+    folder: str, words: list[str], faults: list[dict[str, Any]], environment: Mapping[str, str]
+) -> int:
     """A trial for the fork server: `train.py` in `folder`, with faults."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.chdir(folder)
     arm([Fault(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}) for values in faults])
@@ -395,7 +398,14 @@ KEYS = {
 }
 
 
-def train(server: ForkServer, folder: Path, *faults: Fault, ranks: int = 1, **keys: object) -> list[int]:
+def train(
+    server: ForkServer,
+    folder: Path,
+    *faults: Fault,
+    ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+    **keys: object,
+) -> list[int]:
     """One attempt; the exit codes of its processes."""
     folder.mkdir(exist_ok=True)
     return server.run(
@@ -405,6 +415,7 @@ def train(server: ForkServer, folder: Path, *faults: Fault, ranks: int = 1, **ke
         folder=str(folder),
         words=[f"{key}={value}" for key, value in (KEYS | keys).items()],
         faults=[asdict(fault) for fault in faults],
+        environment=dict(environment or {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes a run stand still in the middle: every Python that has this folder on its path stops itself there.
+"""Makes a run stand still in the middle: a Python that runs this at its start stops itself there.
 
 STAND_STILL_AFTER=12 stops the first attempt of a job just before it writes its thirteenth line of metrics, which only
 its main process does. SLURM sends a SIGCONT before each SIGTERM, and so wakes it.

@@ -1,0 +1,18 @@
+"""What every run imports and computes on its way: for a fork server, so that its trials find it done.
+
+No operation of torch is among it. Only servers import this file; it would cost a test's process seconds.
+"""
+
+from __future__ import annotations
+
+import pandas  # noqa: F401  datasets reads rows of JSON with it
+import peft  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401  what the embedded base is
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import ci_llm.run.job  # noqa: F401
+from ci_llm.embedded import stories
+
+get_checkpoint_conversion_mapping("llama")
+for split in stories.SPLITS:
+    stories.rows(split)
