@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.checkpoint_writers import Training
 from benchmarks.timing import take_turns
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.mirror.filling import fill
 from ci_llm.checkpoints.mirror.mirror import Mirror
 
 FLUSH_S = 600.0
@@ -41,8 +42,10 @@ class Turns:
             for name in self.seconds
         }
         self._mirror = Mirror(url or (home / "away").as_uri(), home / "mirror", keep=2)
-        self._mirror.begin(-1, self._managers["mirror"].acquire_lease())
-        self._managers["mirror"].after_save = lambda result: self._mirror.wake()
+        manager = self._managers["mirror"]
+        found = fill(self._mirror.reader, manager, ())
+        self._mirror.begin(-1, manager.acquire_lease(), found)
+        manager.after_save = lambda result: self._mirror.wake()
 
     def take(self, name: str, number: int) -> None:
         """One turn; what is still on its way at its end is waited for outside of it."""

@@ -24,6 +24,7 @@ from benchmarks import (
     floor,
     generation,
     gsm8k,
+    mirror_stall,
     precision,
     record,
     sharded,
@@ -248,6 +249,13 @@ def test_growth_is_measured_with_the_step_that_waits(tmp_path: Path, monkeypatch
     assert (point.megabytes, point.tensors) == (1, 5)
     assert point.stall_ms > 0
     assert point.durable_ms > 0
+
+
+def test_turns_with_a_mirror_and_without_it_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writers, "LAYERS", 1)
+    turns = mirror_stall.measure(scale=1, rounds=1, steps=1, home=tmp_path)
+    assert [len(costs) for costs in (*turns.seconds.values(), turns.sent)] == [1, 1, 1]
+    assert "1 pairs" in mirror_stall.table(turns)
 
 
 def test_every_benchmark_is_listed_with_what_it_measures(

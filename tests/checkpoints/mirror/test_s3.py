@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mirror import HARMS, History, Strike, campaign, strikes, table
+from ci_llm.checkpoints.mirror import mirror, objects, pace
 from ci_llm.checkpoints.mirror.objects import open_objects
 from tests.checkpoints.mirror.conftest import swaps_decide
 from tests.support import campaign as size
@@ -19,6 +20,15 @@ from tools.testbed.object_store import BUCKET, CREDENTIALS, FAULTS, FaultProxy, 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `mirrored.speak_to` changes in the process that reads is undone after each test."""
+    for owner, name in ((objects, "REQUEST_S"), (objects, "RETRIES"), (pace, "FIRST_TRY_S"), (mirror, "_POLL_S")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": ""}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with s3_server() as address:
@@ -26,8 +36,7 @@ def address() -> Iterator[str]:
 
 
 def test_the_conditional_put_of_s3_decides(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": address}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     swaps_decide(open_objects(f"s3://{BUCKET}/swap"))
 
 
