@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,32 +10,44 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import read_recovery
 from ci_llm.core.run_status import read_status
-from tests.support.faults import KEYS, Fault, fired, metrics, said, train
-from tests.support.supervised import supervise_forks
-from tools.testbed.forkserver import ForkServer
+from tests.supervisor.terminal import Terminal
+from tests.support.children import PYTHONPATH
+from tests.support.faults import KEYS, Fault, fired, metrics
 
 pytestmark = pytest.mark.slow
 
+#: A script like train.py, with a fault that goes on until recovery.json asks for the cut that ends it.
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from ci_llm.cli.main import main
+from ci_llm.core.recovery import read_recovery
+from tests.support.faults import Fault, arm
+fault, cut = Fault(**{fault}), {cut!r}
+if getattr(read_recovery("run"), cut) in (None, 1.0):
+    arm([fault])
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
 
-def supervise(server: ForkServer, folder: Path, fault: Fault, cut: str, **keys: object) -> str:
-    """The log of a supervised run that has to complete: its fault goes on until recovery.json asks for the cut."""
-    run, log = folder / "run", folder / "safe_train.log"
 
-    def attempt(environment: Mapping[str, str]) -> list[int]:
-        goes_on = getattr(read_recovery(run), cut) in (None, 1.0)
-        return train(server, folder, *[fault] * goes_on, environment=environment, **keys)
-
-    words = [f"{key}={value}" for key, value in (KEYS | keys | {"output_dir": run}).items()]
-    assert supervise_forks(words, log, attempt) == 0, said(folder)
+def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
+    """The log of a supervised run that has to complete."""
+    values = {"kind": fault.kind, "steps": fault.steps, "agents": fault.agents}
+    (folder / "train.py").write_text(SCRIPT.replace("{fault}", repr(values)).replace("{cut!r}", repr(cut)))
+    (folder / "configs.yaml").touch()  # the defaults, and not the project's own
+    words = [f"{key}={value}" for key, value in (KEYS | keys).items()]
+    env = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    with Terminal("--train-script", "train.py", *words, cwd=folder, hasty=True, env=env) as terminal:
+        assert terminal.wait() == 0, terminal.text
     assert fired(folder)
-    assert read_status(run).status == "completed"
-    return log.read_text()
+    assert read_status(folder / "run").status == "completed"
+    return (folder / "safe_train.log").read_text()
 
 
-def test_nan_for_ever_ends_by_a_smaller_rate_from_an_older_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+def test_nan_for_ever_ends_by_a_smaller_rate_from_an_older_checkpoint(tmp_path: Path) -> None:
     fault = Fault("nan output", steps=tuple(range(7, 99)), agents=(0, 1, 2))
     keys = {"good_after_steps": 3, "save_steps": 2, "save_total_limit": "null", "max_consecutive_nonfinite": 2}
-    log = supervise(server, tmp_path, fault, "learning_rate_factor", **keys)
+    log = supervise(tmp_path, fault, "learning_rate_factor", **keys)
     run = tmp_path / "run"
     assert "learning rate: 1 -> 0.667 of the schedule's" in log
     assert "going back to a checkpoint of step 4 or before" in log
@@ -48,9 +59,9 @@ def test_nan_for_ever_ends_by_a_smaller_rate_from_an_older_checkpoint(server: Fo
     assert len(read_recovery(run).because) == 1
 
 
-def test_out_of_memory_outside_of_the_vote_ends_by_a_smaller_micro_batch(server: ForkServer, tmp_path: Path) -> None:
+def test_out_of_memory_outside_of_the_vote_ends_by_a_smaller_micro_batch(tmp_path: Path) -> None:
     fault = Fault("out of memory in the optimizer", steps=(5,))
-    log = supervise(server, tmp_path, fault, "micro_batch_size", save_steps=2)
+    log = supervise(tmp_path, fault, "micro_batch_size", save_steps=2)
     assert "micro-batch: 4 -> 2, the effective batch holds" in log
     (failure,) = read_failures(tmp_path / "run", 1)
     assert failure.reason == "out_of_memory"
