@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Final
 
@@ -90,8 +89,10 @@ def _dispatch(words: list[str]) -> int:
         print(__version__)
         return 0
     if words[0] not in COMMANDS:
-        near = get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of: {', '.join(COMMANDS)}"
+        from ci_llm.config.suggest import nearest
+
+        near = nearest(words[0], COMMANDS)
+        hint = f"did you mean {near}?" if near else f"one of: {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {words[0]!r}", hint=hint)
     module, _, function = COMMANDS[words[0]].partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)

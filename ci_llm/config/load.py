@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from ci_llm.config.names import FIELDS, flag_form, key_of
 from ci_llm.config.parsing import COMMAND_LINE, Entry, Scalar, parts_of, read_arguments
 from ci_llm.config.precedence import describe_sources, merge_sources
 from ci_llm.config.problems import Problem, clashing, error_of, stray
+from ci_llm.config.suggest import nearest
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.errors import ConfigError
@@ -194,11 +194,11 @@ def _read_text(path: Path) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         there = path.parent.glob("*.y*ml") if isinstance(error, FileNotFoundError) else ()
-        near = get_close_matches(path.name, [found.name for found in there], n=1)
+        near = nearest(path.name, [found.name for found in there])
         raise ConfigError(
             f"the configuration cannot be read: {reason}",
             where=str(path),
-            hint=f"did you mean {path.with_name(near[0])}?" if near else "name an existing YAML file by --config FILE",
+            hint=f"did you mean {path.with_name(near)}?" if near else "name an existing YAML file by --config FILE",
         ) from error
 
 

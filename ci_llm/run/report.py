@@ -111,8 +111,8 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
-        changes |= {"config": str(preset) if preset else None, **dict.fromkeys(Config.model_fields)}
-        changes |= {} if preset else {"model_name": "..."}
+        changes |= dict.fromkeys(["config", *Config.model_fields])
+        changes |= {"config": str(preset)} if preset else {"model_name": "..."}
     else:
         defaults = Config()
         for key in _ABOUT_OTHER_ROWS:
@@ -127,8 +127,8 @@ def leave_page(
     """Write report.html, as the last act of an attempt. It never fails the run.
 
     A run that was told to end has a grace. The page is left out when a third of the grace is over: to leave in time is
-    worth more, and `ci-llm report RUN` writes the page later. Between two elastic rounds the others
-    wait for this process.
+    worth more, and `ci-llm report RUN` writes the page later. It is left out between two elastic rounds as well, where
+    the others wait for this process.
     """
     told_at = interrupts.stop_requested_at
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)

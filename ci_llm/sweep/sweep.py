@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from ci_llm.cluster.launch import accelerate_settings
 from ci_llm.config import Config
-from ci_llm.config.own_keys import NAME
+from ci_llm.config.own_keys import NAME, SHAPE_KEYS
 from ci_llm.config.sweep import SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders
 from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
@@ -32,7 +32,7 @@ from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
 T = TypeVar("T")
 SEGMENTS: Final = "segments"
 #: The settings that give an adapter its shape: neighbours of one shape share their products.
-_SHAPE: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers", "lora_dropout")
+_SHAPE: Final = (*SHAPE_KEYS, "lora_dropout")
 
 
 @dataclass(frozen=True)
