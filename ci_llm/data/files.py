@@ -49,7 +49,7 @@ def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
 def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
     """The splits of a data set of the hub; see `open_splits`."""
     try:
-        with _quiet_datasets():
+        with _progress_bars_on_terminals_only():
             return dict(datasets.load_dataset(name, subset))
     except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
         raise DataError(
@@ -134,7 +134,7 @@ def _from_files(files: list[Path], where: str) -> Dataset:
     if not any(file.stat().st_size for file in files):
         raise empty(where)
     try:
-        with _quiet_datasets():
+        with _progress_bars_on_terminals_only(), _without_errors():
             return format_named(kind).read(files)
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
@@ -160,16 +160,24 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Progress bars on terminals only; and no line about an error, which becomes one of ours."""
-    hides_bars = not (sys.stderr.isatty() or datasets.are_progress_bars_disabled())
+def _progress_bars_on_terminals_only() -> Iterator[None]:
+    shown = not datasets.are_progress_bars_disabled()
+    if sys.stderr.isatty() or not shown:
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+@contextmanager
+def _without_errors() -> Iterator[None]:
+    """Without the lines of `datasets` about a file that it cannot read: its error becomes one of ours."""
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if hides_bars:
-        datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(verbosity)
-        if hides_bars:
-            datasets.enable_progress_bars()
