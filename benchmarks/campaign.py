@@ -36,7 +36,7 @@ ALL = (
     *("nan", "disk_full", "write_fails", "store_refuses", "pause") * 15,
     *("terminate", "kill") * 4,
     *("walltime", "node", "lost_disk", "damage") * 3,
-    *("oom", "hang", "world") * 1,
+    *("oom", "hang", "world"),
 )
 WORLDS = (0, -1, 0, 1)  # processes more than `--processes`, in turns: each `world` goes on to the next
 OOMS_AT_MOST = 3  # each halves the micro-batch for good, and a batch of one row cannot be halved

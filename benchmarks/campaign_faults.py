@@ -69,7 +69,7 @@ def arm() -> None:
 
     plan = [Fault(**fault) for fault in json.loads(Path(PLAN).read_text())]
     own = int(os.environ.get("RANK", "0"))
-    struck = {(line["kind"], line["step"]) for line in ledger(Path()) if line["kind"] not in ("nan", "oom")}
+    struck = {(line["kind"], line["step"]) for line in ledger(Path()) if line["kind"] not in CHANGES_MATHS}
     waiting = {fault.step: fault for fault in plan if fault.victim == own and (fault.kind, fault.step) not in struck}
     train, compute = job.train, loop.compute_gradients
 

@@ -5,7 +5,7 @@
 FOLDER is a `save_to_disk` copy of GSM8K; without it, only the embedded base is trained on its own task. Each run is a
 training by `ci_llm.train`: four agents of rank 16, two rows a step. Its curve is the mean loss of the agents over
 windows of 20 steps, and it ends with the NLL of held-out rows in the run's own precision. All runs take the rows in one
-order, so that seeds differ in the agents' random starts alone: no spread between seeds is smaller.
+order, so that seeds differ in the agents' random starts alone.
 
 Runs stay in `--folder`: a later call goes on with one that was interrupted, and takes the results of the others.
 
