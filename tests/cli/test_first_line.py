@@ -16,7 +16,7 @@ from tools.testbed.events import DEADLINE_S
 ROOT = Path(__file__).parents[2]
 #: Each takes longer to import than a person waits for a line without noticing.
 HEAVY = {
-    *("torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pandas", "pyarrow", "rich", "matplotlib"),
+    *("torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pandas", "pyarrow", "rich"),
     *("huggingface_hub", "safetensors", "requests", "httpx", "asyncio", "tensorboard", "wandb", "IPython"),
 }
 #: Python itself has about 30; pydantic, which checks the configuration, and what it needs about 140;
@@ -49,7 +49,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 print(json.dumps([*sys.modules]))
 """
 #: What the first step of a run on the embedded base and rows does without. PyArrow imports pandas to write new tokens.
-NOT_NEEDED = {"peft", "bitsandbytes", "datasets", "matplotlib", "wandb", "optuna", "ci_llm.supervisor"}
+NOT_NEEDED = {"peft", "bitsandbytes", "datasets", "wandb", "optuna", "ci_llm.supervisor"}
 FIRST_STEP = """
 import json, os, sys
 from ci_llm.cli.main import main

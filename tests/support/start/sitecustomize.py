@@ -7,7 +7,7 @@ runs the file that AT_START names, if it names one.
 import os
 import sys
 
-for name in ("bitsandbytes", "boto3", "matplotlib", "scipy", "sklearn"):
+for name in ("bitsandbytes", "boto3", "scipy", "sklearn"):
     sys.modules[name] = None  # type: ignore[assignment]  as if it were not installed
 
 if path := os.environ.get("AT_START"):
