@@ -122,10 +122,10 @@ def _matching(path: Path, key: str) -> list[Path]:
 
 
 def _from_files(files: list[Path], where: str) -> Dataset:
-    kinds = {find_format(file) for file in files}
-    kind = kinds.pop()
-    if kinds or kind is None:
-        names = ", ".join(sorted({file.name for file in files})[:5])
+    kinds = {find_format(file): file.name for file in reversed(files)}
+    kind = next(iter(kinds))
+    if len(kinds) > 1 or kind is None:
+        names = ", ".join(sorted(kinds.values()))
         raise DataError(
             f"The files are not of one kind that can be read: {names}.",
             where=where,

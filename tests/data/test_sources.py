@@ -217,6 +217,23 @@ def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
     assert list(rows) == [Completion(None, "one"), Completion(None, "two")]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["007", "1.50", "12345678901234567890"],
+        ["4", "", "5"],
+        ["None", "NA", "null", "nan", "yes"],
+        ["true", "TRUE"],
+        [*map(str, range(10_000)), "four"],  # the next block of the reader has another type
+    ],
+    ids=lambda values: ",".join(values[-3:]),
+)
+def test_a_value_of_a_csv_file_is_its_text(values: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f"q,{value}\n" for value in values))
+    rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), eval_split="train"), "train")
+    assert [row.answer if row else "" for row in rows] == values
+
+
 def test_no_bars_in_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     load_rows(Config(dataset_name=_jsonl(Dataset.from_list(ROWS), tmp_path)), "train")
     assert "it/s" not in capfd.readouterr().err
@@ -333,8 +350,9 @@ def _saved_badly(path: Path) -> dict[str, Any]:
 
 
 def _two_kinds(path: Path) -> dict[str, Any]:
-    (path / "a.csv").write_text("text\nx\n")
-    (path / "b.jsonl").write_text('{"text": "x"}\n')
+    (path / "b.csv").write_text("text\nx\n")
+    for name in ("a.jsonl", "c.jsonl"):
+        (path / name).write_text('{"text": "x"}\n')
     return {"dataset_name": str(path)}
 
 
@@ -350,13 +368,33 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
     "empty folder": (lambda path: {"dataset_name": str(path)}, "holds no data", "dataset_dict.json"),
     "folder of two kinds": (
         _two_kinds,
-        "not of one kind that can be read: a.csv, b.jsonl",
+        "not of one kind that can be read: a.jsonl, b.csv.",
         "all of one kind",
     ),
     "unknown kind": (_write("x", "rows.zip"), "not of one kind that can be read: rows.zip", "give json"),
     "broken json": (
-        _write('{"text": "x"}\n{oops', "a.jsonl"),
-        "cannot be read as json: JSON parse",
+        _write('{"text": "x"}\n\n{oops\n{"text": "y"}\n', "a.jsonl"),
+        "cannot be read as json: Expecting property name enclosed in double quotes: line 3, column 2 of a.jsonl.",
+        "repair",
+    ),
+    "broken json beyond the first block of Arrow": (
+        _write('{"text": "%s"}\n' % ("x" * 2_000_000) * 7 + '{"text": "x\n', "a.jsonl"),
+        "Unterminated string starting at: line 8, column 10 of a.jsonl.",
+        "repair",
+    ),
+    "broken list of rows": (
+        _write('[\n  {"text": "x"},\n]\n', "a.json"),
+        "Expecting value: line 3, column 1 of a.json.",
+        "repair",
+    ),
+    "broken lines in .json": (
+        _write('{"text": "x"}\n{"text": "y"}\n{"text": z}\n', "a.json"),
+        "Expecting value: line 3, column 10 of a.json.",
+        "repair",
+    ),
+    "csv with a value too many": (
+        _write("question,answer\na,b,c\nd,e\n", "a.csv"),
+        "cannot be read as csv: the first row has 3 values, and the header 2 columns (a.csv).",
         "repair",
     ),
     "not UTF-8": (_latin, "cannot be read as csv: 'utf-8' codec can't decode", "save it as UTF-8"),

@@ -1,13 +1,15 @@
-"""Columns with a separator: a comma, or what the ending or the header says."""
+"""Columns with a separator: a comma, or what the ending or the header says. Every value is the text that is written."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import fsspec  # type: ignore[import-untyped]
-from datasets import Dataset
+import pandas  # type: ignore[import-untyped]
+from datasets import Dataset, Features, Value
 
 from ci_llm.data.formats import FileFormat, ending_of, with_builder
 
@@ -16,17 +18,34 @@ _SEPARATORS = (";", "\t", "|")
 
 
 def _read(files: Sequence[Path]) -> Dataset:
-    return with_builder("csv", files, sep=_separator(files[0]))
+    separator = _separator(files[0])
+    for file in files:
+        _require_columns(file, separator)
+    columns = pandas.read_csv(files[0], sep=separator, nrows=0).columns
+    # Left to itself, pandas reads 007 as 7, 1.50 as 1.5, and the words None and NA as missing values.
+    as_text = {"features": Features({name: Value("string") for name in columns}), "keep_default_na": False}
+    return with_builder("csv", files, sep=separator, na_values=[""], **as_text)
+
+
+def _require_columns(file: Path, separator: str) -> None:
+    """Pandas takes the first value of every row for its name if the first row is longer than the header."""
+    header, row = (*_first_rows(file, separator, 2), [], [])[:2]
+    if len(row) > len(header):
+        raise ValueError(f"the first row has {len(row)} values, and the header {len(header)} columns ({file.name})")
 
 
 def _separator(file: Path) -> str:
     """A comma, unless the ending or a header without commas says otherwise."""
     if ending_of(file) == ".tsv":
         return "\t"
-    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline="") as lines:
-        header = next(iter(lines), "")
-    columns = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in (",", *_SEPARATORS)}
+    columns = {mark: len(next(iter(_first_rows(file, mark, 1)), [])) for mark in (",", *_SEPARATORS)}
     return "," if columns[","] > 1 else max(columns, key=lambda mark: columns[mark])
+
+
+def _first_rows(file: Path, separator: str, count: int) -> list[list[str]]:
+    """The first rows, the header among them; without blank lines, as pandas reads them."""
+    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline="") as lines:
+        return list(islice(filter(None, csv.reader(lines, delimiter=separator)), count))
 
 
 format = FileFormat((".csv", ".tsv"), _read)
