@@ -119,6 +119,7 @@ def load_base(
             )
     except _UNREADABLE as error:
         raise load_error(model_name, error) from error
+    _require_tokenizer(model_name, tokenizer)
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
     if layers is not None:
@@ -169,6 +170,17 @@ def _count_weights(bar: Callable[..., Any], arguments: tuple[Any, ...], options:
     if len(arguments) == 1 and options.get("desc") == "Loading weights":
         return counted(arguments[0], "load", len(arguments[0]), "weights")
     return bar(*arguments, **options)
+
+
+def _require_tokenizer(model_name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a base without the files of its tokenizer: Transformers makes one of some families that knows no word."""
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(
+            "the base has no tokenizer: the one that Transformers makes for it knows special tokens only",
+            where=f"model_name: {model_name}",
+            hint="save the tokenizer into the same folder (tokenizer.save_pretrained), or copy its tokenizer.json and "
+            "tokenizer_config.json there",
+        )
 
 
 def _require_whole(model_name: str, absent: list[str]) -> None:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ci_llm.checkpoints.folders import FINAL
 from ci_llm.errors import ModelError
 
 CONFIG, META_FILE = "adapter_config.json", "ci_llm_meta_config.json"
@@ -95,7 +96,9 @@ def read_adapters(source: Path) -> list[ExternalAdapter]:
         raise ModelError(
             "there is no adapter here" if source.is_dir() else "there is no such folder",
             where=str(source),
-            hint=f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do, or {META_FILE}",
+            hint=f"this is the folder of a run: give {source / FINAL}"
+            if _numbered(source / FINAL)
+            else f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do, or {META_FILE}",
         )
     return [_read_peft(folder) for folder in folders]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ci_llm.config import Config
 from ci_llm.crowd.base import fingerprint_of, load_base
@@ -73,6 +74,16 @@ def test_a_base_that_is_not_whole_is_refused(damage: Callable[[Path], None], mes
         load_base(str(folder))
     assert message in caught.value.what
     assert caught.value.where == f"model_name: {folder}"
+
+
+def test_a_base_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Transformers makes an empty one of these families, which reads every text as nothing."""
+    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_base(str(tmp_path))
+    assert "the base has no tokenizer" in caught.value.what
+    assert caught.value.where == f"model_name: {tmp_path}"
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./models/mine", "../mine/x", "~/mine", "runs/one/model"])

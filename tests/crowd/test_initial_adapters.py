@@ -150,3 +150,10 @@ def test_equal_adapters_are_refused_even_if_there_are_enough(tmp_path: Path) -> 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no adapter here"):
         load_initial_adapters(crowd(), tmp_path)
+
+
+def test_the_folder_of_a_run_is_told_where_its_adapters_are(tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path / "final_checkpoint" / "agent0")
+    with pytest.raises(ModelError, match="there is no adapter here") as caught:
+        load_initial_adapters(crowd(), tmp_path)
+    assert caught.value.hint == f"this is the folder of a run: give {tmp_path / 'final_checkpoint'}"
