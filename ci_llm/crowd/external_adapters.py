@@ -30,6 +30,8 @@ WHOLE_MODEL = "model.safetensors"
 
 _TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
 
+_FOLDER = re.compile(r"agent(\d+)")
+
 # If the name of one agent begins with that of another, older PEFT put tensors of agent10 into the files of agent1.
 _LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
 
@@ -89,9 +91,9 @@ def read_adapters(source: Path) -> list[ExternalAdapter]:
     Raises:
         ModelError: there is no adapter, one cannot be read, or one is no plain LoRA.
     """
-    if (source / META_FILE).is_file() and not (source / "agent0" / CONFIG).is_file():
-        return _read_original(source)
     folders = [source] if (source / CONFIG).is_file() else _numbered(source)
+    if not folders and (source / META_FILE).is_file():
+        return _read_original(source)
     if not folders:
         raise ModelError(
             "there is no adapter here" if source.is_dir() else "there is no such folder",
@@ -104,8 +106,12 @@ def read_adapters(source: Path) -> list[ExternalAdapter]:
 
 
 def _numbered(source: Path) -> list[Path]:
-    """agent0, agent1, ... for as many agents as there are folders, so that a gap in the numbers becomes an error."""
-    return [source / f"agent{k}" for k in range(len(list(source.glob(f"agent[0-9]*/{CONFIG}"))))]
+    """The folders of the agents. A gap in the numbers becomes an error, unless a run has stopped the agents in it."""
+    numbers = [match[1] for file in source.glob(f"*/{CONFIG}") if (match := _FOLDER.fullmatch(file.parent.name))]
+    meta = source / META_FILE
+    if numbers and meta.is_file() and "folders" in _read_json(meta):
+        return [source / f"agent{k}" for k in sorted(map(int, numbers))]
+    return [source / f"agent{k}" for k in range(len(numbers))]
 
 
 def _read_peft(folder: Path) -> ExternalAdapter:

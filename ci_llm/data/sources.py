@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
@@ -137,8 +138,16 @@ def _validation_rows(config: Config, name: str) -> Rows:
     splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
     known = [config.eval_split] if config.eval_split else [*EVAL_SPLITS, config.dataset_split, *splits]
     split = next((each for each in known if each in splits), known[0])
-    trained = [own for own in config.rows_of_each if name in own.dataset_names and split == own.dataset_split]
+    place = _place(name)
+    trained = [
+        own for own in config.rows_of_each if split == own.dataset_split and place in map(_place, own.dataset_names)
+    ]
     return _whole_split(config, splits, name, split, trained)
+
+
+def _place(name: str) -> str:
+    """The same for all ways to write the path of one file or folder; of a name of the hub, some path as well."""
+    return os.path.realpath(os.path.expanduser(name))
 
 
 def _whole_split(config: Config, splits: Splits, name: str, split: str, trained: Sequence[Config]) -> Rows:

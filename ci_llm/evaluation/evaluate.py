@@ -31,7 +31,15 @@ from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
-from ci_llm.evaluation.loading import Job, Request, default_output, load, refuse_unanswerable, require_place
+from ci_llm.evaluation.loading import (
+    Job,
+    Request,
+    default_output,
+    load,
+    refuse_unanswerable,
+    require_new_rows,
+    require_place,
+)
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
 from ci_llm.evaluation.sureness import sureness_record
 
@@ -94,6 +102,8 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
     progress("loading", 0, 0)
     job = load(request, checkpoint)
     manifest = read_manifest(checkpoint)
+    if calibrated is not None:
+        require_new_rows(job)
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
         if calibrated is not None:  # before the answers, which may depend on what is learned
             passes = iter(_PASSES)

@@ -126,6 +126,16 @@ def refuse_unanswerable(job: Job) -> None:
         raise BadInput("plain text has no answers, and so no predictions", where="--output", hint="leave --output out")
 
 
+def require_new_rows(job: Job) -> None:
+    """Refuse to calibrate on rows that were all learned."""
+    if job.tokenized.rows.trained_on == "all":
+        raise BadInput(
+            "these rows were trained on: they show how sure the crowd is of what it remembers",
+            where=f"--calibrate: {job.tokenized.rows.where}",
+            hint="--split validation, or other rows by --data",
+        )
+
+
 def require_place(checkpoint: Path) -> Path:
     path = calibration_path(checkpoint)
     if path is None:

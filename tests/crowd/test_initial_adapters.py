@@ -157,3 +157,13 @@ def test_the_folder_of_a_run_is_told_where_its_adapters_are(tmp_path: Path) -> N
     with pytest.raises(ModelError, match="there is no adapter here") as caught:
         load_initial_adapters(crowd(), tmp_path)
     assert caught.value.hint == f"this is the folder of a run: give {tmp_path / 'final_checkpoint'}"
+
+
+def test_a_crowd_of_which_a_run_has_stopped_the_first_agent(tmp_path: Path) -> None:
+    for k in (1, 10):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=k)
+    (tmp_path / "ci_llm_meta_config.json").write_text('{"num_agents": 2, "folders": ["agent1", "agent10"]}')
+    made, alone = crowd(), crowd(agents=1)
+    load_initial_adapters(made, tmp_path)
+    load_initial_adapters(alone, tmp_path / "agent10")
+    assert torch.equal(made.agents.weights[1], alone.agents.weights[0])

@@ -487,6 +487,16 @@ def test_nothing_is_held_out_at_size_0(tmp_path: Path) -> None:
     assert load_rows(config, "eval").trained_on == "all"
 
 
+def test_a_path_that_is_written_in_another_way_names_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = _numbered(40, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for other in (Path(name).name, f"../{tmp_path.name}/{Path(name).name}"):
+        assert load_rows(Config(dataset_name=name, eval_dataset_name=other), "eval").trained_on == "all"
+        assert load_rows(Config(dataset_name=other, eval_dataset_name=name), "eval").trained_on == "all"
+
+
 @pytest.mark.parametrize("size", [40, 1000])
 def test_a_val_set_size_that_leaves_no_row_is_refused(size: int, tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=size)

@@ -391,6 +391,12 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     assert json.loads(capsys.readouterr().out)["agents_asked"] == 1
 
 
+def test_a_calibration_takes_rows_that_were_not_learned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, run, "--split", "train", "--max-samples", "1", "--calibrate")
+    assert "these rows were trained on" in said
+    assert not (run / "calibration.json").exists()
+
+
 def test_a_calibration_has_its_place_in_a_run_only(
     saved: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
