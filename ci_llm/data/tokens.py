@@ -108,6 +108,27 @@ class TokenizedRows:
             number for chunk in range(self._num_chunks) for number in self._file.get_batch(chunk)["row"].to_pylist()
         ]
 
+    def require_below(self, count: int) -> None:
+        """Refuse tokens that the base has no embedding for.
+
+        Args:
+            count: of the embeddings.
+
+        Raises:
+            DataError: a row has such a token.
+        """
+        for chunk in map(self._file.get_batch, range(self._num_chunks)):
+            ids = _numbers(chunk["input_ids"].flatten())
+            beyond = np.flatnonzero(ids >= count)
+            if len(beyond):
+                row = chunk["row"][chunk["input_ids"].value_parent_indices()[int(beyond[0])].as_py()].as_py()
+                raise DataError(
+                    f"a row has token {ids[beyond[0]]}, and the base has embeddings for tokens 0 to {count - 1} only",
+                    where=self.rows.place(row),
+                    hint="take the tokenizer that belongs to the base; if tokens were added to it, resize the base "
+                    "(model.resize_token_embeddings) and save it with the tokenizer",
+                )
+
     def _canonical(self) -> Iterator[Row]:
         return (row for row in map(self.rows.__getitem__, self.row_numbers) if row is not None)
 

@@ -278,7 +278,7 @@ class Processes:
         # Each of two simultaneous launches writes its token before it looks: at least one of them sees the other.
         if any(_is_other_run(path, own) for path in folder.glob(_token_path(folder, "*").name)):
             self._tokens.pop().unlink()
-            return "another process of the same launcher or shell trains here already, in a world of its own"
+            return "another process that the same launcher or shell has started trains in this folder already"
         return None
 
     def shutdown(self) -> bool:

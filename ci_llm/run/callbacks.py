@@ -97,6 +97,9 @@ class Callbacks:
 
 
 def _check(callback: object) -> None:
+    if isinstance(callback, type):
+        name = callback.__name__
+        raise ConfigError(f"the callback {name} is a class", where="train(callbacks=...)", hint=f"callbacks=[{name}()]")
     methods = {
         name
         for kind in type(callback).__mro__

@@ -119,8 +119,10 @@ def _tokenized(
 ) -> list[TokenizedRows]:
     """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
 
+    embeddings = base.model.get_input_embeddings().weight.shape[0]
+
     def tokens(rows: Rows) -> TokenizedRows:
-        return tokenize(
+        tokenized = tokenize(
             rows,
             base.tokenizer,
             max_seq_length=config.max_seq_length,
@@ -128,5 +130,9 @@ def _tokenized(
             cache_folder=default_cache(),
             main_first=processes.main_first(),
         )
+        # Some published tokenizers have tokens of pictures that no text holds, and the base has no embedding for.
+        if len(base.tokenizer) > embeddings:
+            tokenized.require_below(embeddings)
+        return tokenized
 
     return once_each(each, tokens)

@@ -256,6 +256,15 @@ def test_a_callback_for_an_event_that_nothing_calls_is_refused() -> None:
         Callbacks([Misspelt()])
 
 
+def test_a_class_in_place_of_a_callback_is_named() -> None:
+    class Watch:
+        def on_step_end(self, *_: object) -> None:
+            raise AssertionError
+
+    with pytest.raises(ci_llm.CiLlmError, match=r"the callback Watch is a class\n.*\n.*callbacks=\[Watch\(\)\]"):
+        Callbacks([Watch])
+
+
 def test_a_control_has_no_other_wishes() -> None:
     with pytest.raises(AttributeError):
         Control().should_save = True  # type: ignore[attr-defined]

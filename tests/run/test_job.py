@@ -364,6 +364,24 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_tokens_that_the_base_does_not_know_are_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token was added to the tokenizer, and the base was not resized."""
+    base = Path(shutil.copytree(BASE_FOLDER, tmp_path / "base"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(base)
+    questions = ("2+2?", "1+1?", "<new>?", "3+3?")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{each}", "answer": "4"}}\n' for each in questions))
+    words = (f"model_name={base}", f"dataset_name={tmp_path / 'rows.jsonl'}", "eval_split=train")
+    assert train(tmp_path / "run", *words) == 2
+    said = capsys.readouterr().err
+    assert "and the base has embeddings for tokens 0 to" in said
+    assert "rows.jsonl, split train, row 2 (counted from 0)" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_missing_data_is_reported_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ci_llm.run.loading.load_base", lambda *_: pytest.fail("which takes minutes"))
     assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
