@@ -40,7 +40,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
 from ci_llm.crowd.base import fingerprint_of
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.lora import SHAPE, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
@@ -223,8 +223,8 @@ class _Hooks:
         there, here = state[META], self._crowd.meta(self._fingerprint)
         pairs = {"agents": (there["num_agents"], here["num_agents"])}
         pairs |= {
-            key: tuple(LoraSettings.from_dict(each["lora"]).told(key) for each in (there, here))
-            for key in ("rank", "alpha", "target_modules", "layers", "use_rslora")
+            name: tuple(LoraSettings.from_dict(each["lora"]).told(name) for each in (there, here))
+            for name in SHAPE.values()
         }
         pairs["fingerprint of the base"] = (there["base_fingerprint"], here["base_fingerprint"])
         pairs["processes"] = (len(state["processes"]), self._accelerator.num_processes)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from ci_llm.config import Config
-from ci_llm.config.own_keys import OWN_KEYS, SHAPE_KEYS
-from ci_llm.crowd.lora import AgentLora, LoraSettings
+from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.crowd.lora import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.schedules import factor
@@ -23,7 +23,8 @@ from ci_llm.run.state import TrainState
 
 
 def lora_settings(config: Config) -> LoraSettings:
-    """What the configuration says about an agent."""
+    """What the configuration says about the agents, and about each of them."""
+    own = [{FIELD_OF_KEY[key]: agent[key] for key in agent if key in FIELD_OF_KEY} for agent in config.agents]
     return LoraSettings(
         num_agents=config.num_agents,
         rank=config.lora_rank,
@@ -35,23 +36,8 @@ def lora_settings(config: Config) -> LoraSettings:
         use_rslora=config.use_rslora,
         initialize_adapters_rand=config.initialize_adapters_rand,
         seed=config.seed,
-        agents=tuple({_LORA[key]: value for key, value in own.items() if key in _LORA} for own in config.agents),
+        agents=tuple(own),
     )
-
-
-#: A key that an agent may have of its own -> its name in `LoraSettings`.
-_LORA: Final = {
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "dropconnect_p": "dropconnect",
-    "lora_target_modules": "target_modules",
-    "agent_layers": "layers",
-    "use_rslora": "use_rslora",
-    "seed": "seed",
-}
-#: Of these, what gives an adapter its shape and scale.
-SHAPE: Final = {key: _LORA[key] for key in SHAPE_KEYS}
 
 
 def crowd_settings(config: Config, members: Members) -> LoraSettings:
