@@ -37,7 +37,7 @@ from ci_llm.crowd.voting import Continuation
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.prompt_files import prompts_of_file
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import default_cache, tokenize
+from ci_llm.data.tokens import tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
 
@@ -108,12 +108,7 @@ def _pad(saved: Pretrained) -> int:
 
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
-    given = tokenize(
-        load_rows(config, "train"),
-        prompter.tokenizer,
-        max_seq_length=config.max_seq_length,
-        cache_folder=default_cache(),
-    )
+    given = tokenize(load_rows(config, "train"), prompter.tokenizer, max_seq_length=config.max_seq_length)
     examples = [given[number] for number in range(len(given))]
     [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}
     crowd = Crowd(saved.base.model, saved.settings, saved.base.name, _pad(saved))

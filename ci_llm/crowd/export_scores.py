@@ -14,7 +14,7 @@ from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import DataError
 
 
@@ -95,12 +95,8 @@ def settings_of(adapter: Adapter) -> LoraSettings:
 
 def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
     try:
-        return tokenize(
-            load_rows(config, "eval"),
-            saved.prompter.tokenizer,
-            max_seq_length=config.max_seq_length,
-            cache_folder=default_cache(),
-        )
+        rows = load_rows(config, "eval")
+        return tokenize(rows, saved.prompter.tokenizer, max_seq_length=config.max_seq_length)
     except DataError as error:
         hint = "--no-score exports without the scores"
         raise DataError(f"no scores: {error.what}", where=error.where, hint=hint) from error

@@ -15,7 +15,7 @@ from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
-from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.members import Members, config_of
@@ -125,7 +125,6 @@ def _tokenized(
             base.tokenizer,
             max_seq_length=config.max_seq_length,
             train_on_prompt=train_on_prompt,
-            cache_folder=default_cache(),
             main_first=processes.main_first(),
         )
 
