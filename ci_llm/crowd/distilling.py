@@ -75,7 +75,7 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     own = [{key: asdict(saved.settings.of(k))[key] for key in OWN} for k in range(teachers)]
     own += [{key: shape[key] for key in OWN}] * 2
     still = [{**each, "dropout": 0.0, "dropconnect": 0.0} for each in own]
-    crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, _pad(saved))
+    crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, saved.base.pad_id)
     try:
         for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
             crowd.agents.load_agent(k, tensors, f"agent{k}")
@@ -99,10 +99,6 @@ def _start(saved: Pretrained, how: Distillation) -> int:
     return saved.names.index(f"agent{how.start}")
 
 
-def _pad(saved: Pretrained) -> int:
-    return saved.base.tokenizer.pad_token_id or 0
-
-
 # What is learned from
 
 
@@ -111,13 +107,10 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
     given = tokenize(load_rows(config, "train"), prompter.tokenizer, max_seq_length=config.max_seq_length)
     examples = [given[number] for number in range(len(given))]
     [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}
-    crowd = Crowd(saved.base.model, saved.settings, saved.base.name, _pad(saved))
-    crowd.prompter, crowd.learned = prompter, saved.learned
+    crowd = Crowd.of(saved)
     try:
-        for k, tensors in enumerate(saved.agents):
-            crowd.agents.load_agent(k, tensors, f"agent{k}")
         prompts = _prompts(prompter, config, how, num_positions(crowd.model))
-        pairs = list(_answered(crowd.eval(), prompts, config, start, end))
+        pairs = list(_answered(crowd, prompts, config, start, end))
     finally:
         crowd.detach()
     return Lesson([*examples, *(one for one, _ in pairs)], [*examples, *(other for _, other in pairs)])

@@ -50,6 +50,7 @@ class Pretrained:
     """The parts of a saved crowd.
 
     Attributes:
+        source: as it was given, for messages.
         base: found and loaded, with the fingerprint that the checkpoint recorded.
         settings: of the agents.
         names: of their folders.
@@ -62,6 +63,7 @@ class Pretrained:
         calibration: of exactly these agents; None if there is none.
     """
 
+    source: str
     base: Base
     settings: LoraSettings
     names: list[str]
@@ -112,6 +114,7 @@ def open_pretrained(
     settings = LoraSettings.from_dict(lora)
     names = names_of_agents(meta)
     return Pretrained(
+        source=str(source),
         base=base,
         settings=settings,
         names=names,

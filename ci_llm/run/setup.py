@@ -220,7 +220,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     """
     require_distinct_branches(config)
     config = config_of(config, Members.first(config, 2))
-    crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
+    crowd = Crowd(base.model, lora_settings(config), base.name, base.pad_id)
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
