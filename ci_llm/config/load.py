@@ -182,6 +182,17 @@ def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[s
     return [word for words, entry in parts if entry is None or key_of(entry) not in keys for word in words]
 
 
+def as_typed(value: object) -> str:
+    """A value as it is typed on a command line."""
+    if isinstance(value, list):  # one value for each agent
+        return f"[{','.join(f'[{as_typed(each)}]' if isinstance(each, tuple) else as_typed(each) for each in value)}]"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _launcher_entries(launcher: Mapping[str, str]) -> list[Entry]:
     return [Entry(key, Scalar(value), "accelerate launch") for key, value in launcher.items()]
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils import deterministic
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.config import Config
+from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base
@@ -244,17 +244,11 @@ def _described(config: Config, crowd: Crowd) -> Iterator[str]:
     """The agents in a line, and those with settings of their own in a line each."""
     sizes = crowd.agents.sizes
     if not config.agents:
-        places = "" if config.agent_layers == "all" else f", agent_layers {_told(config.agent_layers)}"
+        places = "" if config.agent_layers == "all" else f", agent_layers {as_typed(config.agent_layers)}"
         yield f"{config.num_agents} x LoRA rank {config.lora_rank}{places}, {sizes[0]:,} trainable parameters each"
     for name, own, size in zip(config.agent_names, config.agents, sizes, strict=False):
-        told = [f"{key} {_told(value)}" for key, value in own.items() if key != NAME]
+        told = [f"{key} {as_typed(value)}" for key, value in own.items() if key != NAME]
         yield f"{name}: {', '.join([*told, f'{size:,} trainable parameters'])}"
-
-
-def _told(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def set_determinism(config: Config) -> None:
