@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ci_llm.cluster.hub import go_offline_if_unreachable
 from ci_llm.cluster.launch import accelerate_settings, read_launch
 from ci_llm.config import Config, as_typed, read_call
-from ci_llm.core.environment import set_library_defaults
+from ci_llm.core.imports import set_library_defaults
 from ci_llm.interrupts import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
