@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
@@ -46,6 +45,7 @@ from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
+from ci_llm.integrations.saver import gathered, restore_generators
 
 FOLDER = HOOKS_FOLDER
 # Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
@@ -132,7 +132,7 @@ class _Hooks:
     def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
         """Write our folder, and take the crowd out of the weights that Accelerate is about to write."""
         weights[:] = [weight for model, weight in zip(models, weights, strict=True) if not self._is_crowd(model)]
-        everyone = _gather(
+        everyone = gathered(
             {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
         )
         run_collectively(TorchProcessGroup(self._accelerator.device), lambda: self._write(Path(folder), everyone))
@@ -159,12 +159,7 @@ class _Hooks:
             gradient: Tensor | None = own["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         self._accelerator.step = own["step"]
-        if (missing := determinism.restore(own["rng"])) is not None:
-            raise ForeignCheckpoint(
-                f"not every generator could be restored: {missing}",
-                where=str(folder),
-                hint="resume with as many GPUs visible to each process as before",
-            )
+        restore_generators(own["rng"], str(folder))
 
     def _read(self, folder: Path) -> dict[str, Any]:
         """Our state, fit to be restored on every process; or an error on all of them. A collective."""
@@ -277,12 +272,3 @@ def _sampler_of(loader: Any) -> Any:
     while (inner := getattr(at, "batch_sampler", None)) is not None:
         at = inner
     return getattr(at, "sampler", at)
-
-
-def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every process gives, by index. A collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
