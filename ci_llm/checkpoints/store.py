@@ -184,18 +184,21 @@ class CheckpointStore:
         """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
         return open_step(self.directory, step)
 
-    def latest(self, *, heal: bool = True, at_most: int | None = None) -> int | None:
+    def latest(self, *, heal: bool = True) -> int | None:
         """The newest step that verifies. A checkpoint that does not is named.
 
         Args:
             heal: move what does not verify to `quarantine/`, unless another attempt writes here.
-            at_most: steps after this one are passed over, unread; None: any will do.
         """
-        newest = self._newest(verify_folder, heal, at_most)
+        newest = self._newest(verify_folder, heal, None)
         return None if newest is None else newest.step
 
     def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
-        """As `latest`, but with the bytes that were verified, so that nobody reads them again."""
+        """As `latest`, but with the bytes that were verified, so that nobody reads them again.
+
+        Args:
+            at_most: steps after this one are passed over, unread; None: any will do.
+        """
         return self._newest(open_folder, heal, at_most)
 
     def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
