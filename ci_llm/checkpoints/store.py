@@ -172,10 +172,6 @@ class CheckpointStore:
         """Every committed step, ascending, the final checkpoint's included; not verified."""
         return sorted({step for step, _ in committed(self.directory)})
 
-    def numbered_steps(self) -> list[int]:
-        """The steps that have a `checkpoint_step_<N>`, ascending."""
-        return numbered_steps(self.directory)
-
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
         return verify_folder(self.path(step))
@@ -386,7 +382,7 @@ class CheckpointStore:
 
         The step just saved was read back and stays, whatever lies there with a higher number.
         """
-        older = [step for step in self.numbered_steps() if step < saved]
+        older = [step for step in numbered_steps(self.directory) if step < saved]
         excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
         pruned: list[int] = []
         for step in (step for step in excess if step not in keep):
