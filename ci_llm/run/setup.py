@@ -30,20 +30,19 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.context import Run
-from ci_llm.run.crowd_parts import (
+from ci_llm.run.agent_settings import (
     lora_settings,
     objective_of,
     optimizer_groups,
     require_distinct_branches,
-    rows_and_plan,
     schedules,
     training_of,
 )
+from ci_llm.run.context import Run
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
-from ci_llm.run.loading import Loaded, common_form, describe_rows, load, shares_layers, training_rows
+from ci_llm.run.loading import Loaded, common_form, describe_rows, load, rows_and_plan, shares_layers, training_rows
 from ci_llm.run.members import Members, config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
