@@ -249,6 +249,21 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
     return manifest, files
 
 
+def read_file(folder: Path, name: str, record: FileRecord) -> bytes:
+    """The bytes of one file of a committed folder.
+
+    Raises:
+        DamagedCheckpoint: it is missing, or not what the manifest says.
+    """
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}", where=str(folder)) from error
+    if digest([content]) != record.digest:
+        raise DamagedCheckpoint(f"{name} has another digest than the manifest says", where=str(folder))
+    return content
+
+
 def _check_listing(folder: Path, manifest: Manifest) -> None:
     sizes = dict(list_files(folder))
     sizes.pop(MANIFEST, None)

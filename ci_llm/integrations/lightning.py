@@ -22,8 +22,15 @@ from typing import Any
 
 from ci_llm.core import determinism
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from ci_llm.integrations.saver import Saver, gathered, require_same, restore_generators
-from ci_llm.integrations.weights import frozen_digest, load_trained, trained_tensors
+from ci_llm.integrations.saver import (
+    Saver,
+    frozen_digest,
+    gathered,
+    load_trained,
+    require_same,
+    restore_generators,
+    trained_tensors,
+)
 
 try:
     import lightning

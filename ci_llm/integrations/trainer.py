@@ -26,8 +26,15 @@ from transformers.trainer_callback import ExportableState
 
 from ci_llm.core import determinism
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from ci_llm.integrations.saver import Saver, gathered, require_same, restore_generators
-from ci_llm.integrations.weights import frozen_digest, load_trained, trained_tensors
+from ci_llm.integrations.saver import (
+    Saver,
+    frozen_digest,
+    gathered,
+    load_trained,
+    require_same,
+    restore_generators,
+    trained_tensors,
+)
 
 logger = logging.getLogger(__name__)
 

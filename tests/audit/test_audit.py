@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks.audit import ZOO, Case, cases, examine, examine_warm
 from ci_llm.audit.runs import LARGEST_COPY, Place, Plan
-from ci_llm.audit.told import show
+from ci_llm.cli.audit import show
 from ci_llm.cli.main import main
 from ci_llm.errors import ConfigError
 from tools.testbed.forkserver import ForkServer

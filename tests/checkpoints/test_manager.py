@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ci_llm.checkpoints.arena import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager, SavePolicy
 from ci_llm.checkpoints.restore import load_into
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
@@ -460,10 +461,10 @@ def test_one_save_is_in_flight_and_the_next_waits(managers: Any) -> None:
     manager._store.acquire_lease()
     manager.save(1, {"a": 1})
     assert disk.reached.wait(DEADLINE_S)
-    assert manager._store.numbered_steps() == []
+    assert numbered_steps(manager.directory) == []
     with on_log(lambda line: disk.gate.set()):  # it says that it waits
         manager.save(2, {"a": 2})
-    assert 1 in manager._store.numbered_steps()
+    assert 1 in numbered_steps(manager.directory)
     assert manager.all_steps() == [1, 2]
 
 

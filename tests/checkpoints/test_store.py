@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from ci_llm.checkpoints import manifest
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, Owner, leftovers
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.state_files import read_safetensors
@@ -96,7 +97,7 @@ def test_steps_are_numbers_and_not_words(run: Run) -> None:
     store = run.open(save_total_limit=2)
     for step in (9, 200, 1000):
         store.save(step, files(step))
-    assert store.numbered_steps() == [200, 1000]
+    assert numbered_steps(store.directory) == [200, 1000]
     assert store.latest() == 1000
     assert store.save(1001, files(1001)).pruned == (200,)
 
@@ -114,7 +115,7 @@ def test_a_limit_of_one_keeps_the_new_one(run: Run) -> None:
     store = run.open(save_total_limit=1)
     for step in (1, 2, 3):
         assert store.save(step, files(step)).saved
-        assert store.numbered_steps() == [step]
+        assert numbered_steps(store.directory) == [step]
     with pytest.raises(CheckpointError, match="at least one"):
         run.open(save_total_limit=0)
 
@@ -510,7 +511,7 @@ def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> No
             assert "attempt 1 was taken over" in told
         finally:
             sleeper.kill()
-    assert owner.numbered_steps() == [1, 3]
+    assert numbered_steps(owner.directory) == [1, 3]
     assert owner.latest() == 3
 
 
@@ -707,7 +708,7 @@ def test_while_another_writes_a_damaged_checkpoint_is_passed_over(run: Run) -> N
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
     assert run.open(owner=elsewhere(2)).latest() == 1
     assert "passed over where it is: process 4711 on node1" in run.said[-1]
-    assert writer.numbered_steps() == [1, 2]
+    assert numbered_steps(writer.directory) == [1, 2]
 
 
 def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:

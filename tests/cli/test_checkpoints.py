@@ -26,7 +26,7 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
-from ci_llm.run.crowd_parts import lora_settings
+from ci_llm.run.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
 from tools.testbed.disks import FailingDisk
 

@@ -1,0 +1,121 @@
+"""What the configuration gives each agent of the crowd: an adapter's shape, objective, optimizer group, schedule.
+
+A run needs it at its start, and again whenever its crowd changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ci_llm.config import Config
+from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.crowd.lora import FIELD_OF_KEY, AgentLora, LoraSettings
+from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.schedules import factor
+from ci_llm.errors import ModelError
+from ci_llm.run.members import Members, config_of
+
+
+def lora_settings(config: Config) -> LoraSettings:
+    """What the configuration says about the agents, and about each of them."""
+    own = [{FIELD_OF_KEY[key]: agent[key] for key in agent if key in FIELD_OF_KEY} for agent in config.agents]
+    return LoraSettings(
+        num_agents=config.num_agents,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        dropconnect=config.dropconnect_p,
+        target_modules=config.lora_target_modules,
+        layers=config.agent_layers,
+        use_rslora=config.use_rslora,
+        initialize_adapters_rand=config.initialize_adapters_rand,
+        seed=config.seed,
+        agents=tuple(own),
+    )
+
+
+def crowd_settings(config: Config, members: Members) -> LoraSettings:
+    """What the configuration says about these members."""
+    settings = lora_settings(config_of(config, members))
+    entries = zip(settings.agents, members.agents, strict=True)
+    return replace(settings, agents=tuple({**own, "index": member.index} for own, member in entries))
+
+
+def objective_of(config: Config, crowd: Crowd) -> Objective:
+    """The objective of these agents."""
+    drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
+    keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
+    return Objective(
+        config.diversity,
+        config.lambda_sw,
+        config.swd_num_projections,
+        config.swd_representation,
+        config.seed,
+        bootstrap=tuple(keys) if any(drawn) else (),
+    )
+
+
+def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
+    """AdamW's parameter groups, one per agent."""
+    return [
+        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
+        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
+    ]
+
+
+def schedules(config: Config, members: Members | None, total_steps: int) -> list[Callable[[int], float]]:
+    """`schedule` of every agent in the crowd as it stands."""
+    now = config_of(config, members)
+    count = partial(members.schedule_step, config) if members else _as_it_is
+    if not now.agents:
+        return [schedule(now, total_steps, count)] * now.num_agents
+    return [schedule(own, total_steps, count) for own in now.each_agent]
+
+
+def _as_it_is(step: int) -> int:
+    return step
+
+
+def schedule(config: Config, total_steps: int, count: Callable[[int], int] = _as_it_is) -> Callable[[int], float]:
+    """Learning rate of 0-based step s, as a pure function.
+
+    With `schedule_steps` it is that of a run of so many steps, wherever this one ends; later steps have its last rate.
+
+    Args:
+        count: from optimizer steps to steps of the schedule.
+    """
+    total = count(config.schedule_steps or total_steps)
+    share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
+    return lambda step: config.learning_rate * share(min(count(step), total))
+
+
+def require_distinct_branches(config: Config) -> None:
+    """Refuse branches that would stay equal, because nothing of their training differs.
+
+    Raises:
+        ModelError: some would.
+    """
+    if (members := Members.first(config, 2)) is None:
+        return
+    members, _ = members.after(config.num_agents, config)
+    settings, agents = config_of(config, members).each_agent, crowd_settings(config, members).each()
+    kinds = {
+        (training_of(own, agent), (agent.seed, agent.index) if agent.dropout or agent.dropconnect else None)
+        for own, agent in zip(settings, agents, strict=True)
+    }
+    if len(kinds) < len(agents):
+        raise ModelError(
+            "some branches would stay equal to the last bit: nothing of their training differs",
+            where="branch_at, agents",
+            hint="leave row_weights and data_seed out of their entries, or give each a learning_rate of its own",
+        )
+
+
+def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
+    """What tells this agent's training from that of another with the same start."""
+    drawn = (agent.seed, agent.index) if own.row_weights == "bootstrap" else None
+    return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))
