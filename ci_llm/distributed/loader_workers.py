@@ -15,12 +15,14 @@ def shield_workers(*loaders: Any) -> None:
     A terminal, `timeout` and SLURM signal them too; a worker that ends at once takes the run with it, unsaved.
 
     Args:
-        loaders: of torch, or as Accelerate has prepared them; their own `worker_init_fn` still runs.
+        loaders: of torch, or as Accelerate has prepared them; their own `worker_init_fn` still runs. Anything else that
+            yields batches has no workers that are known, and stays as it is.
     """
     for loader in loaders:
         inner = getattr(loader, "base_dataloader", loader)
         init = getattr(inner, "worker_init_fn", None)
-        if not (isinstance(init, partial) and init.func is _begin_shielded):
+        is_shielded = isinstance(init, partial) and init.func is _begin_shielded
+        if hasattr(inner, "worker_init_fn") and not is_shielded:
             inner.worker_init_fn = partial(_begin_shielded, init)
 
 

@@ -593,6 +593,19 @@ def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path,
     assert restored["rank"] == 0
 
 
+def test_each_process_gets_its_own_back_and_saves_it_again(server: ForkServer, tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "log"
+    assert server.run(loops.going_on_with_their_own, log, ranks=2, directory=directory) == [0, 0], log.read_text()
+    own = load_checkpoint(directory / "checkpoint_step_1").state["own"]
+    assert {name: part["draws"].tolist() for name, part in own.items()} == {"process0": [10, 10], "process1": [11, 11]}
+    alone = CheckpointManager(directory)
+    weight = torch.zeros(2)
+    with pytest.raises(ForeignCheckpoint, match="here 1 processes have .*, and the checkpoint holds what 2 had"):
+        alone.restore(1, into={"weight": weight, "own": CheckpointManager.EachProcess(None)})
+    assert weight.tolist() == [0, 0], "nothing was touched"
+    assert alone.restore(1)["own"].keys() == own.keys()
+
+
 def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     assert server.run(loops.failing_together, log, ranks=2, directory=directory) == [0, 0], log.read_text()
