@@ -600,7 +600,7 @@ def test_each_process_gets_its_own_back_and_saves_it_again(server: ForkServer, t
     assert {name: part["draws"].tolist() for name, part in own.items()} == {"process0": [10, 10], "process1": [11, 11]}
     alone = CheckpointManager(directory)
     weight = torch.zeros(2)
-    with pytest.raises(ForeignCheckpoint, match="here 1 processes have .*, and the checkpoint holds what 2 had"):
+    with pytest.raises(ForeignCheckpoint, match="and the checkpoint holds what 2 had"):
         alone.restore(1, into={"weight": weight, "own": CheckpointManager.EachProcess(None)})
     assert weight.tolist() == [0, 0], "nothing was touched"
     assert alone.restore(1)["own"].keys() == own.keys()
