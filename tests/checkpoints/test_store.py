@@ -323,6 +323,18 @@ def test_a_writer_on_another_machine_lives_as_long_as_its_heartbeat_is_fresh(run
     assert "attempt 1 (process 4711 on node1) is taken over: no heartbeat for 7" in run.said[0]
 
 
+def test_a_clock_that_was_set_back_locks_nobody_out(run: Run) -> None:
+    store = run.open(owner=elsewhere(1))
+    store.save(1, files(1))
+    run.silence(seconds=-30)
+    with pytest.raises(WriterBusy, match="writes to this folder"):
+        run.open(owner=elsewhere(2)).acquire_lease()
+    run.silence(seconds=-3600)
+    assert run.open(owner=elsewhere(2)).acquire_lease() == 2
+    assert "in the future: the clock was set back" in run.said[-1]
+    assert not store.holds_lease()
+
+
 def test_a_released_folder_is_free_at_once(run: Run) -> None:
     first = run.open()
     assert first.acquire_lease() == 1
