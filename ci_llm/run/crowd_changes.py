@@ -82,7 +82,7 @@ def become(run: Run, members: Members, sources: Sequence[int]) -> None:
     run.rows, run.plan = rows_and_plan(run.config, run.checkpoint.rows, members, run.state.rows_per_step)
     run.eval_rows = run.eval_rows.of_copies(sources)
     run.evaluator.rows = run.eval_rows
-    run.learning_rates = schedules(config, run.total_steps)
+    run.learning_rates = schedules(run.config, members, run.total_steps)
     run.max_grad_norms = [own.max_grad_norm for own in config.each_agent]
     run.last_good.become(crowd.agents.rows, sources)
     run.interval.become(members.folders)
@@ -102,7 +102,7 @@ def return_to(run: Run, saved: TrainState) -> None:
     if (members := saved.members) is not None and not members.are_configured:
         run.total_steps = members.total_steps(run.config, run.total_steps)
         become(run, members, members.origins_within(run.crowd.num_agents))
-    run.learning_rates = schedules(config_of(run.config, members), run.total_steps)
+    run.learning_rates = schedules(run.config, members, run.total_steps)
 
 
 def _fill(

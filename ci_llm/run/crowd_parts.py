@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ci_llm.config import Config
@@ -83,21 +84,30 @@ def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
     ]
 
 
-def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
-    """`schedule` of every agent."""
-    if not config.agents:
-        return [schedule(config, total_steps)] * config.num_agents
-    return [schedule(own, total_steps) for own in config.each_agent]
+def schedules(config: Config, members: Members | None, total_steps: int) -> list[Callable[[int], float]]:
+    """`schedule` of every agent in the crowd as it stands."""
+    now = config_of(config, members)
+    count = partial(members.schedule_step, config) if members else _as_it_is
+    if not now.agents:
+        return [schedule(now, total_steps, count)] * now.num_agents
+    return [schedule(own, total_steps, count) for own in now.each_agent]
 
 
-def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
+def _as_it_is(step: int) -> int:
+    return step
+
+
+def schedule(config: Config, total_steps: int, count: Callable[[int], int] = _as_it_is) -> Callable[[int], float]:
     """Learning rate of 0-based step s, as a pure function.
 
     With `schedule_steps` it is that of a run of so many steps, wherever this one ends; later steps have its last rate.
+
+    Args:
+        count: from optimizer steps to steps of the schedule.
     """
-    total_steps = config.schedule_steps or total_steps
-    share = factor(config.lr_scheduler_type, config.warmup_steps(total_steps), total_steps)
-    return lambda step: config.learning_rate * share(min(step, total_steps))
+    total = count(config.schedule_steps or total_steps)
+    share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
+    return lambda step: config.learning_rate * share(min(count(step), total))
 
 
 def require_distinct_branches(config: Config) -> None:

@@ -133,15 +133,27 @@ class Members:
         for change in self.planned:
             yield f"crowd: after step {change.step} of {total_steps}, {change}"
 
+    @property
+    def trunk_steps(self) -> int | None:
+        """Steps of the one agent before it branches; None: it never does."""
+        return next((change.step for change in (*self.planned, *self.made) if change.verb == "branch"), None)
+
+    def schedule_step(self, config: Config, step: int) -> int:
+        """Where the learning-rate schedule stands after `step` steps: it counts a step of the branches once for each.
+
+        So it spans the agent-steps of the run. By optimizer steps it would be near its end when the crowd branches.
+        """
+        trunk = self.trunk_steps
+        return step if trunk is None else step + (config.num_agents - 1) * max(0, step - trunk)
+
     def total_steps(self, config: Config, steps: int) -> int:
         """The optimizer steps of the whole run where the configuration asks for `steps`.
 
         The step at which the crowd branches is fixed when the run begins, also if the run is made longer later. An
         agent that goes on alone takes the steps that the others leave.
         """
-        for change in (*self.planned, *self.made):
-            if change.verb == "branch":
-                return change.step + max(1, steps - change.step // config.num_agents)
+        if (trunk := self.trunk_steps) is not None:
+            return trunk + max(1, steps - trunk // config.num_agents)
         for change in self.made:
             if change.verb == "single_out":
                 return change.step + config.num_agents * max(0, steps - change.step)

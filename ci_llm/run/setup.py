@@ -151,7 +151,7 @@ def join(
         state=_first_state(beginning, rows_per_step, members),
         plan=plan,
         total_steps=total_steps,
-        learning_rates=schedules(beginning, total_steps),
+        learning_rates=schedules(config, members, total_steps),
         max_grad_norms=[own.max_grad_norm for own in beginning.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),

@@ -20,7 +20,7 @@ from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.errors import CheckpointError, ConfigError, ModelError
 from ci_llm.run import crowd_requests
 from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.crowd_parts import crowd_settings, require_distinct_branches
+from ci_llm.run.crowd_parts import crowd_settings, require_distinct_branches, schedule, schedules
 from ci_llm.run.crowd_requests import (
     FOLDER,
     RECORD,
@@ -111,6 +111,20 @@ def test_branches_with_a_diversity_term_keep_the_common_order() -> None:
     assert members is not None
     grown, _ = members.after(10, config)
     assert not config_of(config, grown).has_own_rows
+
+
+def test_the_schedule_of_a_run_that_branches_spans_its_agent_steps() -> None:
+    """The branches take up the rate at which the one agent stopped, and go through the rest of the schedule."""
+    config = Config(num_agents=4, branch_at=0.75, num_warmup_steps=2)
+    trunk = Members.first(config, 20)
+    assert trunk is not None
+    (branch,) = trunk.planned
+    branches, _ = trunk.after(branch.step, config)
+    whole, total = schedule(config, 4 * 20), trunk.total_steps(config, 20)
+    (before,), after = schedules(config, trunk, total), schedules(config, branches, total)
+    assert [before(step) for step in range(60)] == [whole(step) for step in range(60)]
+    for own in after:
+        assert [own(step) for step in range(60, total + 1)] == [whole(step) for step in range(60, 81, 4)]
 
 
 # Stops and clones
