@@ -125,7 +125,7 @@ class CheckpointManager(FolderAccess):
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._store = CheckpointStore(
-            directory,
+            Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
             save_total_limit=self._retention.newest,
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,

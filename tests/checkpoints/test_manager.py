@@ -404,6 +404,19 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         assert manager.restore(4) == {"step": 40}
 
 
+def test_the_loop_may_work_in_another_folder_while_a_save_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with CheckpointManager("run") as manager:
+        manager.save(0, {"a": 1})
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        manager.save(1, {"a": 2})
+        assert manager.all_steps() == [0, 1]
+    assert CheckpointManager(tmp_path / "run").restore(1) == {"a": 2}
+
+
 def test_two_managers_and_one_folder(managers: Any) -> None:
     first, second = managers(), managers()
     first.save(1, {"a": 1})
