@@ -62,6 +62,14 @@ def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureF
         assert part in said
 
 
+def test_a_shorter_recovery_is_asked_for_only_where_it_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["work=2h", "repeats=1", "step=60", "nodes=10"]
+    assert main(["simulate", *few, "walltime=1h"]) == 0
+    assert "99.00 % is out of reach, however short the recovery: saves, preemptions and" in capsys.readouterr().out
+    assert main(["simulate", *few]) == 0
+    assert "99.00 %" not in capsys.readouterr().out.partition("best: ")[2], "only the start of a short job is missing"
+
+
 @pytest.mark.slow
 def test_the_same_for_scripts_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
