@@ -142,9 +142,15 @@ def read_record(kind: type[Record], path: Path) -> Record:
     """The dataclass `kind` from a file. Fields that `kind` does not know are skipped: a newer version may have them.
 
     Raises:
-        BadInput: the file was not written by this program.
+        BadInput: the file was not written by this program, or may not be read. FileNotFoundError, NotADirectoryError.
     """
     try:
         return kind(**read_fields(kind, path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise BadInput(
+            f"it cannot be read: {error.strerror}", where=str(path), hint="try again, or ask its owner"
+        ) from error
     except (TypeError, ValueError) as error:
         raise BadInput(f"no {kind.__name__.lower()} of a run: {error}", where=str(path), hint="move it away") from error

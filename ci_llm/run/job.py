@@ -215,7 +215,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
         raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
         run.interval.load(source.checkpoint.manifest.info)
-    logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
+    logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.shown}")
     return restored
 
 

@@ -56,6 +56,12 @@ class Source:
     def step(self) -> int:
         return self.checkpoint.manifest.step
 
+    @property
+    def shown(self) -> Path:
+        """The folder as a person would type it here."""
+        here = Path.cwd()
+        return self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder
+
 
 def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Source | None:
     """The newest checkpoint of a run's own folder that verifies; None if there is none.
