@@ -81,11 +81,32 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+def narrow_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What runs train of which nothing is asked but their bits, at half the cost; in a campaign the embedded base."""
+    from tools.testbed.worlds import toy_base
+
+    return "embedded" if campaign.in_full else str(toy_base(tmp_path_factory.mktemp("base") / "narrow"))
+
+
+@pytest.fixture(scope="module")
+def narrow(narrow_base: str) -> Iterator[None]:
+    """That base for the runs of a file on which faults and signals strike, and for its sweeps."""
+    from tests.support import faults
+    from tests.sweep import trials
+    from tools.testbed import moments
+
+    with pytest.MonkeyPatch.context() as patch:
+        for keys in (faults.KEYS, moments.KEYS, trials.KEYS):
+            patch.setitem(keys, "model_name", narrow_base)
+        yield
+
+
+@pytest.fixture(scope="session")
+def trials(server: ForkServer, narrow_base: str, tmp_path_factory: pytest.TempPathFactory) -> Trials:
     """Cells of all files: a reference is trained once."""
     from tools.testbed.trials import Trials
 
-    return Trials(server, tmp_path_factory.mktemp("trials"))
+    return Trials(server, tmp_path_factory.mktemp("trials"), narrow_base)
 
 
 @pytest.fixture
