@@ -29,7 +29,7 @@ from tests.slurm.cluster import ENDED, Cluster, Job, until
 from tests.support.children import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+STEPS = 30
 CAUGHT_AT = 12
 KEYS = {
     "num_agents": 2,
