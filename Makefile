@@ -39,8 +39,9 @@ test: install-dev
 	@$(MAKE) --no-print-directory -j 2 coverage nodeless
 	$(PYTEST) tests/slurm
 
+# Without the tests that `coverage` runs beside it.
 nodeless: install-dev
-	$(PYTEST) $(SIDE_BY_SIDE) --ignore=tests/slurm
+	$(PYTEST) $(SIDE_BY_SIDE) --ignore=tests/slurm --fast-elsewhere $(MEASURED)
 
 # The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
 coverage: install-dev
