@@ -159,7 +159,7 @@ def _measured(
     saved: Pretrained, settings: LoraSettings, agents: Sequence[Mapping[str, Tensor]], split: str
 ) -> list[Measured]:
     """These agents on the base, which is without agents before and after."""
-    crowd = Crowd(saved.base.model, settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
+    crowd = Crowd(saved.base.model, settings, saved.base.name, saved.base.pad_id)
     try:
         for k, tensors in enumerate(agents):
             crowd.agents.load_agent(k, tensors, f"agent{k}")

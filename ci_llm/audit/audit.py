@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.audit import causes
-from ci_llm.audit.divergence import RESULTS, Divergence, compare, restored, resumed_from
+from ci_llm.audit.divergence import RESULTS, Divergence, Kind, compare, restored, resumed_from
 from ci_llm.audit.records import Trace
 from ci_llm.audit.runs import Ending, Place, Plan
 from ci_llm.errors import BadInput
@@ -178,7 +178,8 @@ def _interrupted(
     if not resumed.traces or not any(trace.steps for trace in resumed.traces):
         how = "its time was over" if resumed.over_time else f"exit code {resumed.code}"
         last = resumed.last_lines.splitlines()[-1:] or [""]
-        found = Divergence("number of steps", done + 1, f"it took no step after a resume ({how}): {last[0]}")
+        kind: Kind = "number of steps" if resumed.succeeded else "no resume"
+        found = Divergence(kind, done + 1, f"it took no step after a resume ({how}): {last[0]}")
         return Check(name, (found,), None, None, 0, None, note=_left(struck))
     compared = [
         replace(_continued(name, *traces, unstable, cut=resumed.succeeded), process=process, note=_left(struck))

@@ -35,6 +35,7 @@ _TORCH: Final[Mapping[Kind, str]] = {
     "moments": "optimizer.state_dict() is not saved or not loaded",
     "gradients": "gradients that were accumulated before the save are lost: save at the end of a window",
     "number of steps": "the number of steps left is not derived from the step of the checkpoint",
+    "no resume": "another --resume-arg is needed, or no checkpoint was there yet: save earlier, or a later --kill-at",
     "unexplained": "nothing watched explains it: an operation without a fixed order, or state outside of torch",
 }
 

@@ -25,6 +25,7 @@ Kind: TypeAlias = Literal[
     "moments",
     "gradients",
     "number of steps",
+    "no resume",
     "unexplained",
 ]
 #: What makes two steps the same. Generators are none of it: one that nobody asks may stand where it likes.

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ci_llm.checkpoints.folders import FINAL, committed, numbered_steps, step_folder
-from ci_llm.checkpoints.manifest import read_manifest, verify_folder
+from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.store import DISK_FULL, CheckpointStore
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 
@@ -48,11 +48,14 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogE
         read_all: read every byte and compare it with its digest; otherwise the manifests alone.
 
     Raises:
-        BadInput: there is no such folder.
+        BadInput: there is no such folder, or it is a checkpoint itself.
         CheckpointError: one has a format that is newer than this program.
     """
     if not directory.is_dir():
         raise BadInput("there is no such folder", where=str(directory), hint="give the output_dir of a run")
+    if (directory / MANIFEST).is_file():
+        hint = "give the output_dir of its run; ci-llm checkpoints verify takes one checkpoint"
+        raise BadInput("this is a checkpoint, and not a run", where=str(directory), hint=hint)
     lines: dict[Shelf, list[Path]] = {
         "current": current_line(directory),
         "superseded": _shelf(directory / SUPERSEDED),
@@ -134,7 +137,7 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
 def _remove(directory: Path, keep: int) -> Pruning:
     store = CheckpointStore(directory)
     try:
-        store.acquire_lease()
+        _acquire_lease(store, keep)
         plan = _plan(directory, numbered_steps(directory), keep)
         for step in reversed(plan.removed):
             store.delete(step)
@@ -143,6 +146,22 @@ def _remove(directory: Path, keep: int) -> Pruning:
     finally:
         store.close()
     return plan
+
+
+def _acquire_lease(store: CheckpointStore, keep: int) -> None:
+    """Become the writer of the folder. Raises CheckpointError: a full disk, with what to remove by hand, or another."""
+    try:
+        store.acquire_lease()
+    except CheckpointError as error:
+        is_full = isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL
+        removed = _plan(store.directory, numbered_steps(store.directory), keep).removed if is_full else ()
+        if not removed:
+            raise
+        raise CheckpointError(
+            "the disk is so full that nothing can be removed safely: the lease of this folder needs a few bytes",
+            where=str(store.directory),
+            hint=f"make space, or remove the oldest yourself: rm -r {step_folder(store.directory, removed[-1])}",
+        ) from error
 
 
 def pinned_steps(directory: Path) -> frozenset[int]:

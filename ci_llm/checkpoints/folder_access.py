@@ -14,7 +14,7 @@ from ci_llm.checkpoints.orbax_arguments import state_of
 from ci_llm.checkpoints.policy import Metrics, RetentionPolicy, metrics_of
 from ci_llm.checkpoints.restore import put
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import SaveVote
+from ci_llm.checkpoints.votes import SaveVote, give_own_parts
 from ci_llm.distributed.side_channel import ProcessGroup
 from ci_llm.errors import CheckpointError
 
@@ -123,6 +123,7 @@ class FolderAccess:
         objects = into if args is None else state_of(None, args)
         if objects is None:
             return state
+        give_own_parts(state, objects, self._processes.index)
         waiting = self._gradients.own_part(state.pop(KEY, None), objects, some=isinstance(args, Mapping))
         restored = put(state, into, args)
         self._gradients.put_back(waiting)

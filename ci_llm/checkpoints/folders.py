@@ -7,11 +7,10 @@ final_checkpoint/       the last step once more, made for use; counts with its s
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ci_llm.checkpoints.manifest import Manifest, read_folder, read_manifest
+from ci_llm.checkpoints.manifest import STEP_FOLDER, Manifest, read_folder, read_manifest
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 FINAL = "final_checkpoint"
@@ -25,23 +24,20 @@ class Opened(NamedTuple):
     files: dict[str, bytes]
 
 
-_STEP = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
-
-
 def step_folder(directory: Path, step: int) -> Path:
     return directory / f"checkpoint_step_{step}"
 
 
 def is_named_checkpoint(folder: Path) -> bool:
     """Whether a folder has the name of a checkpoint, whatever it holds."""
-    return folder.name == FINAL or _STEP.match(folder.name) is not None
+    return folder.name == FINAL or STEP_FOLDER.match(folder.name) is not None
 
 
 def numbered_steps(directory: Path) -> list[int]:
     """The steps that have a folder of their own, ascending."""
     if not directory.is_dir():
         return []
-    matches = (_STEP.match(path.name) for path in directory.iterdir())
+    matches = (STEP_FOLDER.match(path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 

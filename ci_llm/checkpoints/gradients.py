@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ci_llm.checkpoints.state_files import from_bytes, to_bytes
-from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, has_other_processes
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, num_processes
 from ci_llm.errors import ForeignCheckpoint
 
 KEY = "unfinished_gradients"
@@ -106,10 +106,10 @@ class Gradients:
             return Restored({optimizer: {} for optimizer in found.values()}, None)
         own = saved.get(f"process{self._processes.index}", {"gradients": {}})
         names = [name for name in own["gradients"] if name in found or not some]
-        if ((names or not some) and len(saved) != self._count()) or set(names) - set(found):
+        if ((names or not some) and len(saved) != num_processes()) or set(names) - set(found):
             raise ForeignCheckpoint(
                 f"saved inside an accumulation window, with the gradients of {names} on {len(saved)} processes;"
-                f" here are {sorted(found)} on {self._count()}",
+                f" here are {sorted(found)} on {num_processes()}",
                 where=KEY,
                 hint="restore into the same optimizers on as many processes, or restore a step at the end of a window",
             )
@@ -157,9 +157,6 @@ class Gradients:
         if (hook := self._hooks.pop(optimizer, None)) is not None:
             hook.remove()
             self._after_step.pop(optimizer, None)
-
-    def _count(self) -> int:
-        return torch.distributed.get_world_size() if has_other_processes() else 1
 
 
 def _inner(optimizer: Any) -> Optimizer:

@@ -88,7 +88,7 @@ class Owner:
         """The reason to take over from this owner; None while it must be taken for alive.
 
         Args:
-            silent_s: seconds since its last heartbeat.
+            silent_s: seconds since its last heartbeat; negative if the clock was set back since.
         """
         same_machine = self.machine == me.machine
         if same_machine and not is_alive(self.pid, self.started):
@@ -100,6 +100,8 @@ class Owner:
             return f"torchrun has begun another round of {self.elastic_job}"
         if silent_s > timeout_s:
             return f"no heartbeat for {silent_s:.0f} s"
+        if silent_s < -timeout_s:  # whoever lives has renewed it since
+            return f"its last heartbeat is {-silent_s:.0f} s in the future: the clock was set back"
         return None
 
     def __str__(self) -> str:

@@ -39,6 +39,7 @@ from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import Contribution, EachProcess, SaveVote, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
+from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
 from ci_llm.interrupts import Interrupts
 
@@ -75,7 +76,8 @@ class CheckpointManager(FolderAccess):
         checkpoint_backend: "vanilla", process 0 writes its own `state`; "distributed", the tensors of a state that all
             processes hold are dealt out, and each writes its part of the same checkpoint at the same time. What one
             backend wrote, the other restores, on any number of processes.
-        accelerator: an `Accelerator`, for the device of its collectives and its count of micro-steps.
+        accelerator: an `Accelerator`, for the device of its collectives, its count of micro-steps, and the loaders that
+            it has prepared: their workers ignore the signals of the run.
         processes: for the votes of several processes; those of `torch.distributed` by default, if it is initialised.
         interrupts: signal handlers that the caller installs. By default the manager installs its own at the first
             `reached_preemption`, in the main thread, and restores the old ones on close.
@@ -123,15 +125,15 @@ class CheckpointManager(FolderAccess):
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._store = CheckpointStore(
-            directory,
+            Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
             save_total_limit=self._retention.newest,
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
             stop_waiting=self._stop_waiting,
             sleep=self._interrupts.wait,
         )
-        device = accelerator.device if accelerator is not None else None
-        self._processes: ProcessGroup = processes or TorchProcessGroup(device)
+        self._processes: ProcessGroup = processes or TorchProcessGroup(getattr(accelerator, "device", None))
+        shield_workers(*getattr(accelerator, "_dataloaders", ()))
         self._channel: SideChannel | None = None
         self._backend = open_backend(checkpoint_backend, self._processes)
         self._save_vote = SaveVote(self._processes)
@@ -150,9 +152,7 @@ class CheckpointManager(FolderAccess):
     @property
     def policy(self) -> SavePolicy:
         """When to save, as things are now."""
-        if self._interval is None:
-            return self._policy
-        return replace(self._policy, every_seconds=self._interval.seconds)
+        return self._policy if self._interval is None else replace(self._policy, every_seconds=self._interval.seconds)
 
     def should_save(self, step: int) -> bool:
         """Whether this process, asked alone, would save `step`: by the policy, a stop or a request."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ci_llm.core.typed_json import Json, decode, encode, parse_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 MANIFEST = "manifest.json"
+STEP_FOLDER = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -176,15 +178,21 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`, itself checked, the files not.
 
     Raises:
-        DamagedCheckpoint: it is missing or not as it was written.
+        DamagedCheckpoint: it is missing or not as it was written, or that of another step than the folder's name says.
     """
     with _as_damage(folder):
-        if not os.path.isdir(folder) or os.path.islink(folder):
+        if os.path.islink(folder):
+            raise ValueError("it is a link, and no link is followed: the folder itself is needed")
+        if not os.path.isdir(folder):
             raise ValueError("there is no such folder")
         size = os.lstat(folder / MANIFEST).st_size
         if size > MAX_MANIFEST_BYTES:
             raise ValueError(f"the manifest has {size} bytes")
-        return Manifest.parse(read_exactly(folder / MANIFEST, size))
+        manifest = Manifest.parse(read_exactly(folder / MANIFEST, size))
+        # A copy under a later number would be newer than every step that the run saves from then on.
+        if (named := STEP_FOLDER.match(folder.name)) and int(named[1]) != manifest.step:
+            raise ValueError(f"it is a copy of step {manifest.step} under another name")
+        return manifest
 
 
 def verify_folder(folder: Path, *, from_disk: bool = False, but: Collection[str] = ()) -> Manifest:
@@ -247,6 +255,21 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
             if digest([files[name]]) != record.digest:
                 raise ValueError("; ".join(_describe_damage(folder / name, name, record)))
     return manifest, files
+
+
+def read_file(folder: Path, name: str, record: FileRecord) -> bytes:
+    """The bytes of one file of a committed folder.
+
+    Raises:
+        DamagedCheckpoint: it is missing, or not what the manifest says.
+    """
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}", where=str(folder)) from error
+    if digest([content]) != record.digest:
+        raise DamagedCheckpoint(f"{name} has another digest than the manifest says", where=str(folder))
+    return content
 
 
 def _check_listing(folder: Path, manifest: Manifest) -> None:

@@ -172,10 +172,6 @@ class CheckpointStore:
         """Every committed step, ascending, the final checkpoint's included; not verified."""
         return sorted({step for step, _ in committed(self.directory)})
 
-    def numbered_steps(self) -> list[int]:
-        """The steps that have a `checkpoint_step_<N>`, ascending."""
-        return numbered_steps(self.directory)
-
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
         return verify_folder(self.path(step))
@@ -184,18 +180,21 @@ class CheckpointStore:
         """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
         return open_step(self.directory, step)
 
-    def latest(self, *, heal: bool = True, at_most: int | None = None) -> int | None:
+    def latest(self, *, heal: bool = True) -> int | None:
         """The newest step that verifies. A checkpoint that does not is named.
 
         Args:
             heal: move what does not verify to `quarantine/`, unless another attempt writes here.
-            at_most: steps after this one are passed over, unread; None: any will do.
         """
-        newest = self._newest(verify_folder, heal, at_most)
+        newest = self._newest(verify_folder, heal, None)
         return None if newest is None else newest.step
 
     def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
-        """As `latest`, but with the bytes that were verified, so that nobody reads them again."""
+        """As `latest`, but with the bytes that were verified, so that nobody reads them again.
+
+        Args:
+            at_most: steps after this one are passed over, unread; None: any will do.
+        """
         return self._newest(open_folder, heal, at_most)
 
     def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
@@ -383,7 +382,7 @@ class CheckpointStore:
 
         The step just saved was read back and stays, whatever lies there with a higher number.
         """
-        older = [step for step in self.numbered_steps() if step < saved]
+        older = [step for step in numbered_steps(self.directory) if step < saved]
         excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
         pruned: list[int] = []
         for step in (step for step in excess if step not in keep):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ci_llm.checkpoints.state_files import StateEntry, from_bytes, to_bytes
-from ci_llm.distributed.side_channel import ProcessGroup, run_collectively
+from ci_llm.distributed.side_channel import ProcessGroup, num_processes, run_collectively
+from ci_llm.errors import ForeignCheckpoint
 
 
 class Votes(NamedTuple):
@@ -66,7 +67,8 @@ class SaveVote:
 class EachProcess:
     """Stands in a state for what every process has of its own: generators, for instance.
 
-    `save` collects it: the checkpoint holds {"process0": ..., "process1": ...} under that key.
+    `save` collects it: the checkpoint holds {"process0": ..., "process1": ...} under that key. Restored into a state
+    that has one there, it is again one with the value of this process.
 
     Args:
         value: of this process: tensors, plain values, nested containers.
@@ -108,6 +110,25 @@ def own_parts(state: Any) -> dict[str, Any]:
     """The values of `EachProcess` in a state, by key; of what is no state, nothing: it is refused elsewhere."""
     items = state.items() if isinstance(state, Mapping) else ()
     return {key: item.value for key, item in items if isinstance(item, EachProcess)}
+
+
+def give_own_parts(state: dict[str, Any], objects: Any, index: int) -> None:
+    """Keep of a restored state what this process had of its own, wherever `objects` hold an `EachProcess`.
+
+    Raises:
+        ForeignCheckpoint: it was collected on another number of processes, or was not collected.
+    """
+    here = {f"process{number}" for number in range(num_processes())}
+    for key in own_parts(objects).keys() & state.keys():
+        collected = state[key]
+        if not isinstance(collected, dict) or collected.keys() != here:
+            had = f"what {len(collected)} had" if isinstance(collected, dict) else f"a {type(collected).__name__}"
+            raise ForeignCheckpoint(
+                f"here {len(here)} processes have something of their own, and the checkpoint holds {had}",
+                where=key,
+                hint="restore without `into`, and give each process what it needs of it",
+            )
+        state[key] = EachProcess(collected[f"process{index}"])
 
 
 def add_up(contributions: Sequence[Contribution]) -> Votes:

@@ -7,9 +7,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ci_llm.cli.arguments import make_parser
 from ci_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ci_llm.audit.audit import Check, Verdict
 
 _EXAMPLE = """\
 The script runs twice straight, once killed by SIGKILL, once stopped by SIGTERM; the latter two are resumed. It is
@@ -53,7 +59,6 @@ def audit(words: Sequence[str]) -> int:
 
     from ci_llm.audit.audit import audit as run_audit
     from ci_llm.audit.runs import Plan
-    from ci_llm.audit.told import show
 
     plan = Plan(command, call.resume_arg, call.newest, call.steps, call.kill_at, call.seconds)
     with tempfile.TemporaryDirectory(prefix="ci_llm_audit_") as scratch:
@@ -89,3 +94,38 @@ def _check(steps: int, kill_at: int | None, seconds: float, keep: Path | None, c
         wrong.append(f"{keep} is not empty")
     if wrong:
         raise ConfigError("; ".join(wrong), where="command line", hint="ci-llm audit --help")
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    """Print a verdict: a table, the first divergence, and what is likely behind it."""
+    from rich.table import Table
+
+    from ci_llm.audit import causes
+
+    saves = f"saved after {', '.join(map(str, verdict.saves))}" if verdict.saves else "no checkpoint was seen"
+    console.print(f"{verdict.framework}, {verdict.steps} optimizer steps, {saves}", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "went on from", "repeated", "compared", "loss differs by", "result"):
+        table.add_column(name, justify="left" if name in ("", "result") else "right")
+    for check in verdict.checks:
+        table.add_row(*_row(check))
+    console.print(table)
+    for check in verdict.checks:
+        for divergence in check.divergences:
+            line = causes.place(divergence.kind, verdict.places)
+            console.print(f"{check.name}, step {divergence.step}: {divergence.kind}", style="bold", highlight=False)
+            console.print(f"  {divergence.detail}", highlight=False)
+            console.print(f"  likely: {causes.cause(divergence.kind, verdict.framework)}", highlight=False)
+            if line:
+                console.print(f"  see:    {line}", highlight=False)
+    console.print("exact" if verdict.exact else "not exact", style="bold")
+
+
+def _row(check: Check) -> tuple[str, ...]:
+    went = "" if check.resumed_from is None else f"step {check.resumed_from}"
+    lost = "" if check.lost_steps is None else f"{check.lost_steps} steps"
+    differs = "" if check.loss_difference is None else f"{check.loss_difference:.2g}"
+    result: str = check.divergences[0].kind if check.divergences else "the same bits"
+    if check.note.startswith("the signal"):
+        result = check.note
+    return check.name, went, lost, f"{check.steps} steps", differs, result

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from ci_llm.core.environment import set_library_defaults
+from ci_llm.core.imports import set_library_defaults
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.interrupts import ABORTED_EXIT_CODE
 

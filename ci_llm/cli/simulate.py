@@ -46,7 +46,7 @@ def simulate(words: Sequence[str]) -> int:
     from rich.console import Console
 
     from ci_llm.simulate.study import USUAL_S, goodput_by_nodes, study
-    from ci_llm.simulate.told import show
+    from ci_llm.simulate.text import show
 
     told = study(cluster)
     if call.page:

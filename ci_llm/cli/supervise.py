@@ -89,8 +89,7 @@ def _target(options: Options) -> Target:
         return ExternalScript(options)
     if useless := options.external_script_options():
         raise _no_options_for_own_run(options, useless)
-    from ci_llm.supervisor.own_run import OwnRun
-    from ci_llm.supervisor.sweep_run import SweepRun
+    from ci_llm.supervisor.own_run import OwnRun, SweepRun
 
     command = options.command or (sys.executable, str(script))
     extra = [*(["--config", str(options.config)] if options.config else []), *options.words]

@@ -52,13 +52,15 @@ def _print_once(scene: Scene) -> int:
     """
     from rich.console import Console
 
+    from ci_llm.core.run_status import read_status
     from ci_llm.watch.board import Board
     from ci_llm.watch.reading import Reading
 
     scene.look(wait_for_squeue=True)
     if not any(isinstance(look, Reading) for look in scene.looks):
-        where = ", ".join(str(look.folder) for look in scene.looks)
-        raise BadInput("no run has left a status here", where=where or None, hint="give the output_dir of a run")
+        for look in scene.looks:
+            read_status(look.folder)  # raises with what is wrong there
+        raise BadInput("no run has left a status here", hint="give the output_dir of a run")
     Console(highlight=False).print(Board(scene.looks, scene.jobs))
     return scene.exit_code()
 

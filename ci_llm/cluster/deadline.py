@@ -95,10 +95,10 @@ def seconds_until_stop(
     return left_s - upper_quantile(steps_s) - upper_quantile(saves_s) - margin_s
 
 
-def upper_quantile(durations: Sequence[float], quantile: float = QUANTILE) -> float:
+def upper_quantile(durations: Sequence[float]) -> float:
     """The quantile by nearest rank: of a few measurements it is the longest. 0 without any measurement."""
     ranked = sorted(durations)
-    return ranked[math.ceil(quantile * len(ranked)) - 1] if ranked else 0.0
+    return ranked[math.ceil(QUANTILE * len(ranked)) - 1] if ranked else 0.0
 
 
 class TimedSave(Protocol):

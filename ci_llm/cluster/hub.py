@@ -37,11 +37,11 @@ def may_be_repository(name: str) -> bool:
     return name.count("/") == 1 and not _CHECKPOINT.search(name) and may_be_on_hub(name)
 
 
-def why_unreachable(timeout_s: float = TIMEOUT_S) -> str | None:
+def why_unreachable() -> str | None:
     """Why the hub does not answer; None if it does, with any status. HF_ENDPOINT and proxies are respected."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s):
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=TIMEOUT_S):
             return None
     except urllib.error.HTTPError:
         return None  # an error status is an answer as well

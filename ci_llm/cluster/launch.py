@@ -165,10 +165,10 @@ def _one_of_several(
     )
 
 
-def own_process_index(environ: Mapping[str, str] = os.environ) -> int:
+def own_process_index() -> int:
     """The index of this process by its launcher's variables, without `read_launch`, which may fail; 0 if unknown."""
-    names = _launcher_variables(environ)
-    text = environ.get(names.process_index, "") if names else ""
+    names = _launcher_variables(os.environ)
+    text = os.environ.get(names.process_index, "") if names else ""
     return int(text) if text.isdecimal() else 0
 
 

@@ -100,6 +100,14 @@ def read_file(path: str | os.PathLike[str] | None) -> FileEntries:
     return FileEntries(Path(path), [entry for entry in written if entry.name != SECTION], section)
 
 
+def given_in_call(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> FileEntries:
+    """The entries of what a call in Python is given: a YAML file, a mapping, what a Config was given, or nothing."""
+    if config is None or isinstance(config, Mapping | Config):
+        values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
+        return FileEntries(None, entries_of(values or {}, IN_CALL))
+    return read_file(config)
+
+
 def build_reading(
     file: FileEntries,
     typed: Sequence[Entry],
@@ -143,19 +151,15 @@ def read_call(
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
     problems: list[Problem] = []
-    if config is None or isinstance(config, Mapping | Config):
-        values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
-        name, written = IN_CALL, entries_of(values or {}, IN_CALL)
-    else:
-        name, written = os.fspath(config), read_file(config).entries
+    given = given_in_call(config)
     sources = (
         by_key(_launcher_entries(launcher or {}), problems, last_wins=False),
-        by_key(written, problems, last_wins=False),
+        by_key(given.entries, problems, last_wins=False),
         by_key(typed := entries_of(overrides, IN_CALL), problems, last_wins=False),
     )
     own = take_own_entries(sources, problems)
-    call = " ".join(f"{entry.name}={_shown(entry)}" for entry in typed)
-    parts = [name, *([f"overrides: {call}"] if call else []), "defaults for all other keys"]
+    call = " ".join(f"{entry.name}={entry.text}" for entry in typed)
+    parts = [str(given.path or IN_CALL), *([f"overrides: {call}"] if call else []), "defaults for all other keys"]
     return Reading(_build(merge_sources(*sources), own, problems), ("; ".join(parts), *own.lines))
 
 
@@ -178,12 +182,19 @@ def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[s
     return [word for words, entry in parts if entry is None or key_of(entry) not in keys for word in words]
 
 
+def as_typed(value: object) -> str:
+    """A value as it is typed on a command line."""
+    if isinstance(value, list):  # one value for each agent
+        return f"[{','.join(f'[{as_typed(each)}]' if isinstance(each, tuple) else as_typed(each) for each in value)}]"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _launcher_entries(launcher: Mapping[str, str]) -> list[Entry]:
     return [Entry(key, Scalar(value), "accelerate launch") for key, value in launcher.items()]
-
-
-def _shown(entry: Entry) -> str:
-    return entry.raw.text if isinstance(entry.raw, Scalar) else str(entry.raw)
 
 
 def _read_text(path: Path) -> str:

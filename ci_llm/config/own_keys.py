@@ -46,11 +46,8 @@ _WHY_GROUP: Final[Mapping[type[Keys], str]] = {
 
 def why_common(key: str) -> str:
     """Why a key is the same for all agents."""
-    group = next(base for base in _WHY_GROUP_ORDER if key in base.__annotations__)
-    return _WHY_COMMON.get(key) or _WHY_GROUP.get(group, "a run has one of it")
-
-
-_WHY_GROUP_ORDER: Final = (*_WHY_GROUP, *(base for base in Keys.__subclasses__() if base not in _WHY_GROUP))
+    of_group = (why for group, why in _WHY_GROUP.items() if key in group.__annotations__)
+    return _WHY_COMMON.get(key) or next(of_group, "a run has one of it")
 
 
 def names_of(agents: Sequence[Mapping[str, Any]]) -> list[str]:

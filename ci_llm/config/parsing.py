@@ -28,6 +28,11 @@ class Scalar:
     text: str
     quoted: bool = False
 
+    @property
+    def is_null(self) -> bool:
+        """Whether it is a word for null."""
+        return not self.quoted and self.text.lower() in NULL_WORDS
+
     def __str__(self) -> str:
         return repr(self.text if len(self.text) <= 60 else self.text[:57] + "...") if self.text else "empty"
 
@@ -76,6 +81,16 @@ class Entry:
     name: str
     raw: Raw
     where: str
+
+    @property
+    def text(self) -> str:
+        """The value as it is shown to people."""
+        return self.raw.text if isinstance(self.raw, Scalar) else str(self.raw)
+
+    @property
+    def is_null(self) -> bool:
+        """Whether the value is null."""
+        return isinstance(self.raw, Scalar) and self.raw.is_null
 
 
 class UnreadableError(Exception):
@@ -178,7 +193,7 @@ def _read_choice(kind: _Kind, raw: Scalar) -> object:
 
 
 def _read_null(_: _Kind, raw: Scalar) -> object:
-    return None if _is_null(raw) else _MISS
+    return None if raw.is_null else _MISS
 
 
 def _read_truth(_: _Kind, raw: Scalar) -> object:
@@ -204,7 +219,7 @@ def _read_duration(text: str) -> object:
 
 
 def _read_text(kind: _Kind, raw: Scalar) -> object:
-    if not raw.text.isprintable() or _is_null(raw):
+    if not raw.text.isprintable() or raw.is_null:
         return _MISS
     if kind.may_be_several and (listed := re.fullmatch(r"\[(.*)\]", raw.text)):
         return ",".join(name.strip(" '\"") for name in listed[1].split(","))
@@ -213,14 +228,10 @@ def _read_text(kind: _Kind, raw: Scalar) -> object:
 
 def _read_list(kind: _Kind, raw: Scalar) -> object:
     """`a,b` and `[a, b]` as written on a command line; none is the empty list."""
-    if _is_null(raw):
+    if raw.is_null:
         return ()
     names = raw.text.strip().removeprefix("[").removesuffix("]").split(",")
     return _read_items(kind, Items(tuple(Scalar(name.strip(" '\"")) for name in names)))
-
-
-def _is_null(raw: Scalar) -> bool:
-    return not raw.quoted and raw.text.lower() in NULL_WORDS
 
 
 _READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ci_llm.config.parsing import NULL_WORDS, Entry, Scalar
+from ci_llm.config.parsing import Entry
 
 Given = Mapping[str, Entry]
 
@@ -40,15 +40,15 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
         parts.append(f"accelerate launch: {_all(taken)}")
     yield "; ".join([*parts, "defaults for all other keys"])
     for other, key in _set_aside_by(line):
-        if other in file and other not in given and not _is_null(file[other]):
+        if other in file and other not in given and not file[other].is_null:
             yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
     for strong, weak in STRONGER.items():
         for source in (file, line):
-            if weak in source and strong in source and not _is_null(source[strong]):
+            if weak in source and strong in source and not source[strong].is_null:
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
     for key, entry in launcher.items():
         for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):
-            if (by := given.get(decides)) is not None and not _is_null(by) and _text(by) != _text(entry):
+            if (by := given.get(decides)) is not None and not by.is_null and by.text != entry.text:
                 yield f"{_one(key, entry)} ({entry.where}) has no effect: {_one(decides, by)} decides ({by.where})"
 
 
@@ -58,7 +58,7 @@ def _set_aside_by(source: Given) -> Iterator[tuple[str, str]]:
         if weak in source and strong not in source:
             yield strong, weak
     for one, other in (*RIVALS, *((b, a) for a, b in RIVALS)):
-        if other in source and one not in source and not _is_null(source[other]):
+        if other in source and one not in source and not source[other].is_null:
             yield one, other
 
 
@@ -67,12 +67,4 @@ def _all(entries: Given) -> str:
 
 
 def _one(key: str, entry: Entry) -> str:
-    return f"{key}={_text(entry)}"
-
-
-def _text(entry: Entry) -> str:
-    return entry.raw.text if isinstance(entry.raw, Scalar) else str(entry.raw)
-
-
-def _is_null(entry: Entry) -> bool:
-    return isinstance(entry.raw, Scalar) and not entry.raw.quoted and entry.raw.text.lower() in NULL_WORDS
+    return f"{key}={entry.text}"

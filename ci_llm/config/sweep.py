@@ -19,8 +19,8 @@ from annotated_types import Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ci_llm.config.config import Config, entries_of
-from ci_llm.config.load import IN_CALL, FileEntries, build_reading, read_file, read_sources
-from ci_llm.config.names import FIELDS, UnknownNameError, normalized, resolve
+from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
+from ci_llm.config.names import FIELDS, key_of, normalized
 from ci_llm.config.own_keys import OWN_KEYS, why_common
 from ci_llm.config.parsing import (
     COMMAND_LINE,
@@ -171,12 +171,7 @@ def read_sweep_call(
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
-    if config is None or isinstance(config, Mapping | Config):
-        values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
-        file = FileEntries(None, entries_of(values or {}, IN_CALL))
-    else:
-        file = read_file(config)
-    return _read(file, entries_of(overrides, IN_CALL), launcher or {}, [])
+    return _read(given_in_call(config), entries_of(overrides, IN_CALL), launcher or {}, [])
 
 
 def _read(
@@ -195,9 +190,9 @@ def _read(
     keys = _decided(_settings(written.keys, problems), spaces, written.keys, problems)
     reading = build_reading(
         FileEntries(
-            file.path, [*(entry for entry in rest_of_file if _key(entry) != "num_agents"), _candidates(spaces)]
+            file.path, [*(entry for entry in rest_of_file if key_of(entry) != "num_agents"), _candidates(spaces)]
         ),
-        [entry for entry in rest if _key(entry) != "num_agents"],
+        [entry for entry in rest if key_of(entry) != "num_agents"],
         launcher,
         problems,
         check=lambda config: _unfit(config, [*rest_of_file, *rest]),
@@ -230,7 +225,7 @@ def _without_spaces(
         own_keys: the keys of `SweepKeys` may stand here too.
     """
     for entry in entries:
-        name, key = normalized(entry.name), _key(entry)
+        name, key = normalized(entry.name), key_of(entry)
         if own_keys and name in SweepKeys.model_fields:
             written.keys[name] = entry
         elif (found := _space_of(entry, key, problems)) is None:
@@ -252,7 +247,7 @@ def _take_section(section: Entry | None, written: _Written, problems: list[Probl
         return
     seen: dict[str, Entry] = {}
     for entry in section.raw.entries:
-        name, key = normalized(entry.name), _key(entry)
+        name, key = normalized(entry.name), key_of(entry)
         known = name if name in SweepKeys.model_fields else key
         if known in seen:
             problems.append(given_twice(known, seen[known], entry))
@@ -268,15 +263,6 @@ def _take_section(section: Entry | None, written: _Written, problems: list[Probl
         else:
             what = f"{key} has one value in the section sweep"
             problems.append(Problem(entry.where, what, f"write it outside of the section, or as {_HOW}"))
-
-
-def _key(entry: Entry) -> str:
-    """The key of an entry; its own name if there is no such key."""
-    try:
-        found = resolve(entry)
-    except UnknownNameError:
-        found = None
-    return normalized(entry.name) if found is None else found[0]
 
 
 def _cannot_differ(key: str, entry: Entry) -> Problem:
@@ -387,7 +373,7 @@ _UNFIT: Final[Mapping[str, tuple[str, str]]] = {
 def _unfit(config: Config, entries: Sequence[Entry]) -> Iterator[Problem]:
     """The keys that were given and that no sweep can have."""
     for entry in entries:
-        key = _key(entry)
+        key = key_of(entry)
         if key in _UNFIT and (getattr(config, key) != FIELDS[key].default or key == "num_agents"):
             if key == "num_agents" and entry.where not in (COMMAND_LINE, IN_CALL):
                 continue  # of a file that is also trained with

@@ -23,12 +23,8 @@ class Clash:
     hint: str
 
 
-def find_clashes(config: Config) -> list[Clash]:
+def find_clashes(c: Config) -> Iterator[Clash]:
     """Every combination that cannot work."""
-    return [*_clashes(config)]
-
-
-def _clashes(c: Config) -> Iterator[Clash]:
     if c.diversity == "joint" and c.lambda_sw >= 1:
         yield Clash(
             ("diversity", "lambda_sw"),
@@ -42,18 +38,7 @@ def _clashes(c: Config) -> Iterator[Clash]:
             f"lr_scheduler_type {kind} follows the loss, not the step",
             "take cosine, linear or constant_with_warmup",
         )
-    if c.model_dtype == "fp64" and c.quantization:
-        yield Clash(
-            ("model_dtype", "quantization"),
-            f"quantization {c.quantization} stores the weights in fewer bits than model_dtype fp64",
-            "set model_dtype to fp32, or quantization to null",
-        )
-    if c.model_dtype == "fp64" and c.mixed_precision != "no":
-        yield Clash(
-            ("model_dtype", "mixed_precision"),
-            f"mixed_precision {c.mixed_precision} would undo model_dtype fp64",
-            "set mixed_precision to no, or model_dtype to fp32",
-        )
+    yield from _precision_clashes(c)
     yield from _branch_clashes(c)
     yield from _choice_clashes(c)
     yield from _data_clashes(c)
@@ -87,6 +72,22 @@ def _clashes(c: Config) -> Iterator[Clash]:
             ("experiment_name",),
             f"experiment_name {c.experiment_name!r} is a path; it names a folder inside output_dir",
             "write a plain name, and the path as output_dir",
+        )
+
+
+def _precision_clashes(c: Config) -> Iterator[Clash]:
+    """What model_dtype fp64 excludes."""
+    if c.model_dtype == "fp64" and c.quantization:
+        yield Clash(
+            ("model_dtype", "quantization"),
+            f"quantization {c.quantization} stores the weights in fewer bits than model_dtype fp64",
+            "set model_dtype to fp32, or quantization to null",
+        )
+    if c.model_dtype == "fp64" and c.mixed_precision != "no":
+        yield Clash(
+            ("model_dtype", "mixed_precision"),
+            f"mixed_precision {c.mixed_precision} would undo model_dtype fp64",
+            "set mixed_precision to no, or model_dtype to fp32",
         )
 
 

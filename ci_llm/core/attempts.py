@@ -10,14 +10,14 @@ import socket
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psutil
 
-from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.durable import make_folders, read_fields, read_json, write_json
 from ci_llm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -142,12 +142,15 @@ def read_record(kind: type[Record], path: Path) -> Record:
     """The dataclass `kind` from a file. Fields that `kind` does not know are skipped: a newer version may have them.
 
     Raises:
-        BadInput: the file was not written by this program.
+        BadInput: the file was not written by this program, or may not be read. FileNotFoundError, NotADirectoryError.
     """
     try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        return kind(**{field.name: value[field.name] for field in fields(kind) if field.name in value})
+        return kind(**read_fields(kind, path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise BadInput(
+            f"it cannot be read: {error.strerror}", where=str(path), hint="try again, or ask its owner"
+        ) from error
     except (TypeError, ValueError) as error:
         raise BadInput(f"no {kind.__name__.lower()} of a run: {error}", where=str(path), hint="move it away") from error

@@ -14,10 +14,14 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ci_llm.core.typed_json import dump_json, load_json
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -136,6 +140,19 @@ def read_json(path: Path | str) -> object:
         ValueError: the file is not JSON, or holds an unknown tag.
     """
     return load_json(Path(path).read_bytes())
+
+
+def read_fields(kind: type[DataclassInstance], path: Path | str) -> dict[str, Any]:
+    """The fields of the dataclass `kind` that a file holds; others are skipped: a newer version may have them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not JSON, or no object.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return {field.name: value[field.name] for field in fields(kind) if field.name in value}
 
 
 def write_new(path: Path, parts: Iterable[Bytes], *, disk: Filesystem = DISK) -> int:

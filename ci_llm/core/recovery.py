@@ -7,11 +7,11 @@ state of the run and not of its configuration: a resume never refuses it.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.durable import make_folders, read_fields, write_json
 from ci_llm.errors import CheckpointError
 
 NAME: Final = "recovery.json"
@@ -50,10 +50,7 @@ def read_recovery(run_folder: Path | str) -> Recovery:
     """
     path = Path(run_folder, NAME)
     try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        known = {field.name: value[field.name] for field in fields(Recovery) if field.name in value}
+        known = read_fields(Recovery, path)
         recovery = Recovery(**known | {"because": tuple(known.get("because", ()))})
         if not (0 < recovery.learning_rate_factor <= 1 and math.isfinite(recovery.learning_rate_factor)):
             raise ValueError(f"learning_rate_factor {recovery.learning_rate_factor}")

@@ -214,10 +214,12 @@ def last_status(output_dir: Path | str) -> Status | None:
     """The content of status.json, as it was written; None if there is no such file.
 
     Raises:
-        BadInput: the file was not written by this program.
+        BadInput: the file was not written by this program, or may not be read.
     """
-    path = Path(output_dir, "status.json")
-    return read_record(Status, path) if path.exists() else None
+    try:
+        return read_record(Status, Path(output_dir, "status.json"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> None:

@@ -19,7 +19,10 @@ def seal(body: Mapping[str, Json], algorithm: Algorithm) -> bytes:
 
 def unseal(data: bytes, algorithm: Algorithm, name: str) -> dict[str, Json]:
     """The inverse of `seal`, byte for byte. Raises ValueError with the `name` of the document: it is damaged."""
-    body = parse_json(data)
+    try:
+        body = parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{name} is not as it was written: {error}") from error
     if not isinstance(body, dict) or _text(body) != data:
         raise ValueError(f"{name} is not as it was written")
     if body.pop("digest", None) != algorithm(_text(body)).hexdigest():

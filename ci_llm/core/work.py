@@ -21,7 +21,7 @@ class Work:
 
     Attributes:
         what: a word for people: "tokenise".
-        total: parts in all; None if nobody knows.
+        total: parts in all.
         parts: what is counted: "rows".
         done: parts that are done.
         ended: whether it is over, be it by an error.
@@ -29,8 +29,8 @@ class Work:
     """
 
     what: str
-    total: int | None = None
-    parts: str = ""
+    total: int
+    parts: str
     done: int = 0
     ended: bool = False
     began_at: float = field(default_factory=time.monotonic)
@@ -47,7 +47,7 @@ listeners: Final[list[Listener]] = []
 
 
 @contextmanager
-def working(what: str, total: int | None = None, parts: str = "") -> Iterator[Work]:
+def working(what: str, total: int, parts: str) -> Iterator[Work]:
     """Announce work for as long as the block lasts; for the arguments see `Work`."""
     work = Work(what, total, parts)
     _tell(work)
@@ -58,7 +58,7 @@ def working(what: str, total: int | None = None, parts: str = "") -> Iterator[Wo
         _tell(work)
 
 
-def counted(items: Iterable[T], what: str, total: int | None = None, parts: str = "") -> Iterator[T]:
+def counted(items: Iterable[T], what: str, total: int, parts: str) -> Iterator[T]:
     """The items, announced as work of which each is a part; for the arguments see `Work`."""
     with working(what, total, parts) as work:
         for number, item in enumerate(items, start=1):

@@ -63,6 +63,11 @@ class Base:
     rounded_fingerprint: str
 
     @property
+    def pad_id(self) -> int:
+        """The token id that fills padded rows; nothing reads it, so 0 serves a tokenizer without one."""
+        return self.tokenizer.pad_token_id or 0
+
+    @property
     def num_parameters(self) -> int:
         # It knows how many numbers a byte of a quantised layer holds, but for layers whose bytes are sharded.
         count = int(self.model.num_parameters())

@@ -37,7 +37,7 @@ from ci_llm.crowd.voting import Continuation
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.prompt_files import prompts_of_file
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import default_cache, tokenize
+from ci_llm.data.tokens import tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
 
@@ -75,7 +75,7 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     own = [{key: asdict(saved.settings.of(k))[key] for key in OWN} for k in range(teachers)]
     own += [{key: shape[key] for key in OWN}] * 2
     still = [{**each, "dropout": 0.0, "dropconnect": 0.0} for each in own]
-    crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, _pad(saved))
+    crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, saved.base.pad_id)
     try:
         for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
             crowd.agents.load_agent(k, tensors, f"agent{k}")
@@ -99,30 +99,18 @@ def _start(saved: Pretrained, how: Distillation) -> int:
     return saved.names.index(f"agent{how.start}")
 
 
-def _pad(saved: Pretrained) -> int:
-    return saved.base.tokenizer.pad_token_id or 0
-
-
 # What is learned from
 
 
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
-    given = tokenize(
-        load_rows(config, "train"),
-        prompter.tokenizer,
-        max_seq_length=config.max_seq_length,
-        cache_folder=default_cache(),
-    )
+    given = tokenize(load_rows(config, "train"), prompter.tokenizer, max_seq_length=config.max_seq_length)
     examples = [given[number] for number in range(len(given))]
     [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}
-    crowd = Crowd(saved.base.model, saved.settings, saved.base.name, _pad(saved))
-    crowd.prompter, crowd.learned = prompter, saved.learned
+    crowd = Crowd.of(saved)
     try:
-        for k, tensors in enumerate(saved.agents):
-            crowd.agents.load_agent(k, tensors, f"agent{k}")
         prompts = _prompts(prompter, config, how, num_positions(crowd.model))
-        pairs = list(_answered(crowd.eval(), prompts, config, start, end))
+        pairs = list(_answered(crowd, prompts, config, start, end))
     finally:
         crowd.detach()
     return Lesson([*examples, *(one for one, _ in pairs)], [*examples, *(other for _, other in pairs)])

@@ -14,7 +14,7 @@ from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import DataError
 
 
@@ -69,14 +69,13 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
     assert saved.run_config is not None
     config = parse_config(saved.run_config, "config.yaml")
     rows = _rows(config, saved)
-    crowd = Crowd(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
-    crowd.learned = saved.learned
-    found = _score(crowd, saved.agents, rows, config)
+    found = _score(Crowd.of(saved), rows, config)
     names = [*saved.names, "crowd"]
     exact, nll = (dict(zip(names, values, strict=True)) for values in (found.exact_match, found.mean_nll))
     for name, merge in merges.items():
-        alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, crowd.pad_id)
-        one = _score(alone, [merge.tensors], rows, config)
+        alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, saved.base.pad_id)
+        alone.agents.load_agent(0, merge.tensors, name)
+        one = _score(alone, rows, config)
         exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]
     return Comparison(len(rows), rows.rows.trained_on, exact, nll)
 
@@ -95,20 +94,14 @@ def settings_of(adapter: Adapter) -> LoraSettings:
 
 def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
     try:
-        return tokenize(
-            load_rows(config, "eval"),
-            saved.prompter.tokenizer,
-            max_seq_length=config.max_seq_length,
-            cache_folder=default_cache(),
-        )
+        rows = load_rows(config, "eval")
+        return tokenize(rows, saved.prompter.tokenizer, max_seq_length=config.max_seq_length)
     except DataError as error:
         hint = "--no-score exports without the scores"
         raise DataError(f"no scores: {error.what}", where=error.where, hint=hint) from error
 
 
-def _score(crowd: Crowd, agents: list[Mapping[str, Any]], rows: TokenizedRows, config: Config) -> Scores:
-    for k, tensors in enumerate(agents):
-        crowd.agents.load_agent(k, tensors, f"agent{k}")
+def _score(crowd: Crowd, rows: TokenizedRows, config: Config) -> Scores:
     crowd.choose_route()
     try:
         scores = score(crowd, _batches(rows, 4 * config.batch_size), config.aggregator)

@@ -24,8 +24,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from ci_llm.crowd.aggregators import Learned, find_vote
 from ci_llm.crowd.base import positions_of
-from ci_llm.crowd.decoding import CrowdChoice, Decoding
-from ci_llm.crowd.endings import EndWhenOver, StopOnRequest
+from ci_llm.crowd.decoding import CrowdChoice, Decoding, EndWhenOver, StopOnRequest
 from ci_llm.crowd.numerics import distance, tolerance
 from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.errors import DataError

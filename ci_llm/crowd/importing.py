@@ -45,7 +45,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         target_modules=tuple(targets["target_modules"]),
         layers=tuple(targets.get("layers_to_transform", ())) or "all",
     )
-    crowd = Crowd(base.model, settings, base.name, base.tokenizer.pad_token_id or 0)
+    crowd = Crowd(base.model, settings, base.name, base.pad_id)
     crowd.prompter = Prompter(base.tokenizer, adapters[0].prompts)
     for k, adapter in enumerate(adapters):
         crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))

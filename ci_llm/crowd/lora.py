@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ci_llm.config.own_keys import SHAPE_KEYS
 from ci_llm.crowd.casting import Casts, compute_dtype
 from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
@@ -126,6 +127,19 @@ class LoraSettings:
 
 #: What an agent may have of its own.
 OWN: Final = frozenset(field.name for field in fields(AgentLora))
+#: A key of the configuration that an agent may have of its own -> its name here.
+FIELD_OF_KEY: Final = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "dropconnect_p": "dropconnect",
+    "lora_target_modules": "target_modules",
+    "agent_layers": "layers",
+    "use_rslora": "use_rslora",
+    "seed": "seed",
+}
+#: Of these, what gives an adapter its shape and scale.
+SHAPE: Final = {key: FIELD_OF_KEY[key] for key in SHAPE_KEYS}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
 from ci_llm.crowd.passes import Passes, recompute_layers
-from ci_llm.crowd.pretrained import default_names, open_pretrained, save_crowd
+from ci_llm.crowd.pretrained import Pretrained, default_names, open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.streaming import Stream, stop_strings_of
@@ -100,9 +100,7 @@ class Crowd(nn.Module):
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
         super().__init__()
-        self.settings = settings
-        self.base_name = base_name
-        self.pad_id = pad_id
+        self.settings, self.base_name, self.pad_id = settings, base_name, pad_id
         self.prompter: Prompter | None = None
         self.calibration: Calibration | None = None
         self.learned: Learned | None = None
@@ -121,12 +119,16 @@ class Crowd(nn.Module):
         """Open a saved crowd, ready to `generate`: a run, a checkpoint, what `save_pretrained` wrote, or a hub id.
 
         See `open_pretrained` for the arguments and errors."""
-        saved = open_pretrained(folder, device, base_model)
-        crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.tokenizer.pad_token_id or 0)
+        return cls.of(open_pretrained(folder, device, base_model))
+
+    @classmethod
+    def of(cls, saved: Pretrained) -> Crowd:
+        """The crowd of parts that were opened, on their base, ready to `generate`."""
+        crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
         crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
         crowd.calibration, crowd.learned = saved.calibration, saved.learned
         for k, tensors in enumerate(saved.agents):
-            crowd.agents.load_agent(k, tensors, str(folder))
+            crowd.agents.load_agent(k, tensors, saved.source)
         return crowd.eval()
 
     def save_pretrained(self, folder: Path | str) -> None:

@@ -4,20 +4,21 @@ It has no state and does not communicate. Losses are SUMS over targets: only the
 whole optimizer step, and the loop divides by it. So neither accumulation nor uneven rows nor the number of processes
 can bias a mean.
 
-Legend: K agents, S targets.
+Legend: K agents, B rows, S targets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ci_llm.core.determinism import derive_seed
 from ci_llm.crowd.diversity import TermInputs, find_form
 from ci_llm.crowd.model import AgentOutputs, CrowdOutput
-from ci_llm.crowd.row_weights import bootstrap_weights
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput
 
@@ -120,3 +121,27 @@ def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | 
     """
     weights = bootstrap_weights(keys, batch.sample_ids).to(log_probs)
     return -(log_probs * weights[:, batch.target_rows]).sum()
+
+
+def bootstrap_weights(keys: Sequence[tuple[int, int] | None], rows: Sequence[int]) -> Tensor:
+    """Weights of rows that each agent draws for itself, once for the whole run: exponential with mean 1.
+
+    This is the Bayesian bootstrap: an agent that is trained with such weights is one draw of the distribution of agents
+    that the data allow (Rubin, "The Bayesian Bootstrap", 1981; Newton and Raftery, 1994). A weight depends on the
+    agent's seed and the number of the row, and on nothing else: it is the same in every epoch, on any number of
+    processes and after a resume.
+
+    Args:
+        keys: [K] seed and index of the agents that draw; None for the others, whose weights are 1.
+        rows: [B] numbers of the rows in the data set.
+
+    Returns:
+        [K, B] fp64.
+    """
+    weights = [[1.0 if key is None else _weight(*key, row) for row in rows] for key in keys]
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+def _weight(seed: int, index: int, row: int) -> float:
+    uniform = (derive_seed(seed, "row weight", index, row) + 0.5) / 2**63  # in (0, 1]
+    return -math.log(uniform)

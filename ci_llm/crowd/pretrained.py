@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.folders import is_named_checkpoint
-from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_file, read_manifest
 from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.cluster.hub import fetch, may_be_repository
@@ -32,7 +32,7 @@ from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.prompts import Prompter, tokenizer_files
 from ci_llm.crowd.recognise import META, SAVED, require_checkpoint
-from ci_llm.errors import DamagedCheckpoint, ForeignCheckpoint, ModelError
+from ci_llm.errors import ForeignCheckpoint, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd
@@ -50,6 +50,7 @@ class Pretrained:
     """The parts of a saved crowd.
 
     Attributes:
+        source: as it was given, for messages.
         base: found and loaded, with the fingerprint that the checkpoint recorded.
         settings: of the agents.
         names: of their folders.
@@ -62,6 +63,7 @@ class Pretrained:
         calibration: of exactly these agents; None if there is none.
     """
 
+    source: str
     base: Base
     settings: LoraSettings
     names: list[str]
@@ -112,6 +114,7 @@ def open_pretrained(
     settings = LoraSettings.from_dict(lora)
     names = names_of_agents(meta)
     return Pretrained(
+        source=str(source),
         base=base,
         settings=settings,
         names=names,
@@ -161,25 +164,17 @@ def _verified(folder: Path) -> tuple[int, dict[str, Any]]:
     """The step, and the keys of the checkpoint that a crowd is built from; every byte is compared with the manifest."""
     manifest = read_manifest(folder)
     forms = {key: form for key, form in manifest.forms.items() if _is_of_crowd(key)}
-    files = {}
-    for name, record in manifest.files.items():
-        if any(name.removeprefix(key) in ("", ".json", ".safetensors") for key in forms):
-            files[name] = _read(folder / name)
-            if digest([files[name]]) != record.digest:
-                raise DamagedCheckpoint(f"{name} has another digest than the manifest says", where=str(folder))
+    files = {
+        name: read_file(folder, name, record)
+        for name, record in manifest.files.items()
+        if any(name.removeprefix(key) in ("", ".json", ".safetensors") for key in forms)
+    }
     return manifest.step, read_snapshot(forms, files)
 
 
 def _is_of_crowd(key: str) -> bool:
     endings = ("/adapter_model", "/adapter_config")
     return key in (META, CALIBRATION, "config.yaml") or key.startswith("tokenizer/") or key.endswith(endings)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror}", where=str(path.parent)) from error
 
 
 def _base(meta: Mapping[str, Any], where: str, device: torch.device | str | None, base_model: str | None) -> Base:

@@ -16,9 +16,8 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from ci_llm.data.listed import ListedRows
 from ci_llm.data.order import permute
-from ci_llm.data.rows import Row, Rows
+from ci_llm.data.rows import ListedRows, Row, Rows
 from ci_llm.errors import DataError
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from ci_llm.data.order import permute
+from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.errors import ConfigError, DataError, ForeignCheckpoint
 
 _LOGGER = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class StatefulSampler(Sampler[int]):
         """The batches of `loader`, epoch after epoch, from behind the last one that was used.
 
         What was handed out counts as used as soon as the loop has it, so that a state saved after its step continues
-        with the next batch, however many the workers have read ahead.
+        with the next batch, however many the workers have read ahead. Signals of the run do not end its workers.
 
         Args:
             loader: a `DataLoader` with this sampler.
@@ -90,6 +91,7 @@ class StatefulSampler(Sampler[int]):
             DataError: a whole epoch holds no batch.
         """
         rows_per_batch = self._rows_per_batch(loader)
+        shield_workers(loader)
         while True:
             start = self._continue()
             if epochs is not None and self.epoch >= epochs:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ci_llm import embedded
 from ci_llm.cluster.hub import may_be_on_hub
-from ci_llm.data.listed import ListedRows
+from ci_llm.data.rows import ListedRows
 from ci_llm.errors import DataError
 
 #: Rows by the name of their split: a `datasets.Dataset`, `MappedRows` or `ListedRows`.

@@ -136,8 +136,7 @@ class TokenizedRows:
         return pa.ipc.open_file(pa.memory_map(str(self.path)))
 
 
-def default_cache() -> Path:
-    """The folder of tokenised rows in the cache of `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved."""
+def _default_cache() -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "ci_llm").expanduser()
 
 
@@ -146,7 +145,7 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_seq_length: int,
-    cache_folder: Path,
+    cache_folder: Path | None = None,
     train_on_prompt: bool = False,
     main_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
@@ -154,7 +153,8 @@ def tokenize(
 
     Args:
         max_seq_length: tokens per row, at least 2.
-        cache_folder: made if it is missing; may be shared by runs, processes and machines.
+        cache_folder: made if it is missing; may be shared by runs, processes and machines. None: that in the cache of
+            `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved.
         train_on_prompt: learn every token of a row, and not only what the assistant says.
         main_first: a context that the main process enters and leaves before the others enter it.
 
@@ -165,7 +165,8 @@ def tokenize(
     encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
     content += ["train_on_prompt"] * train_on_prompt
-    path = cache_folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
+    name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
+    path = (cache_folder or _default_cache()) / name
     with main_first or nullcontext():
         if not path.exists():
             _write(path, rows, encoder, max_seq_length)

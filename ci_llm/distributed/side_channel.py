@@ -178,6 +178,11 @@ def has_other_processes() -> bool:
     return _distributed() and dist.get_world_size() > 1
 
 
+def num_processes() -> int:
+    """How many processes the run has."""
+    return dist.get_world_size() if has_other_processes() else 1
+
+
 def failed_elsewhere() -> CheckpointError:
     """The error of a process that did its part while another one failed."""
     return CheckpointError("another process of this run has failed at this point", hint="see its own message")

@@ -11,7 +11,6 @@ from typing import Generic, Literal, TypeVar
 from ci_llm.errors import CiLlmError
 
 S = TypeVar("S")
-S_contra = TypeVar("S_contra", contravariant=True)
 
 Verdict = Literal["passed", "failed", "skipped", "inapplicable"]
 

@@ -14,7 +14,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import calibration_path
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.data.rows import Rows
-from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, DataError
 from ci_llm.evaluation.rows import Choice, open_rows, read_run_config
 from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT
@@ -93,12 +93,7 @@ def load(request: Request, checkpoint: Path) -> Job:
 
 def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
     try:
-        return tokenize(
-            rows,
-            prompter.tokenizer,
-            max_seq_length=config.max_seq_length,
-            cache_folder=default_cache(),
-        )
+        return tokenize(rows, prompter.tokenizer, max_seq_length=config.max_seq_length)
     except DataError as error:
         if any(row is not None for row in rows):
             what = error.what.replace("to learn from", "to evaluate")

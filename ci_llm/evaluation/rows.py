@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.manifest import digest, read_manifest
+from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
-from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint, DataError
+from ci_llm.errors import BadInput, ConfigError, DataError
 
 #: Keys of the configuration that may be changed for an evaluation.
 KEYS: Final = (
@@ -76,14 +76,7 @@ def read_run_config(checkpoint: Path) -> Config | None:
     record = read_manifest(checkpoint).files.get(_CONFIG)
     if record is None:
         return None
-    path = checkpoint / _CONFIG
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{_CONFIG} cannot be read: {error.strerror}", where=str(checkpoint)) from error
-    if digest([content]) != record.digest:
-        raise DamagedCheckpoint(f"{_CONFIG} has another digest than the manifest says", where=str(checkpoint))
-    return parse_config(content.decode(), str(path))
+    return parse_config(read_file(checkpoint, _CONFIG, record).decode(), str(checkpoint / _CONFIG))
 
 
 def open_rows(config: Config | None, choice: Choice, where: str) -> tuple[Config, Rows]:

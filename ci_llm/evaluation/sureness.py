@@ -17,6 +17,7 @@ from ci_llm.evaluation.predictions import Row
 
 BINS: Final = 10
 COVERAGE: Final = 0.8
+DRAWS: Final = 200
 #: The price in agents that escalation is shown at.
 AGENTS_PER_PROMPT: Final = 1.6
 
@@ -38,16 +39,16 @@ def calibration_error(probabilities: ArrayLike, right: ArrayLike) -> float:
     return float(sum(abs((is_right - p)[bins == number].sum()) for number in range(BINS)) / len(p))
 
 
-def honest_error(probabilities: ArrayLike, seed: int = 0, draws: int = 200) -> float:
+def honest_error(probabilities: ArrayLike) -> float:
     """The calibration error that the same probabilities would have if they were true, by chance alone."""
-    p, generator = np.asarray(probabilities, float), np.random.default_rng(seed)
-    return float(np.mean([calibration_error(p, generator.random(len(p)) < p) for _ in range(draws)]))
+    p, generator = np.asarray(probabilities, float), np.random.default_rng(0)
+    return float(np.mean([calibration_error(p, generator.random(len(p)) < p) for _ in range(DRAWS)]))
 
 
-def at_coverage(sure: ArrayLike, right: ArrayLike, coverage: float = COVERAGE) -> float:
-    """The share of right answers among the `coverage` of them that are surest."""
+def at_coverage(sure: ArrayLike, right: ArrayLike) -> float:
+    """The share of right answers among the `COVERAGE` of them that are surest."""
     numbers, is_right = np.asarray(sure, float), np.asarray(right, float)
-    kept = np.argsort(-numbers, kind="stable")[: max(1, round(coverage * len(numbers)))]
+    kept = np.argsort(-numbers, kind="stable")[: max(1, round(COVERAGE * len(numbers)))]
     return float(is_right[kept].mean())
 
 

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
@@ -40,12 +39,13 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
 from ci_llm.crowd.base import fingerprint_of
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.lora import SHAPE, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
+from ci_llm.integrations.saver import gathered, restore_generators
 
 FOLDER = HOOKS_FOLDER
 # Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
@@ -132,7 +132,7 @@ class _Hooks:
     def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
         """Write our folder, and take the crowd out of the weights that Accelerate is about to write."""
         weights[:] = [weight for model, weight in zip(models, weights, strict=True) if not self._is_crowd(model)]
-        everyone = _gather(
+        everyone = gathered(
             {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
         )
         run_collectively(TorchProcessGroup(self._accelerator.device), lambda: self._write(Path(folder), everyone))
@@ -159,12 +159,7 @@ class _Hooks:
             gradient: Tensor | None = own["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         self._accelerator.step = own["step"]
-        if (missing := determinism.restore(own["rng"])) is not None:
-            raise ForeignCheckpoint(
-                f"not every generator could be restored: {missing}",
-                where=str(folder),
-                hint="resume with as many GPUs visible to each process as before",
-            )
+        restore_generators(own["rng"], str(folder))
 
     def _read(self, folder: Path) -> dict[str, Any]:
         """Our state, fit to be restored on every process; or an error on all of them. A collective."""
@@ -223,8 +218,8 @@ class _Hooks:
         there, here = state[META], self._crowd.meta(self._fingerprint)
         pairs = {"agents": (there["num_agents"], here["num_agents"])}
         pairs |= {
-            key: tuple(LoraSettings.from_dict(each["lora"]).told(key) for each in (there, here))
-            for key in ("rank", "alpha", "target_modules", "layers", "use_rslora")
+            name: tuple(LoraSettings.from_dict(each["lora"]).told(name) for each in (there, here))
+            for name in SHAPE.values()
         }
         pairs["fingerprint of the base"] = (there["base_fingerprint"], here["base_fingerprint"])
         pairs["processes"] = (len(state["processes"]), self._accelerator.num_processes)
@@ -277,12 +272,3 @@ def _sampler_of(loader: Any) -> Any:
     while (inner := getattr(at, "batch_sampler", None)) is not None:
         at = inner
     return getattr(at, "sampler", at)
-
-
-def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every process gives, by index. A collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone

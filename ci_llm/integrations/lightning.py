@@ -21,9 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.core import determinism
+from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from ci_llm.integrations.saver import Saver, gathered, require_same, restore_generators
-from ci_llm.integrations.weights import frozen_digest, load_trained, trained_tensors
+from ci_llm.integrations.saver import (
+    Saver,
+    frozen_digest,
+    gathered,
+    load_trained,
+    require_same,
+    restore_generators,
+    trained_tensors,
+)
 
 try:
     import lightning
@@ -181,6 +189,7 @@ class _Attempt:
 
     def wrap_loader(self) -> None:
         loader = self._trainer.fit_loop._combined_loader
+        shield_workers(*(one for one in loader.flattened if not isinstance(one, _Replayed)))
         loader.flattened = [one if isinstance(one, _Replayed) else _Replayed(one, self) for one in loader.flattened]
 
     def begin_pass(self) -> int:

@@ -1,13 +1,16 @@
-"""The checkpoints of a trainer, for its callback: opened before the training, asked at each step, closed after it."""
+"""What loops of other libraries share: their checkpoints, what these hold of a model, and whether they fit."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core import determinism
@@ -17,7 +20,9 @@ from ci_llm.interrupts import Interrupts
 
 
 class Saver:
-    """One attempt at training. Building it is a collective, and so are the methods that say so.
+    """The checkpoints of one attempt, for a callback: opened before the training, asked at each step, closed after it.
+
+    Building it is a collective, and so are the methods that say so.
 
     Args:
         directory: the folder of the run.
@@ -102,3 +107,41 @@ def require_same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
             where=where,
             hint="put the old values back, or give another folder for a new run",
         )
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that are trained and buffers that are kept, each once however often it is shared."""
+    kept = model.state_dict(keep_vars=True).keys()
+    named = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    return named | {name: tensor for name, tensor in model.named_buffers() if name in kept}
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """Of every frozen parameter's name, shape, dtype and bytes; the same for the same weights."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(model.named_parameters()):
+        if not tensor.requires_grad:
+            raw = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+            whole.update(
+                f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw.data)}\n".encode()
+            )
+    return whole.hexdigest()[:32]
+
+
+@torch.no_grad()
+def load_trained(model: nn.Module, saved: dict[str, Tensor], where: str) -> None:
+    """Copy saved tensors into the model, in place; nothing is touched unless all of them fit.
+
+    Raises:
+        ForeignCheckpoint: names, shapes or types differ.
+    """
+    own = trained_tensors(model)
+    forms = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (own, saved)]
+    if odd := sorted(name for name in own.keys() | saved.keys() if forms[0].get(name) != forms[1].get(name)):
+        raise ForeignCheckpoint(
+            f"the model is another one: {len(odd)} trained tensors differ in name, shape or type, first {odd[0]}",
+            where=where,
+            hint="build the model as the saved run did, with the same layers frozen",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])

@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,24 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ci_llm.core import determinism
+from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.errors import ConfigError, ForeignCheckpoint
-from ci_llm.integrations.saver import Saver, gathered, require_same, restore_generators
-from ci_llm.integrations.weights import frozen_digest, load_trained, trained_tensors
+from ci_llm.integrations.saver import (
+    Saver,
+    frozen_digest,
+    gathered,
+    load_trained,
+    require_same,
+    restore_generators,
+    trained_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
 OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 #: The arguments on which the rows of a step depend.
 LOOP = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "dataloader_drop_last")
+MAKE_LOADERS = ("get_train_dataloader", "get_eval_dataloader")
 
 
 class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers has no types here
@@ -134,6 +144,8 @@ class _Attempt:
         self._load_best = trainer.args.load_best_model_at_end
         self._inner_loop = trainer._inner_training_loop
         trainer._inner_training_loop = self._watched_loop  # Trainer calls no callback after an error
+        for name in MAKE_LOADERS:
+            setattr(trainer, name, partial(_shielded, getattr(trainer, name)))
         self.source: str | None = None
         if saver.step is not None:
             self.source = str(saver.manager.path(saver.step))
@@ -226,7 +238,7 @@ class _Attempt:
         """Leave the trainer as it was; once or twice."""
         trainer = self._trainer
         trainer.args.load_best_model_at_end = self._load_best
-        for replaced in ("_inner_training_loop", "_load_from_checkpoint", "_run_epoch"):
+        for replaced in ("_inner_training_loop", "_load_from_checkpoint", "_run_epoch", *MAKE_LOADERS):
             vars(trainer).pop(replaced, None)
         self.saver.close()
 
@@ -298,6 +310,11 @@ def _require_fit(trainer: Any, callback: TrainerCheckpoints) -> None:
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
         raise ConfigError("; ".join(found), where=type(callback).__name__, hint="build the Trainer without that")
+
+
+def _shielded(make_loader: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    shield_workers(loader := make_loader(*arguments, **named))
+    return loader
 
 
 def _between_epochs(state: Any) -> bool:

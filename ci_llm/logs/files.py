@@ -65,26 +65,26 @@ class MetricsFile(AppendedFile):
     def truncate(self, step: int) -> None:
         """Remove the records past `step`, and lines that a crash has cut; -1 removes all."""
         if self.still_held() and self.path.exists():
-            kept = [line for line in self.path.read_bytes().splitlines() if _step_of(line) <= step]
+            kept = [line for line in self._lines() if (record := _record(line)) and record["step"] <= step]
             write_bytes(self.path, b"".join(line + b"\n" for line in kept))
 
     def read(self, step: int) -> dict[str, Any]:
         """All values that the file holds for `step`; of a name that comes twice, the later value."""
-        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
-        records = (json.loads(line) for line in lines if _step_of(line) == step)
+        records = (record for record in map(_record, self._lines()) if record and record["step"] == step)
         return {name: value for record in records for name, value in record.items()}
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a number, in order."""
-        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
-        records = [json.loads(line) for line in lines if _step_of(line) < math.inf]
+        records = [record for record in map(_record, self._lines()) if record]
         return [(record["step"], record[name]) for record in records if isinstance(record.get(name), float | int)]
 
     def last(self) -> dict[str, Any]:
         """`step` and `time` of the last whole record; empty if there is none."""
-        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
-        records = (json.loads(line) for line in reversed(lines) if _step_of(line) < math.inf)
-        return {name: value for name, value in next(records, {}).items() if name in ("step", "time")}
+        record = next(filter(None, map(_record, reversed(self._lines()))), {})
+        return {name: value for name, value in record.items() if name in ("step", "time")}
+
+    def _lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines() if self.path.exists() else []
 
 
 def _is_cut(path: Path) -> bool:
@@ -100,10 +100,10 @@ def _json_value(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a record; infinite for a line that is no record, because a crash has cut it."""
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None for a line that is none, because a crash has cut it."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None

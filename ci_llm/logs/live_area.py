@@ -87,12 +87,8 @@ def _has_room(width: int) -> bool:
 
 def _add_work(bars: Table, work: Work, width: int) -> None:
     seconds = time.monotonic() - work.began_at
-    if work.total is not None:
-        left = left_of(work.total - work.done, work.done, seconds)
-        _add_bar(bars, work.what, work.done, work.total, left, width)
-    else:
-        pulse = [ProgressBar(pulse=True, total=None, animation_time=seconds, pulse_style="cyan")] * _has_room(width)
-        bars.add_row(Text(work.what, style="bold"), "", "", *pulse, f"{timedelta(seconds=int(seconds))}")
+    left = left_of(work.total - work.done, work.done, seconds)
+    _add_bar(bars, work.what, work.done, work.total, left, width)
 
 
 def _add_bar(bars: Table, name: str, done: int, total: int, left: timedelta | None, width: int) -> None:

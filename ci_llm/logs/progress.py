@@ -128,7 +128,7 @@ class ProgressLines:
     def of_work(self, work: Work) -> str | None:
         """The line for work that takes longer than an interval; None most of the time."""
         age_s = time.monotonic() - work.began_at
-        if work.ended or work.total is None or age_s < self._interval_s or not self._is_due():
+        if work.ended or age_s < self._interval_s or not self._is_due():
             return None
         self._last_s = self._clock()
         left = left_of(work.total - work.done, work.done, age_s)

@@ -109,11 +109,11 @@ def draw_timeline(attempts: Sequence[Attempt]) -> str:
     return plot.svg()
 
 
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most about `most` points; of each stretch the lowest and the highest stay, so that no spike is lost."""
-    if len(points) <= most:
+def thinned(points: Points) -> Points:
+    """At most about `MOST_POINTS` points; of each stretch the lowest and the highest stay, so that no spike is lost."""
+    if len(points) <= MOST_POINTS:
         return points
-    width = math.ceil(2 * len(points) / most)
+    width = math.ceil(2 * len(points) / MOST_POINTS)
     kept: Points = []
     for start in range(0, len(points), width):
         stretch = points[start : start + width]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any, Final
 
 Row = Mapping[str, Any]
@@ -57,7 +58,7 @@ def scores(evaluation: Mapping[str, Any]) -> list[Score]:
         _score(name, match, rows, loss)
         for name, match, loss in zip(agents_of(evaluation), exact["agents"], nll["agents"], strict=True)
     ]
-    mean = Score("agents, mean", _mean(exact["agents"]), None, None, _mean(nll["agents"]))
+    mean = Score("agents, mean", fmean(exact["agents"]), None, None, fmean(nll["agents"]))
     vote = [_score("majority vote", exact["vote"], rows, None)] if "vote" in exact else []
     return [*agents, mean, *vote, _score("crowd", exact["crowd"], rows, nll["crowd"])]
 
@@ -137,7 +138,7 @@ def difference(
     pairs = _joined(own_rows, other_rows)
     if pairs:
         differences = [float(a) - float(b) for a, b in pairs]
-        return Gain(_mean(differences), _paired_interval(differences), True, len(pairs))
+        return Gain(fmean(differences), _paired_interval(differences), True, len(pairs))
     shares = [evaluation["exact_match"]["crowd"] for evaluation in (one, other)]
     counts = [evaluation["n"] for evaluation in (one, other)]
     variance = sum(share * (1 - share) / count for share, count in zip(shares, counts, strict=True))
@@ -162,12 +163,4 @@ def _question(row: Row) -> tuple[str, str]:
 
 def _paired_interval(differences: Sequence[float]) -> float | None:
     count = len(differences)
-    if count < LEAST_ROWS:
-        return None
-    mean = _mean(differences)
-    variance = sum((difference - mean) ** 2 for difference in differences) / (count - 1)
-    return _Z95 * math.sqrt(variance / count)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return _Z95 * stdev(differences) / math.sqrt(count) if count >= LEAST_ROWS else None

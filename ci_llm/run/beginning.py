@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.attempts import ATTEMPTS
-from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.durable import read_fields, write_json
 from ci_llm.core.urls import is_url
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
@@ -96,10 +96,7 @@ def read_beginning(run_folder: Path) -> Beginning | None:
     """
     path = run_folder / NAME
     try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        return Beginning(**{each.name: value[each.name] for each in fields(Beginning) if each.name in value})
+        return Beginning(**read_fields(Beginning, path))
     except FileNotFoundError:
         return None
     except (TypeError, ValueError) as error:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ci_llm.cluster.hub import go_offline_if_unreachable
 from ci_llm.cluster.launch import accelerate_settings, read_launch
-from ci_llm.config import Config, read_call
-from ci_llm.core.environment import set_library_defaults
+from ci_llm.config import Config, as_typed, read_call
+from ci_llm.core.imports import set_library_defaults
 from ci_llm.interrupts import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
@@ -66,8 +66,6 @@ def train(
 
 def _words_for_a_shell(config: Config) -> tuple[str, ...]:
     """The words that give `ci-llm train` this configuration, for the commands that a run proposes."""
-    from ci_llm.run.new_run import as_typed
-
     changes = Config().diff(config)
     return ("--config", os.devnull, *(f"{change.key}={as_typed(change.new)}" for change in changes))
 

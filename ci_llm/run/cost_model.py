@@ -29,7 +29,7 @@ from ci_llm.crowd.sharded_layers import layers_of, weights_to_shard
 from ci_llm.data.batches import Batch
 from ci_llm.data.lengths import Lengths
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
-from ci_llm.run.crowd_parts import lora_settings
+from ci_llm.run.agent_settings import lora_settings
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1

@@ -20,9 +20,10 @@ from torch import Tensor
 from ci_llm.config import Config
 from ci_llm.crowd.model import Crowd
 from ci_llm.distributed.ballot import Verdict
+from ci_llm.run.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
 from ci_llm.run.context import Run
-from ci_llm.run.crowd_parts import crowd_settings, objective_of, optimizer_groups, rows_and_plan, schedules
 from ci_llm.run.crowd_requests import CrowdRequest, Decision, Unrecorded, decide, read_waiting
+from ci_llm.run.loading import rows_and_plan
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.resume import STOPPED
 from ci_llm.run.setup import lengths_of, plan_ahead

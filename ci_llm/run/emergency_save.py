@@ -17,13 +17,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ci_llm.checkpoints.state_files import read_snapshot, take_snapshot
+from ci_llm.checkpoints.state_files import from_bytes, to_bytes
 from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
 from ci_llm.cluster.elastic import exit_code_after_stop, has_rounds
 from ci_llm.core import determinism
@@ -42,8 +42,6 @@ OTHERS_S: Final = 2.0
 SURVIVORS_S: Final = 20.0
 _POLL_S: Final = 0.05
 _STOP_POLL_S: Final = 1.0  # a request to stop wakes the thread at once; this is for a run that ends without one
-_GENERATORS: Final = "generators"
-_FILES: Final = (f"{_GENERATORS}.json", f"{_GENERATORS}.safetensors")
 
 
 def seconds_left(
@@ -208,10 +206,10 @@ class EmergencySave:
         until = time.monotonic() + OTHERS_S
         found: list[dict[str, Any] | None] = [own]
         for index in range(1, self._processes.count):
-            folder = self._folder(index)
-            while not _is_complete(folder) and time.monotonic() < until:
+            file = self._generators_of(index)
+            while not file.exists() and time.monotonic() < until:
                 self._over.wait(_POLL_S)
-            left = _read(folder) if _is_complete(folder) else {}
+            left = from_bytes(file.read_bytes()) if file.exists() else {}
             found.append(left["states"] if left.get("step") == step else None)
         return found
 
@@ -220,7 +218,8 @@ class EmergencySave:
     def _follow(self) -> None:
         if self._wait_for_stop():
             step, states = self._boundary
-            _write(self._folder(self._processes.index), {"step": step, "states": states})
+            make_folders(self._attempt.folder)
+            write_bytes(self._generators_of(self._processes.index), to_bytes({"step": step, "states": states}))
             # The main process may still reach the next ballot: only its status says that it has given the step up.
             while not self._over.wait(_POLL_S):
                 if reason := self._why_main_has_left():
@@ -238,23 +237,9 @@ class EmergencySave:
     def _exit_code(self, reason: str) -> int:
         return exit_code_after_stop(reason, self._config.interrupted_exit_code)
 
-    def _folder(self, index: int) -> Path:
-        return self._attempt.folder / f"process_{index}"
+    def _generators_of(self, index: int) -> Path:
+        return self._attempt.folder / f"process_{index}.generators"
 
 
 def _described(error: Exception) -> str:
     return str(error) if isinstance(error, (CiLlmError, OSError)) else f"{type(error).__name__}: {error}"
-
-
-def _write(folder: Path, values: Mapping[str, Any]) -> None:
-    make_folders(folder)
-    for name, image in take_snapshot({_GENERATORS: values}).files.items():
-        write_bytes(folder / name, b"".join(image.parts))
-
-
-def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _FILES)
-
-
-def _read(folder: Path) -> Any:
-    return read_snapshot({_GENERATORS: "tree"}, {name: (folder / name).read_bytes() for name in _FILES})[_GENERATORS]

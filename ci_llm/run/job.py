@@ -28,6 +28,7 @@ from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
+from ci_llm.run.attempt_requests import Requests, apply_requests, find_beginning, in_force
 from ci_llm.run.beginning import Start, nothing_to_train, place_of_attempt, prepare
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
@@ -40,7 +41,6 @@ from ci_llm.run.learning import Learning
 from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
-from ci_llm.run.recovery import Requests, apply_requests, find_beginning, in_force
 from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source, recorded_config, settle_precision
@@ -215,7 +215,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
         raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
         run.interval.load(source.checkpoint.manifest.info)
-    logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.folder}")
+    logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.shown}")
     return restored
 
 

@@ -1,4 +1,4 @@
-"""What a run loads: the base, and the rows as tokens. Several runs of one process can share it, one after the other."""
+"""What a run loads, which several runs of one process can share: the base, and the rows as tokens; their order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.chat_template import use_chat_template
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
-from ci_llm.data.tokens import TokenizedRows, default_cache, tokenize
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.members import Members, config_of
+from ci_llm.run.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,51 @@ def load(config: Config, processes: Processes) -> Loaded:
 def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
     """The rows with which a run begins: of every agent, or of all if they take the same in the same order."""
     return AgentRows(tuple(each)) if config_of(config, Members.first(config, 2)).has_own_rows else each[0]
+
+
+def rows_and_plan(
+    config: Config, rows: TrainingRows, members: Members | None, rows_per_step: int
+) -> tuple[TrainingRows, Plan | AgentPlans]:
+    """The rows that the members train on, and their order.
+
+    Args:
+        rows: with which the run begins; those of every agent, if agents of the configuration have their own.
+        rows_per_step: of all agents, or of each.
+    """
+    now = config_of(config, members)
+    if isinstance(rows, AgentRows):
+        origins = [each.origin for each in members.agents] if members else [*range(len(rows.each))]
+        each = tuple(rows.each[origin] for origin in origins)
+    elif now.has_own_rows:
+        each = (rows,) * now.num_agents
+    else:
+        return rows, Plan(len(rows), rows_per_step, now.data_seeds[0])
+    plans = zip(each, now.data_seeds, strict=True)
+    return AgentRows(each), AgentPlans(tuple(Plan(len(own), rows_per_step, seed) for own, seed in plans))
+
+
+def stretches(
+    config: Config, rows: TrainingRows, state: TrainState, total_steps: int
+) -> list[tuple[TrainingRows, Plan | AgentPlans, int, int]]:
+    """(rows, order, first step, end) of what is left of a run: up to where its crowd branches, and from there on.
+
+    Both are known when an attempt begins, so that the loader workers of both are forked then. As long as one agent may
+    go on alone, the end is that of its steps.
+
+    Args:
+        rows: see `rows_and_plan`.
+    """
+    members, branch = state.members, None
+    if members is not None:
+        branch = next((change.step for change in members.planned if change.verb == "branch"), None)
+    now = rows_and_plan(config, rows, members, state.rows_per_step)
+    if members is None or branch is None:
+        may_grow = config.crowd == "auto" and (state.choice is None or state.choice.agent is not None)
+        alone = members is not None and len(members.agents) == 1
+        return [(*now, state.step, total_steps * (config.num_agents if may_grow and not alone else 1))]
+    later, _ = members.after(branch, config)
+    branched = rows_and_plan(config, rows, later, state.rows_per_step)
+    return [(*now, state.step, branch), (*branched, branch, total_steps)]
 
 
 def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
@@ -125,7 +172,6 @@ def _tokenized(
             base.tokenizer,
             max_seq_length=config.max_seq_length,
             train_on_prompt=train_on_prompt,
-            cache_folder=default_cache(),
             main_first=processes.main_first(),
         )
 

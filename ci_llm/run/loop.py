@@ -28,9 +28,9 @@ from ci_llm.run.best_step import validation_after
 from ci_llm.run.choosing import TRAINING_NLL, decided
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.crowd_parts import stretches
 from ci_llm.run.crowd_requests import is_waiting
 from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics
+from ci_llm.run.loading import stretches
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ci_llm.cluster.launch import Launch
-from ci_llm.config import Change, Config
+from ci_llm.config import Change, Config, as_typed
 from ci_llm.run.shutdown import command_line
 
 LONGEST_NAME: Final = 60
@@ -46,14 +46,3 @@ def _new_name(changes: Iterable[Change], config: Config) -> str:
 
 def _is_free(config: Config, name: str) -> bool:
     return name != config.experiment_name and not Path(config.output_dir, name).exists()
-
-
-def as_typed(value: object) -> str:
-    """A value as it is typed on a command line."""
-    if isinstance(value, list):  # one value for each agent
-        return f"[{','.join(f'[{as_typed(each)}]' if isinstance(each, tuple) else as_typed(each) for each in value)}]"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)

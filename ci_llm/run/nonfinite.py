@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import NonFinite
+from ci_llm.run.attempt_requests import write_skipped_batches
 from ci_llm.run.nonfinite_policy import AgentRecovery, BadBatch, Bounds, RecoveryState
-from ci_llm.run.recovery import write_skipped_batches
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.state import TrainState
 

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from ci_llm.config import Config
-from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.memory import free_memory, is_out_of_memory
 from ci_llm.crowd.base import Base
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
@@ -136,9 +136,7 @@ class MemoryRelief:
 
 def memory_held(device: torch.device) -> str:
     """What this process holds and what its device has, for people."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return f"{torch.cuda.memory_allocated(device) / 1e9:.2f} GB held, {free / 1e9:.2f} of {total / 1e9:.2f} GB free"
-    resident, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
-    free, total = machine.available, machine.total
-    return f"{resident / 1e9:.2f} GB held, {free / 1e9:.2f} of {total / 1e9:.2f} GB free"
+    is_gpu = device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if is_gpu else psutil.Process().memory_info().rss
+    free, total = free_memory(device)
+    return f"{held / 1e9:.2f} GB held, {free / 1e9:.2f} of {total / 1e9:.2f} GB free"

@@ -28,13 +28,12 @@ from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.core import determinism
 from ci_llm.core.urls import is_url
 from ci_llm.crowd.base import Base, short_name
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.lora import SHAPE, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.recognise import require_checkpoint, require_run
 from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
-from ci_llm.run.crowd_parts import SHAPE
 from ci_llm.run.members import config_of
 from ci_llm.run.new_run import other_ways
 from ci_llm.run.rollback import LastGood, like_moment
@@ -56,6 +55,12 @@ class Source:
     @property
     def step(self) -> int:
         return self.checkpoint.manifest.step
+
+    @property
+    def shown(self) -> Path:
+        """The folder as a person would type it here."""
+        here = Path.cwd()
+        return self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder
 
 
 def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Source | None:

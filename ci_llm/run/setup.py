@@ -17,7 +17,7 @@ import torch
 from torch.utils import deterministic
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.config import Config
+from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base
@@ -30,20 +30,19 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.context import Run
-from ci_llm.run.crowd_parts import (
+from ci_llm.run.agent_settings import (
     lora_settings,
     objective_of,
     optimizer_groups,
     require_distinct_branches,
-    rows_and_plan,
     schedules,
     training_of,
 )
+from ci_llm.run.context import Run
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
-from ci_llm.run.loading import Loaded, common_form, describe_rows, load, shares_layers, training_rows
+from ci_llm.run.loading import Loaded, common_form, describe_rows, load, rows_and_plan, shares_layers, training_rows
 from ci_llm.run.members import Members, config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
@@ -220,7 +219,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     """
     require_distinct_branches(config)
     config = config_of(config, Members.first(config, 2))
-    crowd = Crowd(base.model, lora_settings(config), base.name, pad_id=base.tokenizer.pad_token_id or 0)
+    crowd = Crowd(base.model, lora_settings(config), base.name, base.pad_id)
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
@@ -244,17 +243,11 @@ def _described(config: Config, crowd: Crowd) -> Iterator[str]:
     """The agents in a line, and those with settings of their own in a line each."""
     sizes = crowd.agents.sizes
     if not config.agents:
-        places = "" if config.agent_layers == "all" else f", agent_layers {_told(config.agent_layers)}"
+        places = "" if config.agent_layers == "all" else f", agent_layers {as_typed(config.agent_layers)}"
         yield f"{config.num_agents} x LoRA rank {config.lora_rank}{places}, {sizes[0]:,} trainable parameters each"
     for name, own, size in zip(config.agent_names, config.agents, sizes, strict=False):
-        told = [f"{key} {_told(value)}" for key, value in own.items() if key != NAME]
+        told = [f"{key} {as_typed(value)}" for key, value in own.items() if key != NAME]
         yield f"{name}: {', '.join([*told, f'{size:,} trainable parameters'])}"
-
-
-def _told(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def set_determinism(config: Config) -> None:

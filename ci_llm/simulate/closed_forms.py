@@ -8,11 +8,6 @@ from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.simulate.cluster import Cluster
 
 
-def young_s(cost_s: float, mtbf_s: float) -> float:
-    """The first-order best interval (Young, CACM 17(9), 1974)."""
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
 def daly_goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
     """The share of time that is work, by Daly's complete model for exponential failures (FGCS 22, 2006, eq. 13).
 

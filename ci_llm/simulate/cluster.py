@@ -118,6 +118,10 @@ def _validated(values: dict[str, Any], given: Mapping[str, Entry], problems: lis
         cluster = Cluster.model_validate({key: value for key, value in values.items() if key in Cluster.model_fields})
     except ValidationError as error:
         problems += [_misfit(str(detail["loc"][0]), given[str(detail["loc"][0])]) for detail in error.errors()]
+    else:
+        if cluster.mtbf_s < cluster.step:  # it would end never, and be simulated for hours
+            often = f"a failure every {cluster.mtbf_s:.2g} s, and a step takes {cluster.step:g} s: no step is ever done"
+            problems.append(f"{often} (in a duration m is a minute and d a day)")
     if problems:
         one = problems[0] if len(problems) == 1 else "".join(f"\n  {problem}" for problem in dict.fromkeys(problems))
         raise ConfigError(one if len(problems) == 1 else f"{len(problems)} problems:{one}", hint=HELP)

@@ -13,7 +13,7 @@ from ci_llm.report.curves import draw_lines
 from ci_llm.report.page import render_template
 from ci_llm.simulate.closed_forms import daly_goodput, recovery_s, save_cost_s
 from ci_llm.simulate.study import Line, Study
-from ci_llm.simulate.told import conclusions, duration, head, percent
+from ci_llm.simulate.text import conclusions, duration, head, percent
 
 Points = Sequence[tuple[float, float]]
 

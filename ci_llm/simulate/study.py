@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean, median, stdev
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -115,21 +115,21 @@ def line(cluster: Cluster, name: str) -> Line:
 
 def summary(stories: Sequence[Story], cluster: Cluster, name: str) -> Line:
     """Means over jobs."""
-    elapsed_s = _mean(story.elapsed_s for story in stories)
-    seconds = {kind: _mean(story.seconds[kind] for story in stories) for kind in SPENT}
-    seconds["lost steps"] = _mean(story.lost_s for story in stories)  # type: ignore[index]
+    elapsed_s = fmean(story.elapsed_s for story in stories)
+    seconds = {kind: fmean(story.seconds[kind] for story in stories) for kind in SPENT}
+    seconds["lost steps"] = fmean(story.lost_s for story in stories)  # type: ignore[index]
     return Line(
         name=name,
-        interval_s=statistics.median([each for story in stories for each in story.intervals] or [math.nan]),
-        goodput=_mean(story.goodput for story in stories),
+        interval_s=median([each for story in stories for each in story.intervals] or [math.nan]),
+        goodput=fmean(story.goodput for story in stories),
         spread=_spread([story.goodput for story in stories]),
         shares={kind: seconds[kind] / elapsed_s for kind in _SHARES},  # type: ignore[index]
-        attempts=_mean(story.attempts for story in stories),
+        attempts=fmean(story.attempts for story in stories),
         lost_s=seconds["lost steps"],  # type: ignore[index]
         elapsed_s=elapsed_s,
-        cost=_mean(story.paid_s for story in stories) / HOUR * cluster.nodes * cluster.price,
+        cost=fmean(story.paid_s for story in stories) / HOUR * cluster.nodes * cluster.price,
         completed=all(story.completed for story in stories),
-        endings=_mean(len(story.endings) for story in stories),
+        endings=fmean(len(story.endings) for story in stories),
     )
 
 
@@ -171,12 +171,8 @@ def _name(interval: float | Literal["auto"]) -> str:
     return "auto (ours)" if interval == "auto" else f"every {interval:g} s"
 
 
-def _mean(values: Iterator[float] | Sequence[float]) -> float:
-    return statistics.fmean(values)
-
-
 def _spread(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     t = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
-    return t * statistics.stdev(values) / math.sqrt(len(values))
+    return t * stdev(values) / math.sqrt(len(values))

@@ -1,4 +1,4 @@
-"""A run of this project's trainer as a target: it reports in its folder, resumes by itself, and reads recovery.json."""
+"""A run or a sweep of this project as a target: it reports in its folder, resumes by itself, reads recovery.json."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import requeue
 from ci_llm.config import Config, default_file, load_config
+from ci_llm.config.sweep import read_sweep
 from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
 from ci_llm.core.recovery import read_recovery, write_recovery
 from ci_llm.core.run_status import VANISHED_AFTER_S, Status, pid_space, read_status
@@ -214,6 +215,22 @@ class OwnRun:
         if status is None or before is None:
             return status
         return status if (status.attempt, status.pid) != (before.attempt, before.pid) else None
+
+
+class SweepRun(OwnRun):
+    """A sweep of this project as a target. Its progress is that of all its segments; see `OwnRun` for its arguments."""
+
+    def _read(self, words: list[str]) -> Config:
+        return read_sweep(default_file(), words).config
+
+    def close(self) -> list[str]:
+        """Remove nothing: there is nothing temporary."""
+        return [f"sweep: {self._folder}", UNCHANGED]
+
+    def _newest_step(self) -> int:
+        """The optimizer steps that the newest checkpoints of all segments hold."""
+        segments = sorted((self._folder / "segments").glob("*"))
+        return sum(max(CheckpointStore(folder).all_steps(), default=0) for folder in segments)
 
 
 def _exception_in_output(result: AttemptResult) -> str | None:

@@ -200,7 +200,7 @@ def _find_config(options: Options) -> Path | None:
         path = Path("configs", "config.yaml")
     if not path.is_file():
         raise ConfigError(
-            f"the configuration of {options.script} cannot be found",
+            f"the configuration{'' if options.command else f' of {options.script}'} cannot be found",
             where=str(path),
             hint="--config-path DIR --config-name NAME, or --config FILE; a command without one: -- python fit.py ...",
         )

@@ -127,7 +127,7 @@ class Settings:
             raise ConfigError(
                 f"{key} has no value that is a number" + (f": Hydra sweeps over {swept}" if swept else ""),
                 where=f"{option} {key}",
-                hint=f"give the value to start from: {key}=VALUE on the command line, or in the configuration",
+                hint=f"write the value to start from: {key}=VALUE, --{key} VALUE, or in the configuration",
             )
         return key
 

@@ -9,9 +9,8 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from ci_llm.config import arguments_without
+from ci_llm.config import arguments_without, as_typed
 from ci_llm.config.sweep import SweepKeys
-from ci_llm.run.new_run import as_typed
 from ci_llm.sweep.trials import Standings, Trial
 
 #: Trials of the crowd that is proposed.

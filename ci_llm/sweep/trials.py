@@ -89,7 +89,7 @@ class Plan:
         Args:
             warmup: steps in which learning rates rise. No rung ends before: scores tell little there.
         """
-        least = min(warmup, total_steps)
+        least = min(max(warmup, 2) if warmup else 0, total_steps)  # the rate of the first step of a warm-up is 0
         ends = [max(least, math.ceil(round(total_steps * keep**n, 6))) for n in reversed(range(rungs))]
         return cls(tuple(dict.fromkeys(ends)), trials, min(per_pass, trials), keep, metric)
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.audit import ZOO, Case, cases, examine, examine_warm
+from benchmarks.audit import ZOO, Case, cases, examine, examine_warm, executor
+from ci_llm.audit.audit import audit as run_audit
 from ci_llm.audit.runs import LARGEST_COPY, Place, Plan
-from ci_llm.audit.told import show
+from ci_llm.cli.audit import show
 from ci_llm.cli.main import main
 from ci_llm.errors import ConfigError
 from tools.testbed.forkserver import ForkServer
@@ -91,6 +92,21 @@ def test_a_mistake_is_told_with_its_line_and_its_cause(tmp_path: Path, server: F
     ):
         assert part in said.getvalue()
     assert said.getvalue().rstrip().endswith("not exact")
+
+
+@pytest.mark.slow
+def test_a_script_that_refuses_to_resume_is_not_said_to_count_its_steps_wrong(
+    tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["python", PLAIN, "--out", "{out}"]
+    verdict = run_audit(Plan(command, ["--from-there"], steps=8, execute=executor(server)), tmp_path / "scratch")
+    for check in verdict.checks[1:]:
+        assert [each.kind for each in check.divergences] == ["no resume"]
+        assert "unrecognized arguments: --from-there" in check.divergences[0].detail
+    said = io.StringIO()
+    show(verdict, Console(file=said, width=200))
+    assert "likely: another --resume-arg is needed, or no checkpoint was there yet" in said.getvalue()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from benchmarks import bit_flips
 from ci_llm.checkpoints import arena
 from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off
 from ci_llm.errors import CheckpointError
@@ -216,7 +217,7 @@ def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(
     ):
         manager.save(1, training.state)
         manager.save(2, training.state)
-        assert manager._store.numbered_steps() == [1]
+        assert numbered_steps(manager.directory) == [1]
         assert said == ["saving step 2 waits for the save before it: saves are due faster than they are written"]
         assert manager.all_steps() == [1, 2]
 
@@ -266,6 +267,7 @@ def test_a_save_whose_thread_does_not_start_is_not_made_later(
 LEAVES = """
 import sys, threading, torch
 from pathlib import Path
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 
@@ -283,7 +285,7 @@ manager = CheckpointManager(folder, optimizers=[optimizer])
 manager._store._disk = Slow()
 manager._store.acquire_lease()
 manager.save(1, {"weight": weight})
-assert manager._store.numbered_steps() == []
+assert numbered_steps(manager.directory) == []
 if "lose" in sys.argv:
     (folder / ".attempt-1").rename(folder / ".attempt-9")
 last_line.set()

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manifest import FileImage, verify_folder
 from ci_llm.checkpoints.store import CheckpointStore
@@ -225,16 +226,16 @@ class Histories(RuleBasedStateMachine):
     @rule(lives=st.none() | st.integers(0, 40), which=st.integers(0, 5))
     @precondition(lambda self: self.newest is not None)
     def go_back(self, lives: int | None, which: int) -> None:
-        steps = [step for step in self.store.numbered_steps() if sound(self.store.path(step))]
+        steps = [step for step in numbered_steps(self.store.directory) if sound(self.store.path(step))]
         target = steps[which % len(steps)] if steps else self.newest
         if not self.change(lambda: self.store.supersede(target), target, lives):
             self.new_writer()
 
     @rule(lives=st.none() | st.integers(0, 60))
-    @precondition(lambda self: len(self.store.numbered_steps()) > 1)
+    @precondition(lambda self: len(numbered_steps(self.store.directory)) > 1)
     def damage_and_heal(self, lives: int | None) -> None:
         """Flip a bit of the newest; the one before it takes its place, whenever the healer dies."""
-        hurt = self.store.path(self.store.numbered_steps()[-1]) / "agent0/b.json"
+        hurt = self.store.path(numbered_steps(self.store.directory)[-1]) / "agent0/b.json"
         hurt.write_bytes(hurt.read_bytes()[:-1] + b"!")
         self.newest = newest(self.root)
         if not self.change(self.store.latest, self.newest, lives):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ci_llm.checkpoints.arena import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager, SavePolicy
 from ci_llm.checkpoints.restore import load_into
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
@@ -404,6 +405,19 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         assert manager.restore(4) == {"step": 40}
 
 
+def test_the_loop_may_work_in_another_folder_while_a_save_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with CheckpointManager("run") as manager:
+        manager.save(0, {"a": 1})
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        manager.save(1, {"a": 2})
+        assert manager.all_steps() == [0, 1]
+    assert CheckpointManager(tmp_path / "run").restore(1) == {"a": 2}
+
+
 def test_two_managers_and_one_folder(managers: Any) -> None:
     first, second = managers(), managers()
     first.save(1, {"a": 1})
@@ -460,10 +474,10 @@ def test_one_save_is_in_flight_and_the_next_waits(managers: Any) -> None:
     manager._store.acquire_lease()
     manager.save(1, {"a": 1})
     assert disk.reached.wait(DEADLINE_S)
-    assert manager._store.numbered_steps() == []
+    assert numbered_steps(manager.directory) == []
     with on_log(lambda line: disk.gate.set()):  # it says that it waits
         manager.save(2, {"a": 2})
-    assert 1 in manager._store.numbered_steps()
+    assert 1 in numbered_steps(manager.directory)
     assert manager.all_steps() == [1, 2]
 
 
@@ -591,6 +605,19 @@ def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path,
     restored = load_checkpoint(directory / "checkpoint_step_7").state
     assert restored["weight"].tolist() == [7.0, 7.0]
     assert restored["rank"] == 0
+
+
+def test_each_process_gets_its_own_back_and_saves_it_again(server: ForkServer, tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "log"
+    assert server.run(loops.going_on_with_their_own, log, ranks=2, directory=directory) == [0, 0], log.read_text()
+    own = load_checkpoint(directory / "checkpoint_step_1").state["own"]
+    assert {name: part["draws"].tolist() for name, part in own.items()} == {"process0": [10, 10], "process1": [11, 11]}
+    alone = CheckpointManager(directory)
+    weight = torch.zeros(2)
+    with pytest.raises(ForeignCheckpoint, match="and the checkpoint holds what 2 had"):
+        alone.restore(1, into={"weight": weight, "own": CheckpointManager.EachProcess(None)})
+    assert weight.tolist() == [0, 0], "nothing was touched"
+    assert alone.restore(1)["own"].keys() == own.keys()
 
 
 def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from ci_llm.checkpoints import manifest
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, Owner, leftovers
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.state_files import read_safetensors
@@ -96,7 +97,7 @@ def test_steps_are_numbers_and_not_words(run: Run) -> None:
     store = run.open(save_total_limit=2)
     for step in (9, 200, 1000):
         store.save(step, files(step))
-    assert store.numbered_steps() == [200, 1000]
+    assert numbered_steps(store.directory) == [200, 1000]
     assert store.latest() == 1000
     assert store.save(1001, files(1001)).pruned == (200,)
 
@@ -110,11 +111,21 @@ def test_a_damaged_folder_of_a_higher_number_does_not_push_out_the_new_one(run: 
     assert store.latest() == 2
 
 
+def test_a_copy_under_a_later_number_hides_no_step_that_is_saved_after_it(run: Run) -> None:
+    store = run.open(save_total_limit=2)
+    store.save(3, files(3))
+    shutil.copytree(run.directory / "checkpoint_step_3", run.directory / "checkpoint_step_9")
+    assert store.save(4, files(4)).saved
+    assert store.latest() == 4
+    assert "it is a copy of step 3 under another name" in run.said[-1]
+    assert visible(run.directory) == ["checkpoint_step_3", "checkpoint_step_4", "quarantine"]
+
+
 def test_a_limit_of_one_keeps_the_new_one(run: Run) -> None:
     store = run.open(save_total_limit=1)
     for step in (1, 2, 3):
         assert store.save(step, files(step)).saved
-        assert store.numbered_steps() == [step]
+        assert numbered_steps(store.directory) == [step]
     with pytest.raises(CheckpointError, match="at least one"):
         run.open(save_total_limit=0)
 
@@ -311,6 +322,18 @@ def test_a_writer_on_another_machine_lives_as_long_as_its_heartbeat_is_fresh(run
     run.silence(seconds=70)
     assert run.open(owner=elsewhere(2)).acquire_lease() == 2
     assert "attempt 1 (process 4711 on node1) is taken over: no heartbeat for 7" in run.said[0]
+
+
+def test_a_clock_that_was_set_back_locks_nobody_out(run: Run) -> None:
+    store = run.open(owner=elsewhere(1))
+    store.save(1, files(1))
+    run.silence(seconds=-30)
+    with pytest.raises(WriterBusy, match="writes to this folder"):
+        run.open(owner=elsewhere(2)).acquire_lease()
+    run.silence(seconds=-3600)
+    assert run.open(owner=elsewhere(2)).acquire_lease() == 2
+    assert "in the future: the clock was set back" in run.said[-1]
+    assert not store.holds_lease()
 
 
 def test_a_released_folder_is_free_at_once(run: Run) -> None:
@@ -510,7 +533,7 @@ def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> No
             assert "attempt 1 was taken over" in told
         finally:
             sleeper.kill()
-    assert owner.numbered_steps() == [1, 3]
+    assert numbered_steps(owner.directory) == [1, 3]
     assert owner.latest() == 3
 
 
@@ -707,7 +730,7 @@ def test_while_another_writes_a_damaged_checkpoint_is_passed_over(run: Run) -> N
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
     assert run.open(owner=elsewhere(2)).latest() == 1
     assert "passed over where it is: process 4711 on node1" in run.said[-1]
-    assert writer.numbered_steps() == [1, 2]
+    assert numbered_steps(writer.directory) == [1, 2]
 
 
 def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
@@ -829,7 +852,7 @@ def test_nothing_is_written_outside(run: Run, tmp_path: Path) -> None:
     [
         ("file", "optimizer.safetensors is a link"),
         ("folder", "agent0 is a link"),
-        ("checkpoint", "there is no such folder"),
+        ("checkpoint", "it is a link"),
         ("manifest", os.strerror(errno.ELOOP)),
     ],
 )
@@ -855,6 +878,11 @@ def test_a_special_file_is_refused_and_not_opened(target: Path) -> None:
 def test_a_huge_header_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="header of"):
         read_safetensors(length.to_bytes(8, "little") + b"{" + b" " * 100)
+
+
+def test_a_manifest_that_holds_nothing_is_named(target: Path) -> None:
+    os.truncate(target / MANIFEST, 0)
+    assert "the manifest is not as it was written: Expecting value" in refused(target)
 
 
 def test_a_huge_manifest_is_not_read(target: Path) -> None:

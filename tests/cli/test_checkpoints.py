@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
-from ci_llm.run.crowd_parts import lora_settings
+from ci_llm.run.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
 from tools.testbed.disks import FailingDisk
 
@@ -288,6 +290,18 @@ def test_a_run_that_holds_its_folder_is_not_pruned(run: Path, capsys: pytest.Cap
     assert CheckpointManager(run).all_steps() == [4, 5], "the final checkpoint of step 4 stays"
 
 
+def test_a_disk_without_space_for_the_lease_names_what_to_remove(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ci_llm.core.durable.Filesystem.mkdir", refuse)
+    assert verb("prune", run, "--keep", 1) == 1
+    assert f"rm -r {run / 'checkpoint_step_1'}" in capsys.readouterr().err
+    assert CheckpointManager(run).all_steps() == [1, 2, 3, 4]
+
+
 # Bad calls
 
 
@@ -298,6 +312,7 @@ def test_a_run_that_holds_its_folder_is_not_pruned(run: Path, capsys: pytest.Cap
         (["frobnicate"], "invalid choice"),
         (["list"], "RUN"),
         (["list", "NOWHERE"], "no such folder"),
+        (["list", "RUN/checkpoint_step_4"], "this is a checkpoint, and not a run"),
         (["verify", "NOWHERE"], "no checkpoint here"),
         (["diff", "RUN"], "required: B"),
         (["diff", "RUN", "NOWHERE"], "no checkpoint here"),
@@ -313,7 +328,8 @@ def test_a_bad_call_is_one_explanation(
     words: list[str], message: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere"), "NEW": str(tmp_path / "new")}
-    assert verb(*(places.get(word, word) for word in words)) == 2
+    named = {f"RUN/{folder.name}": str(folder) for folder in run.iterdir()}
+    assert verb(*({**places, **named}.get(word, word) for word in words)) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert message in said

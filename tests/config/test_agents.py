@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from ci_llm.config import Config, load_config, parse_config
+from ci_llm.config import Config, as_typed, load_config, parse_config
 from ci_llm.config.load import read_config
 from ci_llm.errors import ConfigError
-from ci_llm.run.new_run import as_typed
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -176,6 +176,7 @@ sys.stdin.read()
         lambda path: path.write_text("{"),
         lambda path: path.write_text("[]"),
         lambda path: path.write_text('{"status": "running"}'),
+        lambda path: (path.unlink(), path.mkdir()),  # as it may not be read: no OSError either
     ],
 )
 def test_a_missing_or_damaged_status_is_refused(tmp_path: Path, spoil: Callable[[Path], object]) -> None:

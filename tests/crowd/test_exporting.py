@@ -77,7 +77,7 @@ def saved_crowd(place: Path, family: str) -> Crowd:
         base(family, torch.float32).save_pretrained(name)
         byte_tokenizer(None, pad_token="</s>").save_pretrained(name)
     loaded = load_base(name)
-    crowd = Crowd(loaded.model, SETTINGS[family], loaded.name, loaded.tokenizer.pad_token_id or 0)
+    crowd = Crowd(loaded.model, SETTINGS[family], loaded.name, loaded.pad_id)
     crowd.prompter = Prompter(loaded.tokenizer)
     with torch.no_grad():
         crowd.agents.weights.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))

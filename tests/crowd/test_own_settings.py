@@ -20,8 +20,7 @@ from torch import Tensor
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.row_weights import bootstrap_weights
+from ci_llm.crowd.objective import Objective, bootstrap_weights
 from ci_llm.data.batches import Batch, pack
 from ci_llm.errors import BadInput, ForeignCheckpoint
 from tests.support.campaign import first_fast

@@ -23,6 +23,7 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from tests.support.campaign import sampled_cases
+from tests.support.loader_workers import signal_workers
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
@@ -134,6 +135,18 @@ def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
 
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
+
+
+def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+
+    class Signalling(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                signal_workers(2)
+
+    loader = DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), 4, num_workers=2)
+    assert fit(tmp_path, Signalling(), loader=loader, max_steps=16, limit_val_batches=0).global_step == 16
 
 
 def test_two_loaders_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
+from tests.support.loader_workers import batches_despite_signals
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
 
@@ -127,6 +128,18 @@ def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
     checkpoints.resume(second)
     with pytest.raises(ConfigError, match="would not go on from its newest checkpoint"):
         second.train()
+
+
+@pytest.mark.slow
+def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+    checkpoints = TrainerCheckpoints(tmp_path / "run")
+    made = trainer(tmp_path, [checkpoints], dataloader_num_workers=2, per_device_eval_batch_size=1)
+    checkpoints.resume(made)
+    made._train_batch_size = 1
+    for loader in (made.get_train_dataloader(), made.get_eval_dataloader()):
+        assert len(batches_despite_signals(loader, workers=2)) == len(Rows())
+    checkpoints._end()
+    assert not vars(made).keys() & {"get_train_dataloader", "get_eval_dataloader"}
 
 
 @pytest.mark.slow

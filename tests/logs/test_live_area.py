@@ -63,7 +63,7 @@ def test_of_more_agents_than_fit_there_are_mean_and_range() -> None:
 @pytest.mark.parametrize("width", [10, 20, 30, 47, 48, 60, 79, 100, 159, 240])
 @pytest.mark.parametrize("num_agents", [1, 2, 4, 7, 16, 33, 128])
 def test_no_line_is_wider_than_the_terminal(width: int, num_agents: int) -> None:
-    lines = drawn(width, num_agents, Work("tokenise", 10**6, "rows", done=12345), Work("load"))
+    lines = drawn(width, num_agents, Work("tokenise", 10**6, "rows", done=12345), Work("load", 0, "weights"))
     assert max(map(len, lines)) <= width
     assert len(lines) <= 7
 

@@ -114,7 +114,7 @@ def test_work_ends_for_its_listeners_also_by_an_error() -> None:
     work.listeners.append(listen)
     try:
         with pytest.raises(ZeroDivisionError):
-            [1 / (item - 1) for item in work.counted([0, 1], "read", 2)]
+            [1 / (item - 1) for item in work.counted([0, 1], "read", 2, "rows")]
     finally:
         work.listeners.remove(listen)
     assert heard == [(0, False), (1, False), (1, True)]

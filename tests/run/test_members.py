@@ -19,8 +19,8 @@ from ci_llm.config.config import entries_of
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.errors import CheckpointError, ConfigError, ModelError
 from ci_llm.run import crowd_requests
+from ci_llm.run.agent_settings import crowd_settings, require_distinct_branches, schedule, schedules
 from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.crowd_parts import crowd_settings, require_distinct_branches, schedule, schedules
 from ci_llm.run.crowd_requests import (
     FOLDER,
     RECORD,

@@ -13,7 +13,7 @@ from ci_llm.core.attempts import read_failures
 from ci_llm.core.recovery import Recovery, write_recovery
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run import crowd_parts
+from ci_llm.run import agent_settings
 from ci_llm.run.nonfinite import findings_of
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tools.testbed.forkserver import ForkServer
@@ -146,8 +146,8 @@ def test_beside_a_dropped_agent_the_others_are_judged_as_if_it_were_not_there() 
 
 def test_a_schedule_of_its_own_length_ends_where_it_ends() -> None:
     """A run of three steps with it has the rates of the first three of eight; later ones keep the last."""
-    whole = crowd_parts.schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
-    part = crowd_parts.schedule(Config(learning_rate=1e-3, num_warmup_steps=2, schedule_steps=8), 3)
+    whole = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
+    part = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2, schedule_steps=8), 3)
     assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
     assert part(20) == part(8)
 

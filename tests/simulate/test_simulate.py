@@ -42,6 +42,11 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
         assert part in said
 
 
+def test_failures_between_which_no_step_fits_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "nodes=1000", "node_mtbf=1m"]) == 2
+    assert "a failure every 0.06 s, and a step takes 1 s: no step is ever done" in capsys.readouterr().err
+
+
 def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *SHORT, "price=2"]) == 0
     said = capsys.readouterr().out
@@ -55,6 +60,14 @@ def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureF
         "cost",
     ):
         assert part in said
+
+
+def test_a_shorter_recovery_is_asked_for_only_where_it_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["work=2h", "repeats=1", "step=60", "nodes=10"]
+    assert main(["simulate", *few, "walltime=1h"]) == 0
+    assert "99.00 % is out of reach, however short the recovery: saves, preemptions and" in capsys.readouterr().out
+    assert main(["simulate", *few]) == 0
+    assert "99.00 %" not in capsys.readouterr().out.partition("best: ")[2], "only the start of a short job is missing"
 
 
 @pytest.mark.slow

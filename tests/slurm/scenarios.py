@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import xxhash
 
+from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import slurm
 from ci_llm.core.attempts import read_failures, record_attempt
@@ -128,7 +129,7 @@ class Scenario:
         return status if status and status.status == "interrupted" else None
 
     def newest_step(self) -> int:
-        return max(CheckpointStore(self.run).numbered_steps(), default=0)
+        return max(numbered_steps(self.run), default=0)
 
     def weights(self) -> dict[str, str]:
         """Digests of what the run has learned, and of what it would go on with."""

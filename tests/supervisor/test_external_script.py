@@ -442,6 +442,10 @@ def test_closed_standard_files_are_no_harm(folder: Path) -> None:
         [
             (["--train-script", "nothing.py"], ["there is no such training script", "nothing.py"]),
             (["--train-script", "fit.py", "--config-name", "other"], ["cannot be found", "configs/other.yaml"]),
+            (
+                ["--config", "no.yaml", "--", "python", "f.py", "no.yaml"],
+                ["the configuration cannot be found", "no.yaml"],
+            ),
             (["--max-retires", "3"], ["there is no option --max-retires", "did you mean --max-retries?"]),
             (["--max-retries", "many"], ["--max-retries", "many"]),
             (["--min-lr", "0"], ["--min-lr", "positive number"]),

@@ -13,8 +13,7 @@ from ci_llm.errors import ConfigError
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.own_run import OwnRun
-from ci_llm.supervisor.sweep_run import SweepRun
+from ci_llm.supervisor.own_run import OwnRun, SweepRun
 
 SWEEP = ("learning_rate=[1e-3,2e-3]", "output_dir=run")
 

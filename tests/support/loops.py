@@ -89,6 +89,22 @@ def busy_together(directory: str) -> int:
     return 1
 
 
+def going_on_with_their_own(directory: str) -> int:
+    """Each of several processes has something of its own, gets it back, and saves it again."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    own = CheckpointManager.EachProcess
+    with CheckpointManager(directory, async_save=False) as manager:
+        manager.save(0, {"weight": torch.ones(2), "own": own({"draws": torch.full((2,), float(rank))})})
+        objects: dict[str, Any] = {"weight": torch.zeros(2), "own": own(None)}
+        manager.restore(0, into=objects)
+        assert objects["own"].value["draws"].tolist() == [rank, rank]
+        objects["own"].value["draws"] += 10
+        manager.save(1, objects)
+    dist.destroy_process_group()
+    return 0
+
+
 def waiting_together(directory: str, full: bool) -> int:
     """Process 1 waits for the save that process 0 writes, and finds what that finds: the step or none."""
     dist.init_process_group("gloo")

@@ -111,6 +111,11 @@ def test_no_rung_ends_inside_of_the_warm_up(warmup: int, steps: tuple[int, ...])
     assert [decided.places(rung) for rung in range(len(steps))] == [16, 4, 1][: len(steps)]
 
 
+def test_no_rung_ends_after_a_step_in_which_nothing_is_learned() -> None:
+    assert Plan.of(12, 3, 4, 2, keep=0.25, metric="nll", warmup=1).steps == (2, 3, 12)
+    assert Plan.of(12, 3, 4, 2, keep=0.25, metric="nll", warmup=0).steps == (1, 3, 12)
+
+
 @given(
     trials=st.integers(1, 20),
     per_pass=st.integers(1, 8),

@@ -42,10 +42,12 @@ def conclusions(told: Study) -> Iterator[str]:
         f"bound: {percent(told.bound)}. A failure every {duration(cluster.mtbf_s)} costs {duration(recovery_s)}"
         " until the first step, however often the job saves"
     )
-    if own.goodput < AIM:
-        longest = told.longest_recovery_s
-        may = f"at most {duration(longest)}" if longest > 0 else "less than nothing: saves alone cost more"
-        yield f"{percent(AIM)} would need a recovery of {may}"
+    if own.goodput < AIM and told.longest_recovery_s < recovery_s:
+        yield (
+            f"{percent(AIM)} would need a recovery of at most {duration(told.longest_recovery_s)}"
+            if told.longest_recovery_s > 0
+            else f"{percent(AIM)} is out of reach, however short the recovery: saves, preemptions and limits cost more"
+        )
     if own.endings:
         yield f"a person is called {own.endings:.3g} times per job: the limits are max_retries and max_requeues"
     if not own.completed:

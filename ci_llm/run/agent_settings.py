@@ -1,4 +1,4 @@
-"""What follows from who is in the crowd: the shapes of the adapters, objective, optimizer groups, schedules, rows.
+"""What the configuration gives each agent of the crowd: an adapter's shape, objective, optimizer group, schedule.
 
 A run needs it at its start, and again whenever its crowd changes.
 """
@@ -8,23 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from ci_llm.config import Config
-from ci_llm.config.own_keys import OWN_KEYS, SHAPE_KEYS
-from ci_llm.crowd.lora import AgentLora, LoraSettings
+from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.crowd.lora import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.schedules import factor
-from ci_llm.data.agent_rows import AgentRows, TrainingRows
-from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.errors import ModelError
 from ci_llm.run.members import Members, config_of
-from ci_llm.run.state import TrainState
 
 
 def lora_settings(config: Config) -> LoraSettings:
-    """What the configuration says about an agent."""
+    """What the configuration says about the agents, and about each of them."""
+    own = [{FIELD_OF_KEY[key]: agent[key] for key in agent if key in FIELD_OF_KEY} for agent in config.agents]
     return LoraSettings(
         num_agents=config.num_agents,
         rank=config.lora_rank,
@@ -36,23 +34,8 @@ def lora_settings(config: Config) -> LoraSettings:
         use_rslora=config.use_rslora,
         initialize_adapters_rand=config.initialize_adapters_rand,
         seed=config.seed,
-        agents=tuple({_LORA[key]: value for key, value in own.items() if key in _LORA} for own in config.agents),
+        agents=tuple(own),
     )
-
-
-#: A key that an agent may have of its own -> its name in `LoraSettings`.
-_LORA: Final = {
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "dropconnect_p": "dropconnect",
-    "lora_target_modules": "target_modules",
-    "agent_layers": "layers",
-    "use_rslora": "use_rslora",
-    "seed": "seed",
-}
-#: Of these, what gives an adapter its shape and scale.
-SHAPE: Final = {key: _LORA[key] for key in SHAPE_KEYS}
 
 
 def crowd_settings(config: Config, members: Members) -> LoraSettings:
@@ -136,48 +119,3 @@ def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
     """What tells this agent's training from that of another with the same start."""
     drawn = (agent.seed, agent.index) if own.row_weights == "bootstrap" else None
     return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))
-
-
-def rows_and_plan(
-    config: Config, rows: TrainingRows, members: Members | None, rows_per_step: int
-) -> tuple[TrainingRows, Plan | AgentPlans]:
-    """The rows that the members train on, and their order.
-
-    Args:
-        rows: with which the run begins; those of every agent, if agents of the configuration have their own.
-        rows_per_step: of all agents, or of each.
-    """
-    now = config_of(config, members)
-    if isinstance(rows, AgentRows):
-        origins = [each.origin for each in members.agents] if members else [*range(len(rows.each))]
-        each = tuple(rows.each[origin] for origin in origins)
-    elif now.has_own_rows:
-        each = (rows,) * now.num_agents
-    else:
-        return rows, Plan(len(rows), rows_per_step, now.data_seeds[0])
-    plans = zip(each, now.data_seeds, strict=True)
-    return AgentRows(each), AgentPlans(tuple(Plan(len(own), rows_per_step, seed) for own, seed in plans))
-
-
-def stretches(
-    config: Config, rows: TrainingRows, state: TrainState, total_steps: int
-) -> list[tuple[TrainingRows, Plan | AgentPlans, int, int]]:
-    """(rows, order, first step, end) of what is left of a run: up to where its crowd branches, and from there on.
-
-    Both are known when an attempt begins, so that the loader workers of both are forked then. As long as one agent may
-    go on alone, the end is that of its steps.
-
-    Args:
-        rows: see `rows_and_plan`.
-    """
-    members, branch = state.members, None
-    if members is not None:
-        branch = next((change.step for change in members.planned if change.verb == "branch"), None)
-    now = rows_and_plan(config, rows, members, state.rows_per_step)
-    if members is None or branch is None:
-        may_grow = config.crowd == "auto" and (state.choice is None or state.choice.agent is not None)
-        alone = members is not None and len(members.agents) == 1
-        return [(*now, state.step, total_steps * (config.num_agents if may_grow and not alone else 1))]
-    later, _ = members.after(branch, config)
-    branched = rows_and_plan(config, rows, later, state.rows_per_step)
-    return [(*now, state.step, branch), (*branched, branch, total_steps)]

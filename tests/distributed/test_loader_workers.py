@@ -1,0 +1,52 @@
+"""Workers of anyone's DataLoader go on when the run is signalled, through every door that knows the loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from ci_llm import CheckpointManager, StatefulSampler
+from tests.support.loader_workers import batches_despite_signals
+
+ROWS = range(64)
+
+begun: list[int] = []
+
+
+def test_the_batches_of_a_sampler_come_whoever_is_signalled() -> None:
+    sampler = StatefulSampler(ROWS, seed=1)
+    loader = DataLoader(ROWS, 2, sampler=sampler, num_workers=2)
+    batches = batches_despite_signals(sampler.batches(loader, epochs=1), workers=2)
+    assert sorted(row for batch in batches for row in batch.tolist()) == [*ROWS]
+
+
+def test_a_manager_knows_the_loaders_that_accelerate_has_prepared(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(ROWS, 2, num_workers=2))
+    with CheckpointManager(tmp_path, accelerator=accelerator):
+        assert len(batches_despite_signals(loader, workers=2)) == len(ROWS) // 2
+        rest = accelerator.skip_first_batches(loader, 4)
+        assert len(batches_despite_signals(rest, workers=2)) == len(ROWS) // 2 - 4
+
+
+class Marked:
+    """Rows that say whether the `worker_init_fn` of the loader has run where they are made."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> int:
+        return len(begun)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_loader_keeps_what_it_does_in_a_new_worker(passes: int) -> None:
+    sampler = StatefulSampler(Marked())
+    loader: DataLoader[int] = DataLoader(
+        Marked(), sampler=sampler, num_workers=1, worker_init_fn=begun.append, batch_size=1
+    )
+    for _ in range(passes):
+        assert [int(batch) for batch in StatefulSampler.batches(sampler, loader, epochs=sampler.epoch + 1)] == [1] * 4
