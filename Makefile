@@ -34,13 +34,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: install
 	$(BIN)/python train.py
 
-# Everything; last what starts ten nodes of a real SLURM, which would slow the others down.
+# Everything; last what starts ten nodes of a real SLURM, which would slow the others down. Half of that time its jobs wait
+# for SLURM, and what runs with coverage, on one core, runs beside it.
 test: install-dev
-	@$(MAKE) --no-print-directory -j 2 coverage nodeless
-	$(PYTEST) tests/slurm
+	@$(MAKE) --no-print-directory nodeless
+	@$(MAKE) --no-print-directory -j 2 coverage test-slurm
 
+# Without the tests that `coverage` runs.
 nodeless: install-dev
-	$(PYTEST) $(SIDE_BY_SIDE) --ignore=tests/slurm
+	$(PYTEST) $(SIDE_BY_SIDE) --ignore=tests/slurm --fast-elsewhere $(MEASURED)
 
 # The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
 coverage: install-dev

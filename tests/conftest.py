@@ -39,6 +39,9 @@ WORLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run in full what is a sample otherwise")
+    parser.addoption(
+        "--fast-elsewhere", nargs="*", default=[], metavar="PATH", help="another process runs the fast tests of these"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -53,14 +56,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "server" in getattr(item, "fixturenames", ()):  # its start costs more than most tests
             item.add_marker(pytest.mark.slow)
-    if not campaign.in_full:
-        left_out = [item for item in items if item.get_closest_marker("campaign")]
-        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
+    elsewhere = [Path(path).resolve() for path in config.option.fast_elsewhere]
+    kept, left_out = [], []
+    for item in items:
+        (left_out if is_left_out(item, elsewhere) else kept).append(item)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):  # side by side: what takes long comes first, and many small files fill the end
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def is_left_out(item: pytest.Item, elsewhere: list[Path]) -> bool:
+    """Whether only a campaign runs it, or another process."""
+    if not campaign.in_full and item.get_closest_marker("campaign"):
+        return True
+    return not item.get_closest_marker("slow") and any(item.path.is_relative_to(path) for path in elsewhere)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,11 +93,32 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
-def trials(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+def narrow_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What runs train of which nothing is asked but their bits, at half the cost; in a campaign the embedded base."""
+    from tools.testbed.worlds import toy_base
+
+    return "embedded" if campaign.in_full else str(toy_base(tmp_path_factory.mktemp("base") / "narrow"))
+
+
+@pytest.fixture(scope="module")
+def narrow(narrow_base: str) -> Iterator[None]:
+    """That base for the runs of a file on which faults and signals strike, and for its sweeps."""
+    from tests.support import faults
+    from tests.sweep import trials
+    from tools.testbed import moments
+
+    with pytest.MonkeyPatch.context() as patch:
+        for keys in (faults.KEYS, moments.KEYS, trials.KEYS):
+            patch.setitem(keys, "model_name", narrow_base)
+        yield
+
+
+@pytest.fixture(scope="session")
+def trials(server: ForkServer, narrow_base: str, tmp_path_factory: pytest.TempPathFactory) -> Trials:
     """Cells of all files: a reference is trained once."""
     from tools.testbed.trials import Trials
 
-    return Trials(server, tmp_path_factory.mktemp("trials"))
+    return Trials(server, tmp_path_factory.mktemp("trials"), narrow_base)
 
 
 @pytest.fixture

@@ -25,11 +25,13 @@ from tools.testbed.trials import Cell, Trials, account, differences, train_watch
 # References that the tests share.
 pytestmark = pytest.mark.slow
 
-CELL = Cell(accumulation=4, dropout=0.1)
-PARTS = Cell(accumulation=4, dropout=0.1, ranks=2)
+CELL = Cell(dropout=0.1)
+PARTS = Cell(dropout=0.1, ranks=2)
 #: The others write as time passes: a run that is faster than the one that counted would have fewer operations.
 WRITERS = ("MainThread", "ci_llm checkpoint")
 SAVING = {"save_steps": 2, "save_total_limit": 2}
+#: Adapters whose moments are more than half of a checkpoint, so that both of two processes write a part of them.
+LARGE = SAVING | {"lora_rank": 16}
 
 
 def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> int:
@@ -57,7 +59,7 @@ def test_points_drawn_by_seed_go_on_training(server: ForkServer, trials: Trials)
     reference = trials.reference(CELL)  # tokenises, so that every run from here on has the same operations
 
     def strike(folder: Path, number: int) -> list[int]:
-        arguments = CELL.arguments(**SAVING)
+        arguments = trials.arguments(CELL, **SAVING)
         return server.run(struck, folder / "log", folder=str(folder), arguments=arguments, number=number)
 
     alive = trials.new_folder()
@@ -71,14 +73,23 @@ def test_points_drawn_by_seed_go_on_training(server: ForkServer, trials: Trials)
         assert not differences(reference, account(folder)), f"operation {number} of {total}"
 
 
+@pytest.fixture(scope="module")
+def undisturbed(trials: Trials) -> Path:
+    folder = trials.new_folder()
+    assert trials.train(PARTS, folder, **LARGE) == [0, 0], (folder / "log").read_text()
+    return folder
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-def test_either_of_two_that_write_their_parts_may_die(victim: int, server: ForkServer, trials: Trials) -> None:
+def test_either_of_two_that_write_their_parts_may_die(
+    victim: int, server: ForkServer, trials: Trials, undisturbed: Path
+) -> None:
     """Whichever backend takes over from there."""
-    keys = SAVING | {"checkpoint_backend": "distributed"}
-    reference = trials.reference(PARTS)
+    keys = LARGE | {"checkpoint_backend": "distributed"}
+    reference = account(undisturbed)
 
     def strike(folder: Path, number: int) -> list[int]:
-        place = {"folder": str(folder), "arguments": PARTS.arguments(**keys)}
+        place = {"folder": str(folder), "arguments": trials.arguments(PARTS, **keys)}
         return server.run(struck, folder / "log", ranks=2, number=number, victim=victim, **place)
 
     alive = trials.new_folder()
@@ -89,6 +100,6 @@ def test_either_of_two_that_write_their_parts_may_die(victim: int, server: ForkS
     for number in random.Random(victim).sample(range(total), size(1, 2)):
         folder = trials.new_folder()
         assert strike(folder, number)[victim] == -signal.SIGKILL, f"operation {number} of {total}"
-        taking_over = keys if victim else SAVING
+        taking_over = keys if victim else LARGE
         assert trials.train(PARTS, folder, **taking_over) == [0, 0], (folder / "log").read_text()
         assert not differences(reference, account(folder)), f"operation {number} of {total}"

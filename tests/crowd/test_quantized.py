@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from ci_llm.crowd.targets import Layers
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
 from tests.support.peft_twins import peft_loss, with_weights_of
-from tools.testbed.events import DEADLINE_S
 from tools.testbed.tiny import FAMILIES, batch
 from tools.testbed.tiny import base as toy
 
@@ -253,13 +250,6 @@ def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatc
     monkeypatch.setattr(quantized, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install 'ci-llm\[quantization\]'"):
         load_base(str(folder), "fp32", "cpu", "nf4")
-
-
-@pytest.mark.slow
-def test_without_quantization_bitsandbytes_is_not_imported() -> None:
-    code = "import sys; from ci_llm import load_base; load_base('embedded'); print('bitsandbytes' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.stdout.split() == ["False"], done.stderr
 
 
 def test_a_quantised_base_with_agents_has_the_fingerprint_that_it_was_loaded_with(folder: Path) -> None:

@@ -9,15 +9,16 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ci_llm.cli.main import main
+from ci_llm.cluster.hub import OFFLINE
 from ci_llm.config import load_config
 from ci_llm.core import durable
 from ci_llm.core.memory import cgroup_limits
@@ -41,16 +42,14 @@ HERE = [name for name in NAMES if torch.cuda.is_available() or not name.startswi
 PRESETS = ROOT / "configs"
 NF4 = ["llama3.1_8b_nf4_gsm8k.yaml"]
 SHARDED = "llama3.1_70b_nf4_sharded_gsm8k.yaml"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(__name__, "tools.testbed.warm", environment={"HF_HUB_OFFLINE": "1"}) as started:
-        yield started
+FEW_AGENTS = "num_agents=2"  # each costs the estimate time
+SMALL = (FEW_AGENTS, "batch_size=2")
 
 
 def dry_run(folder: str, words: list[str], flipping: bool = False) -> int:
-    """A trial for the fork server: `ci-llm check` in `folder`."""
+    """A trial for the fork server: `ci-llm check` in `folder`, without the network."""
+    os.environ[OFFLINE] = "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # it was read at the import
     os.chdir(folder)
     if flipping:
         flip_a_bit_of_whatever_is_large()
@@ -98,7 +97,7 @@ class Told:
 
 
 def told(server: ForkServer, folder: Path, *words: str, ranks: int = 1, **how: Any) -> Told:
-    """A dry run for the embedded default, at few agents to be quick, changed by `words`."""
+    """A dry run for the embedded default, changed by `words`."""
     shutil.copy(ROOT / "configs.yaml", folder)
     before = sorted(folder.rglob("*"))
     log = folder.parent / f"{folder.name}.log"
@@ -131,17 +130,17 @@ def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) 
 
 
 def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
-    found = told(server, tmp_path, ranks=2)
+    found = told(server, tmp_path, *SMALL, ranks=2)
     assert found.codes == [0, 0], found.text
     assert found.of("ok") == HERE
     assert "2 processes met" in found.lines["port"]
 
 
 def test_two_processes_check_a_base_that_they_share(server: ForkServer, tmp_path: Path) -> None:
-    together = told(server, tmp_path, "base_sharding=layers", ranks=2)
+    together = told(server, tmp_path, "base_sharding=layers", *SMALL, ranks=2)
     assert together.codes == [0, 0], together.text
     assert "nobody" not in together.text
-    alone = told(server, tmp_path, "base_sharding=layers")
+    alone = told(server, tmp_path, "base_sharding=layers", *SMALL)
     assert alone.codes == [0], alone.text
     assert "one process shares the base with nobody" in alone.text
 
@@ -158,7 +157,7 @@ def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServe
 
 def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = told(server, tmp_path, "output_dir=file/run")
+    found = told(server, tmp_path, FEW_AGENTS, "output_dir=file/run")
     assert found.codes == [1]
     assert found.of("FAILED") == ["disk"]
     assert "output_dir: file/run" in found.lines["disk"]
@@ -168,7 +167,7 @@ def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(server: ForkSe
 
 
 def test_a_disk_that_changes_bits_fails_the_check_of_the_checkpoint(server: ForkServer, tmp_path: Path) -> None:
-    found = told(server, tmp_path, flipping=True)
+    found = told(server, tmp_path, FEW_AGENTS, flipping=True)
     assert found.codes == [1]
     assert found.of("FAILED") == ["checkpoint"], found.text
     assert found.of("skipped") == ["interruption", "conclusion"]
@@ -180,7 +179,7 @@ def test_a_template_that_fails_fails_the_check_of_the_template(server: ForkServe
     settings = json.loads((base / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ raise_exception('no such role') }}"
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = told(server, tmp_path, "model_name=base")
+    found = told(server, tmp_path, FEW_AGENTS, "model_name=base")
     assert found.codes == [1]
     assert found.of("FAILED") == ["template"], found.text
     assert "no such role" in found.lines["template"]
@@ -197,7 +196,7 @@ def test_a_template_that_fails_fails_the_check_of_the_template(server: ForkServe
 def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
     server: ForkServer, tmp_path: Path, words: tuple[str, ...], hint: str
 ) -> None:
-    found = told(server, tmp_path, *words)
+    found = told(server, tmp_path, FEW_AGENTS, *words)
     assert found.codes == [1]
     assert found.of("FAILED") == ["batch"], found.text
     assert re.search(hint, found.lines["batch"])
@@ -206,7 +205,7 @@ def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
 
 
 def test_missing_data_fail_the_check_of_the_data_and_the_estimates_are_told(server: ForkServer, tmp_path: Path) -> None:
-    found = told(server, tmp_path, "dataset_name=nowhere.jsonl", "max_train_steps=10")
+    found = told(server, tmp_path, FEW_AGENTS, "dataset_name=nowhere.jsonl", "max_train_steps=10")
     assert found.codes == [1]
     assert found.of("FAILED") == ["data"]
     assert "at most" in found.lines["time"]
@@ -216,7 +215,7 @@ def test_a_folder_without_weights_fails_the_check_of_the_model_and_the_estimates
     server: ForkServer, tmp_path: Path
 ) -> None:
     shutil.copytree(BASE_FOLDER, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
-    found = told(server, tmp_path, "model_name=base")
+    found = told(server, tmp_path, FEW_AGENTS, "model_name=base")
     assert found.codes == [1]
     assert found.of("FAILED") == ["model"], found.text
     assert "model.safetensors" in found.lines["model"]
@@ -231,7 +230,7 @@ def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(server: ForkServ
     MixtralForCausalLM(experts).save_pretrained(tmp_path / "base")
     for file in BASE_FOLDER.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "base")
-    found = told(server, tmp_path, "model_name=base")
+    found = told(server, tmp_path, FEW_AGENTS, "model_name=base")
     assert found.codes == [0], found.text
     assert "cannot be traced without weights: " in found.lines["estimate"]
     assert "memory is not estimated" in found.lines["batch"]
@@ -245,7 +244,9 @@ def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(server: ForkServ
 def test_a_big_base_without_weights_is_estimated(server: ForkServer, tmp_path: Path, preset: str) -> None:
     """The embedded data and base take the place of what would have to be downloaded, and the report says so."""
     own = ["dataset_name=embedded", "dataset_subset=null", "batch_size=1", "use_gradient_checkpointing=true"]
-    found = told(server, tmp_path, "--config", str(PRESETS / preset), *own, "model_dtype=fp32", "mixed_precision=no")
+    found = told(
+        server, tmp_path, "--config", str(PRESETS / preset), FEW_AGENTS, *own, "model_dtype=fp32", "mixed_precision=no"
+    )
     assert set(found.of("FAILED")) <= {"batch"}, found.text
     assert found.codes == [int(found.of("FAILED") != [])]
     assert "billion parameters" in found.lines["estimate"]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 #: A learning rate that only spoils what the first steps have learned, so that patience ends before the run does.
 SPOILT = {
+    "model_name": "embedded",
     "learning_rate": 5e-2,
     "eval_steps": 2,
     "early_stopping_patience": 3,

@@ -42,7 +42,7 @@ def asked(
     folder = folder or trials.new_folder()
     how = {name: options.pop(name) for name in ("place", "call", "fate") if name in options}
     codes = options.pop("codes", [0] * cell.ranks)
-    arguments = cell.arguments(**options)
+    arguments = trials.arguments(cell, **options)
     found = server.run(
         train_asked, folder / "log", ranks=cell.ranks, folder=str(folder), arguments=arguments, asks=asks, **how
     )

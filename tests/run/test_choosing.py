@@ -224,7 +224,7 @@ class TestRuns:
 
     def test_a_crowd_that_people_have_changed_is_not_decided_about(self, trials: Trials, server: ForkServer) -> None:
         folder = trials.new_folder()
-        arguments = CELL.arguments(**KEYS)
+        arguments = trials.arguments(CELL, **KEYS)
         asks = [(2, ["stop", "1"])]
         options = {"folder": str(folder), "arguments": arguments, "asks": asks}
         assert server.run(train_asked, folder / "log", ranks=1, **options) == [0], (folder / "log").read_text()

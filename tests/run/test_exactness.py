@@ -86,7 +86,7 @@ def test_through_train_py(trials: Trials, cell: Cell) -> None:
     In the sample one process; two of them, under torchrun and the supervisor: tests/run/test_beginnings.py.
     """
     folder = trials.new_folder()
-    write_call(cell, folder)
+    write_call(trials.arguments(cell), folder)
     doomed = min(2 * cell.saved_step, STEPS)
     killed = train_py(cell, folder, die_before=f"checkpoint_step_{doomed}", save_steps=cell.saved_step)
     assert killed[0] == -signal.SIGKILL
@@ -95,9 +95,9 @@ def test_through_train_py(trials: Trials, cell: Cell) -> None:
     assert not differences(unwitnessed(trials.reference(cell)), account(folder))
 
 
-def write_call(cell: Cell, folder: Path) -> None:
+def write_call(arguments: list[str], folder: Path) -> None:
     """A configuration file, and what makes a process end itself on a file event."""
-    (folder / "trial.yaml").write_text("\n".join(cell.arguments()).replace("=", ": "))
+    (folder / "trial.yaml").write_text("\n".join(arguments).replace("=", ": "))
     (folder / "die.py").write_text(
         "import os, sys\n"
         "def die(event, arguments):\n"

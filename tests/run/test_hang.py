@@ -20,7 +20,7 @@ from tests.support.faults import Fault, fired, said, train
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 
 def stacks(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from tools.testbed import moments
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import EVAL_STEPS, MOMENTS, STEPS, Moment, arguments
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 
 def train(server: ForkServer, folder: Path, moment: Moment | None = None, **options: object) -> list[int]:

@@ -18,7 +18,7 @@ from ci_llm.run.nonfinite import findings_of
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ from tests.support.faults import Fault, adapters, fired, metrics, said, samples,
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 ROWS = 16
 BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_train_samples": 100}
-BIG |= {"max_train_steps": 3, "model_dtype": "fp64"}
+BIG |= {"max_train_steps": 3, "model_dtype": "fp64", "model_name": "embedded"}
 #: A third of what 16 rows of three agents in fp64 need besides what the first step has left in the heap: 0.3 GB.
 SPARE_BYTES = 100 << 20
 

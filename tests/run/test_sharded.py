@@ -14,13 +14,14 @@ import torch
 
 from ci_llm.core.attempts import read_failures
 from ci_llm.core.run_status import read_status
-from tests.support.campaign import sampled, sampled_cases
+from tests.support.campaign import sampled, sampled_cases, size
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
-PRODUCTS = 28  # adapted layers of the embedded base: so many products in a forward pass, and as many in a backward pass
+#: Adapted layers of the base: so many products in a forward pass, and as many in a backward pass.
+PRODUCTS = size(14, 28)
 #: 13 rows in steps of 8: processes run out of rows before the others do. Two evaluations, one that generates.
 KEYS: dict[str, Any] = {
     "max_train_samples": 13,

@@ -25,7 +25,8 @@ from ci_llm.core.run_status import is_alive
 #: No wait is expected to come near this, on a machine under any load: it only ends a test that will never end.
 CEILING_S = 900.0
 LOOK_S = 0.1
-ASK_S = 2.0
+ASK_S = 2.0  # a question to SLURM starts a program
+END_S = 0.5  # where the end of a job is waited for, by several at once
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun", "scancel", "munged", "setpriv")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
@@ -88,14 +89,14 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
-def until(what: str, look: Callable[[], T | bool | None], *, deadline_s: float = CEILING_S) -> T:
+def until(what: str, look: Callable[[], T | bool | None], *, every_s: float = LOOK_S) -> T:
     """Look again and again until there is something to see."""
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + CEILING_S
     while time.monotonic() < end:
         if seen := look():
             return seen  # type: ignore[return-value]
-        threading.Event().wait(LOOK_S)
-    raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
+        threading.Event().wait(every_s)
+    raise AssertionError(f"not within {CEILING_S:.0f} s: {what}")
 
 
 class Cluster:
@@ -280,7 +281,7 @@ class Job:
             shown = self.show()
             return shown if shown["JobState"] in ENDED else None
 
-        return until(f"job {self.number} has ended", ended)
+        return until(f"job {self.number} has ended", ended, every_s=END_S)
 
     @property
     def node(self) -> str:

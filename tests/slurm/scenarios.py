@@ -26,11 +26,11 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import slurm
 from ci_llm.core.attempts import read_failures, record_attempt
 from ci_llm.core.run_status import Status, is_alive, read_status
-from tests.slurm.cluster import ENDED, Cluster, Job, until
+from tests.slurm.cluster import END_S, ENDED, Cluster, Job, until
 from tests.support.children import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+STEPS = 30
 CAUGHT_AT = 12
 KEYS = {
     "num_agents": 2,
@@ -222,7 +222,7 @@ def _out_of_time(scene: Scenario, minutes: int) -> dict[str, Any]:
             shorten(config, status.step + 5)
         return job.show()["JobState"] in ENDED
 
-    until("it is completed, however often that takes its time", ended)
+    until("it is completed, however often that takes its time", ended, every_s=END_S)
     return scene.told(job, limit=limit, first=first)
 
 

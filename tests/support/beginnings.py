@@ -99,10 +99,11 @@ class Beginnings:
 
     Args:
         folder: where they leave what they leave.
+        base: what they train, as `model_name`.
     """
 
-    def __init__(self, server: ForkServer, folder: Path, ranks: int) -> None:
-        self._server, self.folder, self.ranks = server, folder, ranks
+    def __init__(self, server: ForkServer, folder: Path, ranks: int, base: str) -> None:
+        self._server, self.folder, self.ranks, self._base = server, folder, ranks, base
         self._made: dict[str, Path] = {}
         folder.mkdir(parents=True, exist_ok=True)
         rows = [{"question": f"What is {n} + 1?", "answer": f"{n + 1}"} for n in range(13)]  # one is held out
@@ -111,6 +112,7 @@ class Beginnings:
     def words(self, **keys: Any) -> list[str]:
         """The command line of train.py, complete."""
         own = {
+            "model_name": self._base,
             "dataset_name": self.folder / "rows.jsonl",
             "max_train_samples": "null",
             "max_train_steps": STEPS,

@@ -14,7 +14,7 @@ import pytest
 from tests.sweep.trials import called, record, words
 from tools.testbed.forkserver import ForkServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 pb = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb is an extra")
 

@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
-from ci_llm.embedded import BASE_FOLDER
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import _leaves, differences
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 Folder = Callable[[], Path]
 
@@ -83,7 +82,7 @@ def test_what_a_sweep_leaves(undisturbed: Path) -> None:
     config = json.loads((run / "best/adapter_config.json").read_text())
     assert config["r"] == 2
     assert f"`learning_rate` {best['settings']['learning_rate']:g}" in (run / "best/README.md").read_text()
-    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER)
+    base = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
     assert peft.PeftModel.from_pretrained(base, run / "best").peft_config["default"].r == 2
     said = (undisturbed / "log").read_text()
     assert "4 trials by sampler grid, compared by nll: 4 to step 4, 2 to step 8" in said

@@ -224,10 +224,11 @@ class Trials:
 
     Args:
         folder: where the runs leave what they leave.
+        base: what they train, as `model_name`.
     """
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
-        self._server, self._folder = server, folder
+    def __init__(self, server: ForkServer, folder: Path, base: str = "embedded") -> None:
+        self._server, self._folder, self._base = server, folder, base
         self._references: dict[Cell, dict[str, Any]] = {}
         self._count = itertools.count()
 
@@ -236,6 +237,10 @@ class Trials:
         folder.mkdir(parents=True)
         return folder
 
+    def arguments(self, cell: Cell, **keys: Any) -> list[str]:
+        """The command line of train.py, complete."""
+        return cell.arguments(**{"model_name": self._base} | keys)
+
     def train(self, cell: Cell, folder: Path, fate: Fate | None = None, **keys: Any) -> list[int]:
         """One attempt in `folder`; returns the exit codes of its processes."""
         return self._server.run(
@@ -243,7 +248,7 @@ class Trials:
             folder / "log",
             ranks=cell.ranks,
             folder=str(folder),
-            arguments=cell.arguments(**keys),
+            arguments=self.arguments(cell, **keys),
             fate=asdict(fate) if fate else None,
         )
 
