@@ -385,7 +385,10 @@ def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path, capsys: pyt
     assert capsys.readouterr().out == crowd.generate("Ann has 3 pens.", max_new_tokens=3)[0] + "\n"
 
 
-def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up(hub: Path) -> None:
+def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no run has left a ci_llm_output
     with pytest.raises(BadInput) as caught:
         Crowd.from_pretrained("someone/nothing")
     assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in str(caught.value)

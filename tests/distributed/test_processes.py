@@ -152,7 +152,10 @@ def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> N
         with Child(sys.executable, WORLD, tmp_path / "second") as second:
             run_all([second])
     (refused,) = told(tmp_path / "second", 1)
-    assert "another process of the same launcher or shell trains here" in refused["same folder"]
+    assert (
+        "another process that the same launcher or shell has started trains in this folder already"
+        in refused["same folder"]
+    )
 
 
 # In this process

@@ -84,7 +84,7 @@ def busy_together(directory: str) -> int:
     try:
         manager.save(0, {"fine": 1})
     except CheckpointError as error:
-        print(type(error).__name__, flush=True)
+        print(f"{type(error).__name__}\n", end="", flush=True)  # at once: another process writes here too
         return 0
     return 1
 
