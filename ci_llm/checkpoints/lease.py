@@ -100,7 +100,7 @@ class Owner:
             return f"torchrun has begun another round of {self.elastic_job}"
         if silent_s > timeout_s:
             return f"no heartbeat for {silent_s:.0f} s"
-        if silent_s < -timeout_s:  # whoever lives has renewed it since
+        if silent_s < -timeout_s:  # a living owner sets it right with its next heartbeat
             return f"its last heartbeat is {-silent_s:.0f} s in the future: the clock was set back"
         return None
 

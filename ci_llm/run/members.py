@@ -139,9 +139,9 @@ class Members:
         return next((change.step for change in (*self.planned, *self.made) if change.verb == "branch"), None)
 
     def schedule_step(self, config: Config, step: int) -> int:
-        """Where the learning-rate schedule stands after `step` steps: it counts a step of the branches once for each.
+        """The place in the learning-rate schedule after `step` optimizer steps. One step of K branches counts as K.
 
-        So it spans the agent-steps of the run. By optimizer steps it would be near its end when the crowd branches.
+        So the schedule spans the agent-steps. Over optimizer steps it would be near its end when the crowd branches.
         """
         trunk = self.trunk_steps
         return step if trunk is None else step + (config.num_agents - 1) * max(0, step - trunk)
