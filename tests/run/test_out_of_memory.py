@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 ROWS = 16
 BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_train_samples": 100}
 BIG |= {"max_train_steps": 3, "model_dtype": "fp64", "model_name": "embedded"}
-#: A third of what 16 rows of three agents in fp64 need besides what the first step has left in the heap: 0.3 GB.
+#: A third of what 16 rows of three agents in fp64 need: 0.3 GB.
 SPARE_BYTES = 100 << 20
 
 

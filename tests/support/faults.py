@@ -4,6 +4,7 @@ passes because nothing happened.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
@@ -35,6 +36,7 @@ from tools.testbed.events import DEADLINE_S, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
 FIRED = "fired.jsonl"
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SAMPLES = "samples.jsonl"
 
 
@@ -134,6 +136,9 @@ def short_memory(fault: Fault) -> None:
             limit = int(held.split()[1]) * 1024 + fault.amount
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
+    # Blocks of more than 128 KiB go back to the kernel when they are freed. By default glibc keeps some of them, which
+    # can be taken again without asking the kernel; how many depends on the threads of the process.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1
     wrap(loop, "compute_gradients", strike)
     wrap(job, "save", lift)  # of the last step: its threads want memory for their stacks
 
