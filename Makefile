@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 # One thread a process: tests run side by side, and threads that wait for each other on a busy core spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests start hundreds of programs, which compile the package only once where they may keep what they have compiled.
+unexport PYTHONDONTWRITEBYTECODE
 # A file goes to one worker, which makes what its tests share once (pytest-xdist 3.8 knows no groups with pytest 9.2); in
 # the order of tests/conftest.py.
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -5,6 +5,7 @@ A run that a test interrupts would else put the job of whoever tests back into S
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -141,3 +142,13 @@ def threads_as_they_were() -> Iterator[None]:
     yield
     torch.set_num_threads(before)
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Garbage is collected after the imports alone, and what they have made is never walked through again."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
