@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What `make coverage` runs.
 MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
-	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py
+	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py tests/test_interrupts.py
 
 .PHONY: install install-dev train test nodeless campaign test-slurm check fast lint docs coverage mutation bench clean
 
@@ -48,7 +48,9 @@ nodeless: install-dev
 
 # The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
 coverage: install-dev
+	$(BIN)/python -m coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q -m "not slow" $(MEASURED)
+	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
 # Everything again, and in full what `make test` samples: crash points, random histories, combinations of a matrix.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from ci_llm import interrupts as interrupts_module
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts, ignore_signals
 from tests.support.children import DEADLINE_S, Child
+from tools.testbed.events import wait_until
 
 
 @pytest.fixture
@@ -125,6 +128,12 @@ def test_a_signal_that_cannot_be_caught_is_refused(name: str) -> None:
         Interrupts(stop=[name])
 
 
+def test_a_signal_has_a_number_or_does_not_exist() -> None:
+    assert interrupts_module.signal_number("SIGKILL") == 9
+    with pytest.raises(ConfigError, match="SIGNONE"):
+        interrupts_module.signal_number("SIGNONE")
+
+
 def test_a_signal_with_two_meanings_is_refused() -> None:
     with pytest.raises(ConfigError, match="SIGUSR1"):
         Interrupts(stop=["SIGUSR1"])
@@ -185,7 +194,15 @@ def test_the_announcement_says_what_the_run_will_do() -> None:
         send(signal.SIGTERM)
         assert heard.wait(DEADLINE_S)
         send(signal.SIGTERM)
-    assert lines == ["SIGTERM: saving step 37"]
+        heard.clear()
+        send(signal.SIGUSR1)
+        assert heard.wait(DEADLINE_S)
+    assert lines == ["SIGTERM: saving step 37", "SIGUSR1: saving after this step, then going on"]
+
+
+def test_without_a_place_of_its_own_an_announcement_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    Interrupts().announce_stop("walltime")
+    assert capfd.readouterr().err == "walltime: saving\n"
 
 
 # At once: the main thread is in one C call that no signal ends, and comes out when the test says so
@@ -194,6 +211,8 @@ STUCK = """
 import ctypes, sys, threading
 from ci_llm.interrupts import Interrupts
 
+sys.settrace(None)  # what measures coverage waits for the interpreter's lock, which nobody gives up below
+threading.settrace(None)
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 lock, unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
 entered, inside = threading.Lock(), True
@@ -246,16 +265,41 @@ def test_ctrl_c_twice_ends_a_process_that_does_not_come_back() -> None:
         assert child.wait() == 130
 
 
-def test_ctrl_c_twice_raises_in_a_main_thread_that_runs_bytecode() -> None:
-    with Child.python(STUCK, "60", str(DEADLINE_S)) as child:
-        child.read_until("inside")
-        child.say("come out")
-        child.read_until("outside")
-        child.signal(signal.SIGINT)
-        child.read_until("again to abort")
-        child.signal(signal.SIGINT)
-        child.read_until("aborted")
-        assert child.wait() == 0
+@pytest.fixture
+def exit_codes(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[int]:
+    """The codes with which the process would have been ended."""
+    codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(interrupts_module.os, "_exit", codes.put)
+    return codes
+
+
+def test_ctrl_c_twice_raises_where_bytecode_runs_and_a_third_one_ends_the_process(exit_codes: queue.Queue[int]) -> None:
+    lines: queue.Queue[str] = queue.Queue()
+
+    def press_again() -> None:
+        send(signal.SIGINT)
+        one._raised.wait(DEADLINE_S)
+
+    with Interrupts(announce=lines.put) as one:
+        send(signal.SIGINT)
+        assert "again to abort" in lines.get(timeout=DEADLINE_S)
+        with pytest.raises(KeyboardInterrupt):
+            press_again()
+        assert "aborting now" in lines.get(timeout=DEADLINE_S)
+        wait_until("its own signals are not taken for the user's", lambda: one._own_sigints == 0)
+        assert exit_codes.empty()
+        send(signal.SIGINT)
+        assert exit_codes.get(timeout=DEADLINE_S) == 130
+
+
+def test_ctrl_c_twice_ends_the_process_when_the_main_thread_has_had_its_time(exit_codes: queue.Queue[int]) -> None:
+    with Interrupts(announce=lambda _line: None, abort_grace_s=0) as one:
+        send(signal.SIGINT)
+        assert one.wait(DEADLINE_S)
+        with contextlib.suppress(KeyboardInterrupt):  # if the handler runs after the listener
+            send(signal.SIGINT)
+            one._raised.wait(0)
+        assert exit_codes.get(timeout=DEADLINE_S) == 130
 
 
 @pytest.mark.slow
@@ -340,6 +384,7 @@ def _work(ready: Connection) -> None:
     ready.recv()
 
 
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_worker_ends_when_the_process_that_created_it_terminates_it(method: str) -> None:
     """Even where it was forked by a server."""
@@ -369,6 +414,7 @@ with Interrupts(announce=lambda line: None) as interrupts:
         assert child.read_until("armed") == f"armed {sys.platform == 'linux'}"
         child.signal(signal.SIGKILL)
         assert child.read_until("heard") == "heard True signal:SIGTERM"
+        child.read_to_the_end()
 
 
 ON_THE_WAY_OUT = """

@@ -68,6 +68,11 @@ class Child:
             if text in line:
                 return line
 
+    def read_to_the_end(self) -> None:
+        """Wait until every process that writes to its standard output has ended."""
+        self._reader.join(DEADLINE_S)
+        assert not self._reader.is_alive(), f"still open after {DEADLINE_S} s; so far: {self.seen}"
+
     def say(self, line: str) -> None:
         """Write one line to its standard input."""
         assert self.process.stdin is not None
