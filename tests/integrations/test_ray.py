@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: other tests on the same cores would leave it next to nothing
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",  # a machine under load starts Python slowly
 }
 
