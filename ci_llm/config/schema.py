@@ -156,7 +156,7 @@ class AgentKeys(Keys):
     branch_at: Annotated[float, Gt(0), Lt(1)] | None = exact(
         None, "train one agent for this share of the agent-steps, then num_agents clones; null: off (docs/crowd.md)"
     )
-    crowd: Literal["fixed", "auto"] = exact("fixed", "auto: one agent may go on alone (docs/crowd.md)")
+    crowd: Literal["fixed", "auto"] = exact("fixed", "auto: one agent begins, and the others may join (docs/crowd.md)")
     init_from: PathText | None = exact(
         None, "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters"
     )

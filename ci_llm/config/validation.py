@@ -125,7 +125,9 @@ def _choice_clashes(c: Config) -> Iterator[Clash]:
             "schedule_steps fixes a length, and one agent takes more steps",
         ),
         "train_on_prompt": (c.train_on_prompt, "training rows count their prompts, and validation rows do not"),
-        "max_train_steps": ((c.max_train_steps or 4) < 4, "fewer than 4 steps have no quarter"),
+        "init_from": (c.init_from is not None, "agents that join begin at random starts"),
+        "initialize_adapters_rand": (not c.initialize_adapters_rand, "agents that join would all be the same"),
+        "max_train_steps": (c.max_train_steps == 1, "one step leaves nothing to decide"),
     }
     for key, (holds, why) in wrong.items():
         if holds:

@@ -268,12 +268,13 @@ class AgentStorage:
         return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
 
     @torch.no_grad()
-    def made_of(self, settings: LoraSettings, sources: Sequence[int]) -> AgentStorage:
+    def made_of(self, settings: LoraSettings, sources: Sequence[int | None]) -> AgentStorage:
         """A storage on the same layers with copies of these agents; this one keeps its numbers and loses the layers.
 
         Args:
             settings: of the new agents, whose shapes must be those of their sources.
-            sources: [K] for each new agent the one that it is a copy of; several may have the same.
+            sources: [K] for each new agent the one that it is a copy of; several may have the same. None: it begins at
+                a start of its own, and adapts what the first one adapts.
 
         Raises:
             ModelError: memory does not hold the agents.
@@ -283,10 +284,13 @@ class AgentStorage:
             layer.num_agents, layer.dropout = settings.num_agents, dropout
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
         kinds = sources[: len(settings.kinds())]
-        adapted = [self._adapted[source] for source in kinds]
+        adapted = [self._adapted[source or 0] for source in kinds]
         storage = AgentStorage(self.layers, settings, dropout, self.casts, adapted, self.trunk)
+        if None in sources:
+            storage.initialise()
         for row, source in zip(storage.rows, sources, strict=True):
-            row.copy_(self.rows[source])
+            if source is not None:
+                row.copy_(self.rows[source])
         return storage
 
     def leave_out(self, agents: Sequence[int]) -> None:

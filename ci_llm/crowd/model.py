@@ -166,8 +166,8 @@ class Crowd(nn.Module):
     def num_agents(self) -> int:
         return self.settings.num_agents
 
-    def become(self, settings: LoraSettings, sources: Sequence[int], names: Sequence[str]) -> None:
-        """Go on with copies of some of the agents; for the first two arguments see `AgentStorage.made_of`."""
+    def become(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
+        """Go on with copies of some of the agents, and with new ones; see `AgentStorage.made_of`."""
         self.agents = self.agents.made_of(settings, sources)
         self.settings, self.names = settings, [*names]
 

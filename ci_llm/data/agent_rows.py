@@ -70,10 +70,10 @@ class EvaluationRows:
         found = [*dict.fromkeys(prints)]
         return cls(tuple(sets[each] for each in found), tuple(map(found.index, prints)))
 
-    def of_copies(self, sources: Sequence[int]) -> EvaluationRows:
+    def of_copies(self, sources: Sequence[int | None]) -> EvaluationRows:
         """The same for a crowd whose agents are these, or copies of these; no set is left out, so that scores of the
-        crowd stay comparable."""
-        return EvaluationRows(self.sets, tuple(self.of_agent[source] for source in sources))
+        crowd stay comparable. A new agent, None, has the first set."""
+        return EvaluationRows(self.sets, tuple(0 if place is None else self.of_agent[place] for place in sources))
 
     def __len__(self) -> int:
         return sum(map(len, self.sets))

@@ -99,8 +99,10 @@ def require_distinct_branches(config: Config) -> None:
     Raises:
         ModelError: some would.
     """
-    if (members := Members.first(config, 2)) is None:
+    if config.branch_at is None:
         return
+    members = Members.first(config, 2)
+    assert members is not None
     members, _ = members.after(config.num_agents, config)
     settings, agents = config_of(config, members).each_agent, crowd_settings(config, members).each()
     kinds = {

@@ -1,17 +1,17 @@
-"""`crowd: auto`: whether the crowd is kept, or one of its agents goes on alone and takes the steps of the others.
+"""`crowd: auto`: one agent begins; it stays alone and takes the steps of all, or the others join it.
 
-It is decided once, by an evaluation after a quarter of the steps. Agents that know their training rows better than the
-crowd knows new ones have learned what these rows can teach one agent: more steps would go into memorising, and a crowd
-averages that away. Agents that know their training rows no better are still learning: more steps of one agent help more
-than more agents. The change acts after the next step, as a change that people ask for does. It is on record before it
-acts, so that an attempt which goes on from an older checkpoint makes it at the same step.
+It is decided once, by an evaluation after an eighth of the agent-steps. An agent that knows its training rows much
+better than new ones learns them by heart: more of its steps would go into that, and a crowd averages it away. One that
+knows them about as well is still learning: more steps of one agent help more than more agents. Until then it trains
+as one agent that stays alone from the start would, and after that as well, to the same bits.
+
+The decision is on record before it acts, so that an attempt which goes on from an older checkpoint repeats it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +24,10 @@ from ci_llm.run.state import Choice, TrainState
 
 logger = logging.getLogger(__name__)
 
-#: The metric that the decision takes beside those of an evaluation: nats per target token, mean over agents.
+#: The metric that the decision takes beside those of an evaluation: nats per target token.
 TRAINING_NLL: Final = "choice/training_nll"
+#: An agent learns its rows by heart when its nll on them is below this share of that on new rows.
+BY_HEART: Final = 0.5
 _ID: Final = "crowd-auto"
 
 
@@ -33,61 +35,40 @@ def decided(
     config: Config,
     state: TrainState,
     metrics: Mapping[str, Any],
-    dropped: Collection[int],
     processes: Processes,
     may_write: Callable[[], bool],
 ) -> TrainState:
-    """The state in which it is decided about the crowd, with the change that is planned for it. A collective.
+    """The state in which it is decided about the crowd. A collective.
 
     Args:
         metrics: of the evaluation after the present step, by the names of metrics.jsonl.
-        dropped: places of the agents that take no steps any more.
         may_write: whether this attempt holds the run's folder.
     """
-    members = state.members or Members.configured(config)
-    train = {each.folder: each.number for k, each in enumerate(members.agents) if k not in dropped}
-    choice = processes.on_main(partial(_decide, config, state.step, train, metrics, may_write))
+    members = state.members
+    assert members is not None  # with `crowd: auto` a run begins with one agent
+    choice = processes.on_main(partial(_decide, config, state.step, members, metrics, may_write))
     logger.info(f"crowd     {choice}")
-    return state.with_choice(choice, members.with_planned(changes_of(choice, config)))
+    return state.with_choice(choice, members.with_planned([change_of(choice)]))
 
 
-def choose(step: int, training: float, crowd: float, agents: Mapping[int, float]) -> Choice:
-    """What the evaluation after `step` decides.
-
-    Args:
-        training: NLL of the agents on training rows, their mean.
-        crowd: NLL of the crowd on validation rows.
-        agents: the same of the agents that can go on, by number.
-    """
-    sound = {number: nll for number, nll in agents.items() if math.isfinite(nll)}
-    alone = training >= crowd and sound
-    return Choice(step, training, crowd, min(sound, key=lambda number: sound[number]) if alone else None)
+def choose(step: int, training: float, validation: float) -> Choice:
+    """What the evaluation after `step` decides about an agent with these nll; not a number: the others join."""
+    return Choice(step, training, validation, alone=training >= BY_HEART * validation)
 
 
-def changes_of(choice: Choice, config: Config) -> list[CrowdChange]:
-    """The change of the crowd that follows: none, if it is kept.
-
-    One agent then takes K times the steps that it would have taken in the crowd, and its learning rate is divided by
-    the root of K.
-    """
-    if choice.agent is None:
-        return []
-    own = {"learning_rate": config.learning_rate / math.sqrt(config.num_agents)}
-    return [CrowdChange(choice.step + 1, "single_out", choice.agent, own)]
+def change_of(choice: Choice) -> CrowdChange:
+    """What follows: it acts after one more step, as changes do that people ask for."""
+    return CrowdChange(choice.step + 1, "stay_alone" if choice.alone else "join")
 
 
 def _decide(
-    config: Config, step: int, train: Mapping[str, int], metrics: Mapping[str, Any], may_write: Callable[[], bool]
+    config: Config, step: int, members: Members, metrics: Mapping[str, Any], may_write: Callable[[], bool]
 ) -> Choice:
-    """On the main process: as an earlier attempt has decided, if one has; on record before it acts.
-
-    Args:
-        train: name -> number of the agents that train.
-    """
-    agents = {number: float(metrics[f"eval/{name}/nll"]) for name, number in train.items()}
-    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics["eval/crowd/nll"]), agents)
+    """On the main process: as an earlier attempt has decided, if one has; on record before it acts."""
+    (name,) = members.folders
+    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics[f"eval/{name}/nll"]))
     if (known := _known(config.run_folder, step)) is not None:
-        return Choice(step, choice.training, choice.crowd, known.agent if known.refused is None else None)
+        return Choice(step, choice.training, choice.validation, alone=known.verb == "stay_alone")
     if may_write():
         _record(config, choice)
     return choice
@@ -99,10 +80,8 @@ def _known(folder: Path, step: int) -> Decision | None:
 
 
 def _record(config: Config, choice: Choice) -> None:
-    decision = Decision(_ID, choice.step + 1, "single_out", 0, refused=str(choice))
-    for change in changes_of(choice, config):
-        decision = Decision(_ID, change.step, change.verb, change.agent, change.own)
+    change = change_of(choice)
     try:
-        put_on_record(config.run_folder, decision)
+        put_on_record(config.run_folder, Decision(_ID, change.step, change.verb, change.agent))
     except OSError as error:
         logger.warning(f"crowd     what was decided cannot be put on record, the run goes on: {error.strerror}")

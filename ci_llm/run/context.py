@@ -29,7 +29,7 @@ from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
-from ci_llm.run.members import config_of, step_of_choice
+from ci_llm.run.members import config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
@@ -148,13 +148,12 @@ class Run:
 
     @property
     def is_choosing(self) -> bool:
-        """Whether the evaluation after the present step decides about the crowd (`crowd: auto`).
-
-        A crowd that people have changed before is not decided about.
-        """
-        state = self.state
-        is_open = self.config.crowd == "auto" and state.choice is None and not (state.members and state.members.made)
-        return is_open and state.step > 0 and state.step == step_of_choice(self.total_steps)
+        """Whether the evaluation after the present step decides about the crowd (`crowd: auto`)."""
+        members = self.state.members
+        if members is None or self.state.choice is not None:
+            return False
+        due = [change.verb for change in members.planned if change.step == self.state.step + 1]
+        return "join" in due or "stay_alone" in due
 
     @property
     def evaluation_missed(self) -> bool:

@@ -2,8 +2,8 @@
 
 It happens between two optimizer steps, on every process alike and without communication. What an agent has reached
 goes with it: weights, moments, its recovery, the snapshot of its last good state, the sums since the last line of
-metrics. A copy of an agent begins with all of that except the sums. An agent that is stopped leaves its adapter to the
-checkpoints.
+metrics. A copy of an agent begins with all of that except the sums, and one that joins begins anew. An agent that is
+stopped leaves its adapter to the checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ci_llm.run.agent_settings import crowd_settings, objective_of, optimizer_gr
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_requests import CrowdRequest, Decision, Unrecorded, decide, read_waiting
 from ci_llm.run.loading import rows_and_plan
-from ci_llm.run.members import CrowdChange, Members, config_of
+from ci_llm.run.members import CrowdChange, Members, Sources, config_of
 from ci_llm.run.resume import STOPPED
 from ci_llm.run.setup import lengths_of, plan_ahead
 from ci_llm.run.state import TrainState
@@ -59,26 +59,23 @@ def make_due_changes(run: Run) -> None:
         run.total_steps = members.total_steps(run.config, steps)
         run.status.total_steps = run.learning.total_steps = run.total_steps
         become(run, members, sources)
+        run.last_good.begin(run.state.step)  # of agents that have joined
         new = members.made[len(before.made) :]
         branched = any(change.verb == "branch" for change in new)
-        run.lanes = [*range(len(sources))] if branched else [run.lanes[source] for source in sources]
+        run.lanes = [k if branched or place is None else run.lanes[place] for k, place in enumerate(sources)]
         for change in new:
             logger.info(f"crowd     after step {run.state.step}: {change}; the crowd is {', '.join(members.folders)}")
 
 
-def become(run: Run, members: Members, sources: Sequence[int]) -> None:
-    """Give the run the crowd of these members.
-
-    Args:
-        sources: for each of them the place, in the crowd as it is, of the agent that it is or is a copy of.
-    """
+def become(run: Run, members: Members, sources: Sources) -> None:
+    """Give the run the crowd of these members."""
     run.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     crowd, optimizer, config = run.crowd, run.optimizer, config_of(run.config, members)
     run.checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
     moments = [optimizer.state.get(row, {}) for row in crowd.agents.rows]
     crowd.become(crowd_settings(run.config, members), sources, members.folders)
     crowd.common_start = crowd.common_start or members.common_start
-    _fill(optimizer, optimizer_groups(config, crowd), [moments[source] for source in sources])
+    _fill(optimizer, optimizer_groups(config, crowd), [{} if place is None else moments[place] for place in sources])
     run.objective = objective_of(config, crowd)
     run.rows, run.plan = rows_and_plan(run.config, run.checkpoint.rows, members, run.state.rows_per_step)
     run.eval_rows = run.eval_rows.of_copies(sources)
@@ -102,7 +99,7 @@ def return_to(run: Run, saved: TrainState) -> None:
     run.rows, run.plan = rows_and_plan(run.config, run.rows, run.state.members, saved.rows_per_step)
     if (members := saved.members) is not None and not members.are_configured:
         run.total_steps = members.total_steps(run.config, run.total_steps)
-        become(run, members, members.origins_within(run.crowd.num_agents))
+        become(run, members, [*members.origins_within(run.crowd.num_agents)])
     run.learning_rates = schedules(run.config, members, run.total_steps)
 
 

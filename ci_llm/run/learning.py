@@ -43,16 +43,18 @@ class Learning:
     _still: list[int] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
-    def become(self, names: Sequence[str], sources: Sequence[int]) -> None:
+    def become(self, names: Sequence[str], sources: Sequence[int | None]) -> None:
         """Go on with a crowd that has changed.
 
         Args:
             names: of the agents, for messages.
-            sources: for each the place, before, of the agent that it is or is a copy of.
+            sources: for each the place, before, of the agent that it is or is a copy of; None for a new one.
         """
         self._names = [*names]
-        self._recent = deque(tuple(losses[source] for source in sources) for losses in self._recent)
-        self._still = [self._still[source] for source in sources] if self._still else []
+        self._recent = deque(
+            tuple(math.nan if place is None else losses[place] for place in sources) for losses in self._recent
+        )
+        self._still = [0 if place is None else self._still[place] for place in sources] if self._still else []
 
     @property
     def window(self) -> int:

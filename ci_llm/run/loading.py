@@ -95,8 +95,7 @@ def stretches(
 ) -> list[tuple[TrainingRows, Plan | AgentPlans, int, int]]:
     """(rows, order, first step, end) of what is left of a run: up to where its crowd branches, and from there on.
 
-    Both are known when an attempt begins, so that the loader workers of both are forked then. As long as one agent may
-    go on alone, the end is that of its steps.
+    Both are known when an attempt begins, so that the loader workers of both are forked then.
 
     Args:
         rows: see `rows_and_plan`.
@@ -106,9 +105,7 @@ def stretches(
         branch = next((change.step for change in members.planned if change.verb == "branch"), None)
     now = rows_and_plan(config, rows, members, state.rows_per_step)
     if members is None or branch is None:
-        may_grow = config.crowd == "auto" and (state.choice is None or state.choice.agent is not None)
-        alone = members is not None and len(members.agents) == 1
-        return [(*now, state.step, total_steps * (config.num_agents if may_grow and not alone else 1))]
+        return [(*now, state.step, total_steps)]
     later, _ = members.after(branch, config)
     branched = rows_and_plan(config, rows, later, state.rows_per_step)
     return [(*now, state.step, branch), (*branched, branch, total_steps)]

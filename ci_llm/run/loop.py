@@ -254,8 +254,7 @@ def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     run.state = replace(run.state, validation=validation)
     run.status.best_step = validation.best_step
     if run.is_choosing and TRAINING_NLL in metrics:
-        dropped = run.nonfinite.dropped(run.state.recovery)
-        run.state = decided(run.config, run.state, metrics, dropped, run.processes, run.manager.holds_lease)
+        run.state = decided(run.config, run.state, metrics, run.processes, run.manager.holds_lease)
         run.status.choice = str(run.state.choice)
 
 

@@ -1,23 +1,28 @@
 """Who is in the crowd, and what changes in the middle of a run: plain values, the same on every process.
 
-A run begins with the agents of its configuration, or with the one agent that branches later. A change acts between two
-optimizer steps: an agent branches into all of them, is stopped, is cloned, or goes on alone. Members and changes are
-part of the state of a run, so that a resume builds the crowd of its checkpoint and makes the changes that follow at the
-same steps.
+A run begins with the agents of its configuration, or with one agent: it branches into all of them later, or the others
+join it unless it stays alone (`crowd: auto`). A change acts between two optimizer steps: these two, and an agent is
+stopped or cloned. Members and changes are part of the state of a run, so that a resume builds the crowd of its
+checkpoint and makes the changes that follow at the same steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.determinism import derive_seed
 
 SEEDS: Final = 2**32  # a seed in a configuration is below it
-Verb = Literal["branch", "stop", "clone", "single_out"]
+#: For each agent of a crowd that has changed the place, before, of the one that it is or is a copy of; None: it is new.
+Sources: TypeAlias = "list[int | None]"
+Verb = Literal["branch", "stop", "clone", "join", "stay_alone"]
+#: Changes of a run that begins with one agent instead of those of its configuration.
+OF_ONE: Final = ("branch", "join", "stay_alone")
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ class CrowdChange:
 
     Attributes:
         step: it acts when so many optimizer steps are taken.
-        agent: number of the agent that branches, is stopped, is cloned or goes on alone.
-        own: what a clone, or the agent that goes on alone, has of its own over what it had.
+        agent: number of the agent that branches, is stopped, is cloned, is joined by the others, or stays alone.
+        own: what a clone has of its own over what it had.
     """
 
     step: int
@@ -58,8 +63,12 @@ class CrowdChange:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        if self.verb == "join":
+            return f"the others join agent{self.agent}"
+        if self.verb == "stay_alone":
+            return f"agent{self.agent} stays alone"
         told = ", ".join(f"{key} {value}" for key, value in self.own.items())
-        return f"{self.verb.replace('_', ' ')} agent{self.agent}" + (f" with {told}" if told else "")
+        return f"{self.verb} agent{self.agent}" + (f" with {told}" if told else "")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CrowdChange:
@@ -97,12 +106,16 @@ class Members:
     def first(cls, config: Config, steps: int) -> Members | None:
         """With whom a run begins; None: with the agents of the configuration, as long as nobody asks for a change.
 
-        With `branch_at` it begins with one agent. The branches take so many steps that all agent-steps together are
-        those of `num_agents` agents over `steps` steps.
+        With `branch_at` and with `crowd: auto` it begins with one agent. All agent-steps together are those of
+        `num_agents` agents over `steps` steps. An agent that may stay alone learns more slowly from the first step on,
+        because its training is so many times as long: by the square root of that.
 
         Args:
             steps: what the configuration asks for: `max_train_steps`, or as many as `epochs` has.
         """
+        if config.crowd == "auto":
+            first = Member(0, {"learning_rate": config.learning_rate / math.sqrt(config.num_agents)})
+            return cls((first,), 1, planned=(CrowdChange(step_of_choice(config, steps) + 1, "join"),))
         if config.branch_at is None:
             return None
         of_branches = min(max(1, round((1 - config.branch_at) * steps)), max(1, steps - 1))
@@ -117,15 +130,17 @@ class Members:
     @property
     def are_configured(self) -> bool:
         """Whether these are the agents of the configuration, because nothing has changed yet."""
-        return not self.made and all(change.verb != "branch" for change in self.planned)
+        return not self.made and all(change.verb not in OF_ONE for change in self.planned)
 
     @property
     def common_start(self) -> bool:
-        """Whether all agents are copies of one of the first."""
-        return len({each.origin for each in self.agents}) == 1
+        """Whether changes have left nothing but copies of one of the first agents."""
+        changed = any(change.verb not in ("join", "stay_alone") for change in self.made)
+        return changed and len({each.origin for each in self.agents}) == 1
 
     def origins_within(self, num_agents: int) -> list[int]:
-        """For each agent the place at which its origin stands in the crowd of so many with which a run begins."""
+        """For each agent the place at which its origin stands in the crowd of so many with which a run begins; the
+        first for one that has joined since."""
         return [each.origin if each.origin < num_agents else 0 for each in self.agents]
 
     def outlook(self, total_steps: int) -> Iterator[str]:
@@ -138,25 +153,34 @@ class Members:
         """Steps of the one agent before it branches; None: it never does."""
         return next((change.step for change in (*self.planned, *self.made) if change.verb == "branch"), None)
 
+    @property
+    def joined_at(self) -> int | None:
+        """Steps of the first agent before the others have joined it; None: they have not."""
+        return next((change.step for change in self.made if change.verb == "join"), None)
+
     def schedule_step(self, config: Config, step: int) -> int:
         """The place in the learning-rate schedule after `step` optimizer steps. One step of K branches counts as K.
 
         So the schedule spans the agent-steps. Over optimizer steps it would be near its end when the crowd branches.
+        When agents join, the schedule begins anew for all.
         """
+        if (joined := self.joined_at) is not None:
+            return max(0, step - joined)
         trunk = self.trunk_steps
         return step if trunk is None else step + (config.num_agents - 1) * max(0, step - trunk)
 
     def total_steps(self, config: Config, steps: int) -> int:
         """The optimizer steps of the whole run where the configuration asks for `steps`.
 
-        The step at which the crowd branches is fixed when the run begins, also if the run is made longer later. An
-        agent that goes on alone takes the steps that the others leave.
+        The step at which the crowd branches, or is joined, is fixed when the run begins, also if the run is made longer
+        later. An agent that stays alone takes the steps of all.
         """
         if (trunk := self.trunk_steps) is not None:
             return trunk + max(1, steps - trunk // config.num_agents)
-        for change in self.made:
-            if change.verb == "single_out":
-                return change.step + config.num_agents * max(0, steps - change.step)
+        if (joined := self.joined_at) is not None:
+            return joined + max(1, (config.num_agents * steps - joined) // config.num_agents)
+        if any(change.verb in ("join", "stay_alone") for change in (*self.planned, *self.made)):
+            return config.num_agents * steps
         return steps
 
     def agent_steps_at(self, step: int) -> int:
@@ -164,9 +188,12 @@ class Members:
         return self.agent_steps + (step - self.since) * len(self.agents)
 
     def with_planned(self, changes: Sequence[CrowdChange]) -> Members:
-        """The same with more changes to come; those that it knows count once."""
+        """The same with more changes to come; those that it knows count once, and nobody joins who shall stay alone."""
         new = [change for change in changes if change not in (*self.planned, *self.made)]
-        return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
+        planned = sorted((*self.planned, *new), key=lambda change: change.step)
+        if any(change.verb == "stay_alone" for change in planned):
+            planned = [change for change in planned if change.verb != "join"]
+        return replace(self, planned=tuple(planned))
 
     def at_once(self, step: int) -> Members:
         """The same with all that is planned at this step."""
@@ -180,8 +207,8 @@ class Members:
         """
         if any(each.verb == "branch" for each in self.planned):
             return "the crowd is one agent until it branches"
-        if alone := [each for each in self.planned if each.verb == "single_out"]:
-            return f"agent{alone[0].agent} goes on alone after step {alone[0].step}"
+        if any(each.verb == "join" for each in self.planned):
+            return "it is not decided yet whether agent0 stays alone"
         if change.agent not in (each.number for each in self.agents):
             return f"there is no agent{change.agent}: there are {', '.join(self.folders)}"
         if change.verb == "stop" and {each.number for each in self.agents} <= {change.agent, *dropped}:
@@ -194,23 +221,24 @@ class Members:
             return "the same was asked for in the same step"
         return None
 
-    def after(self, step: int, config: Config) -> tuple[Members, list[int]]:
+    def after(self, step: int, config: Config) -> tuple[Members, Sources]:
         """The crowd after the changes that act when `step` steps are taken.
 
         Returns:
-            the members, and for each of them the place in `self` of the agent that it is or is a copy of.
+            the members, and for each of them the place in `self` of the agent that it is or is a copy of; None for a
+            new one.
         """
-        members, sources = self, [*range(len(self.agents))]
+        members, sources = self, list[int | None](range(len(self.agents)))
         for change in [change for change in self.planned if change.step <= step]:
             members, own = members._changed(change, config)
-            sources = [sources[place] for place in own]
+            sources = [None if place is None else sources[place] for place in own]
         if members is not self:
             members = replace(members, since=step, agent_steps=self.agent_steps_at(step))
         return members, sources
 
-    def _changed(self, change: CrowdChange, config: Config) -> tuple[Members, list[int]]:
-        places = [*range(len(self.agents))]
-        at = next(place for place in places if self.agents[place].number == change.agent)
+    def _changed(self, change: CrowdChange, config: Config) -> tuple[Members, Sources]:
+        places = list[int | None](range(len(self.agents)))
+        at = next(place for place, each in enumerate(self.agents) if each.number == change.agent)
         agents, given = list(self.agents), self.given
         if change.verb == "branch":
             entries = config.agents or ({},) * config.num_agents
@@ -218,9 +246,10 @@ class Members:
             places, given = [at] * len(agents), len(agents)
         elif change.verb == "stop":
             del agents[at], places[at]
-        elif change.verb == "single_out":
-            agents, places = [replace(agents[at], own={**agents[at].own, **change.own})], [at]
-        else:
+        elif change.verb == "join":
+            agents, given = [*Members.configured(config).agents], config.num_agents
+            places = [at, *[None] * (given - 1)]
+        elif change.verb == "clone":
             agents.append(_clone(agents[at], given, change.own))
             places.append(at)
             given += 1
@@ -239,12 +268,13 @@ class Members:
         return cls(**{**values, "agents": agents, **changes})
 
 
-def step_of_choice(steps: int) -> int:
-    """After which of so many steps `crowd: auto` decides; 0: never, there are too few.
+def step_of_choice(config: Config, steps: int) -> int:
+    """After which step `crowd: auto` decides, where `num_agents` agents would take so many.
 
-    So early that one agent still has most of the steps, and late enough for rows of a small set to have come again.
+    After an eighth of the agent-steps: so early that a crowd still has most of them, and late enough for the rows of a
+    small set to have come again.
     """
-    return steps // 4
+    return max(1, config.num_agents * steps // 8)
 
 
 def config_of(config: Config, members: Members | None) -> Config:

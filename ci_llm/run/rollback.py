@@ -9,6 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ci_llm.run.members import Sources
+
 #: Steps between two copies. A copy costs as much as the optimizer's step; a rollback loses at most this many steps.
 EVERY_STEPS: Final = 20
 
@@ -34,14 +36,10 @@ class LastGood:
         self._rows, self._optimizer = rows, optimizer
         self._snapshots: dict[int, _Snapshot] = {}
 
-    def become(self, rows: Sequence[nn.Parameter], sources: Sequence[int]) -> None:
-        """Go on with the rows of a crowd that has changed.
-
-        Args:
-            sources: for each row the place, before, of the agent that it is or is a copy of.
-        """
+    def become(self, rows: Sequence[nn.Parameter], sources: Sources) -> None:
+        """Go on with the rows of a crowd that has changed."""
         before, self._rows = self._snapshots, rows
-        known = {k: before[source] for k, source in enumerate(sources) if source in before}
+        known = {k: before[source] for k, source in enumerate(sources) if source is not None and source in before}
         self._snapshots = {
             k: _Snapshot(s.step, s.weights.clone(), {name: tensor.clone() for name, tensor in s.moments.items()})
             for k, s in known.items()

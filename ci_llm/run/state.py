@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from ci_llm.core.ranking import GREATER_IS_BETTER
-from ci_llm.run.members import Members
+from ci_llm.run.members import Members, Sources
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 
 
@@ -101,22 +101,21 @@ class Choice:
 
     Attributes:
         step: of the evaluation that decided.
-        training: nats per target token of the agents on training rows, their mean.
-        crowd: that of the crowd on validation rows.
-        agent: number of the agent that goes on alone; None: the crowd is kept.
+        training: nats per target token of the one agent on training rows.
+        validation: the same on validation rows.
+        alone: whether the agent stays alone; otherwise the others join it.
     """
 
     step: int
     training: float
-    crowd: float
-    agent: int | None = None
+    validation: float
+    alone: bool
 
     def __str__(self) -> str:
-        what = "the crowd is kept" if self.agent is None else f"agent{self.agent} goes on alone"
-        how = "below" if self.training < self.crowd else "not below"
+        what = "one agent stays alone" if self.alone else "the others join"
         return (
-            f"decided after step {self.step}: {what}, because the agents' nll on training rows, {self.training:.3f}, is"
-            f" {how} that of the crowd on new rows, {self.crowd:.3f}"
+            f"decided after step {self.step}: {what}, because its nll is {self.training:.3f} on training rows and"
+            f" {self.validation:.3f} on new ones"
         )
 
 
@@ -160,24 +159,21 @@ class TrainState:
         """Optimizer steps taken, counted for every agent that took them: what runs of different crowds compare by."""
         return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)
 
-    def with_members(self, members: Members, sources: Sequence[int]) -> TrainState:
-        """The state of a crowd whose agents are copies of these; the search for its best step begins anew.
-
-        Args:
-            sources: for each agent the place, in this state, of the one that it is or is a copy of.
-        """
-        recovery = replace(self.recovery, agents=tuple(self.recovery.agents[source] for source in sources))
+    def with_members(self, members: Members, sources: Sources) -> TrainState:
+        """The state of a crowd whose agents are copies of these, or new; the search for its best step begins anew."""
+        before, new = self.recovery.agents, AgentRecovery()
+        recovery = replace(self.recovery, agents=tuple(new if place is None else before[place] for place in sources))
         return replace(
             self,
             members=members,
-            skipped=tuple(self.skipped[source] for source in sources),
+            skipped=tuple(0 if place is None else self.skipped[place] for place in sources),
             recovery=recovery,
             validation=Validation(self.validation.metric, self.validation.step),
         )
 
     def with_choice(self, choice: Choice, members: Members) -> TrainState:
-        """The state in which that is decided, and these are the members with what is planned for them."""
-        return replace(self, choice=choice, members=members if members.planned else self.members)
+        """The state in which that is decided, and these are the members."""
+        return replace(self, choice=choice, members=members)
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
         """The state after one optimizer step over `samples` rows.
