@@ -302,13 +302,17 @@ def _forget_in_child() -> None:
 os.register_at_fork(before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_forget_in_child)
 
 
+def block_termination() -> None:
+    """Hold SIGTERM and SIGHUP back in this thread and all that it starts; any other thread would let them kill."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+
+
 def ignore_signals(_worker_id: int = 0) -> None:
     """Let a worker process of a DataLoader ignore the signals that are meant for the run; fits `worker_init_fn`.
 
-    SLURM, a supervisor and a terminal signal whole process groups. A worker that a signal ends would take the run
-    down, which still needs the worker for its last step. Therefore a worker ignores these signals. It ends when its
-    parent process sends it a SIGTERM or is gone. (It must not ignore every SIGTERM: at its exit the parent
-    terminates its children through multiprocessing and joins them.)
+    SLURM, a supervisor and a terminal signal whole process groups. A worker that a signal ends would take the run down,
+    which still needs it for its last step. Therefore it ends when its parent sends it a SIGTERM or is gone, and at no
+    other signal. (At its exit the parent terminates its children through multiprocessing and joins them.)
     """
     parent = os.getppid()
     signal.set_wakeup_fd(-1)  # a forked worker has that of the run
@@ -317,7 +321,7 @@ def ignore_signals(_worker_id: int = 0) -> None:
     if not hasattr(signal, "sigwaitinfo"):  # as on macOS: the sender of a signal is unknown there
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    block_termination()
     notify_of_parent_death("SIGHUP")  # blocked above, so it wakes `sigwaitinfo` only
     creator = multiprocessing.parent_process()  # with a fork server, another process than the parent
     senders = {parent, creator.pid} if creator else {parent}

@@ -134,6 +134,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def pool_of_threads(threads_as_they_were: None) -> None:
+    """A pool of torch that a forked process starts again: its threads are there before any code of a worker."""
+    import torch
+
+    for threads in (2, 1, 2):
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def threads_as_they_were() -> Iterator[None]:
     """For runs in the process of the tests: a run sets threads and determinism for all that comes after it."""
     import torch  # most files do without

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.distributed.loader_workers import worker_context
 from ci_llm.interrupts import ignore_signals
 
 
@@ -282,6 +283,7 @@ def stream(
             num_workers=num_workers,
             collate_fn=_as_is,
             worker_init_fn=ignore_signals,
+            multiprocessing_context=worker_context() if num_workers else None,
             generator=torch.Generator(),
         )
         return _packed(iter(loader), pin_memory, pack if isinstance(plan, Plan) else _pack_each)

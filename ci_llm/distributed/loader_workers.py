@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from typing import Any
 
-from ci_llm.interrupts import ignore_signals
+from ci_llm.interrupts import block_termination, ignore_signals
 
 
 def shield_workers(*loaders: Any) -> None:
@@ -24,6 +26,29 @@ def shield_workers(*loaders: Any) -> None:
         is_shielded = isinstance(init, partial) and init.func is _begin_shielded
         if hasattr(inner, "worker_init_fn") and not is_shielded:
             inner.worker_init_fn = partial(_begin_shielded, init)
+            if inner.num_workers > 0:
+                inner.multiprocessing_context = worker_context(inner.multiprocessing_context)
+
+
+def worker_context(given: BaseContext | None = None) -> BaseContext | None:
+    """The context in which workers start that call `ignore_signals`; another one only where they are forked.
+
+    A forked worker has threads before it calls anything of its own: torch starts its pool again.
+    """
+    if given is None:  # asked without fixing it: a program may still set another one
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        return _WorkerContext() if method == "fork" else None
+    return _WorkerContext() if type(given) is ForkContext else given
+
+
+class _Worker(ForkProcess):
+    def run(self) -> None:
+        block_termination()
+        super().run()
+
+
+class _WorkerContext(ForkContext):
+    Process = _Worker
 
 
 def _begin_shielded(init: Callable[[int], object] | None, worker: int) -> None:

@@ -146,7 +146,8 @@ class Members:
     def outlook(self, total_steps: int) -> Iterator[str]:
         """Lines for people: the changes to come."""
         for change in self.planned:
-            yield f"crowd: after step {change.step} of {total_steps}, {change}"
+            unless = ", unless it is to stay alone" if change.verb == "join" else ""
+            yield f"crowd: after step {change.step} of {total_steps}, {change}{unless}"
 
     @property
     def trunk_steps(self) -> int | None:

@@ -156,6 +156,7 @@ def test_the_global_generators_are_never_drawn_from(num_workers: int) -> None:
     assert np.array_equal(np.random.get_state()[1], numpy_before)
 
 
+@pytest.mark.usefixtures("pool_of_threads")
 def test_workers_ignore_the_signals_of_the_run_and_end_with_it() -> None:
     before = set(psutil.Process().children())
     running = start(0, 12, num_workers=2)

@@ -16,6 +16,9 @@ ROWS = range(64)
 begun: list[int] = []
 
 
+pytestmark = pytest.mark.usefixtures("pool_of_threads")
+
+
 def test_the_batches_of_a_sampler_come_whoever_is_signalled() -> None:
     sampler = StatefulSampler(ROWS, seed=1)
     loader = DataLoader(ROWS, 2, sampler=sampler, num_workers=2)
