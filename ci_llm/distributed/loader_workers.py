@@ -26,7 +26,7 @@ def shield_workers(*loaders: Any) -> None:
         is_shielded = isinstance(init, partial) and init.func is _begin_shielded
         if hasattr(inner, "worker_init_fn") and not is_shielded:
             inner.worker_init_fn = partial(_begin_shielded, init)
-            if inner.num_workers > 0:
+            if getattr(inner, "num_workers", 0) > 0 and hasattr(inner, "multiprocessing_context"):
                 inner.multiprocessing_context = worker_context(inner.multiprocessing_context)
 
 
