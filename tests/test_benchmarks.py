@@ -65,6 +65,7 @@ def test_the_shipped_lengths_are_those_of_gsm8k() -> None:
     assert sum(batch.num_targets for batch in rows) / lengths.sum() == pytest.approx(0.64, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two optimizer steps; `measure` compares their losses."""

@@ -106,6 +106,7 @@ def test_without_words_it_is_the_run_that_train_would_train(
     assert "ci_llm_output  completed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_picture_is_redrawn_until_the_run_has_ended(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with watch(run) as terminal:

@@ -62,6 +62,7 @@ def test_agents_and_card_arrive_private_and_open_from_there(
     assert Crowd.from_pretrained(tmp_path / "fetched").num_agents == K
 
 
+@pytest.mark.slow
 def test_an_interrupted_push_goes_on(run: Path, hub: HubServer) -> None:
     waited: list[float] = []
     hub.refuse = [500, 503]
@@ -79,6 +80,7 @@ def test_an_interrupted_push_goes_on(run: Path, hub: HubServer) -> None:
     assert len(hub.commits) == 2
 
 
+@pytest.mark.slow
 def test_a_merge_lies_beside_the_agents(run: Path, hub: HubServer) -> None:
     publishing.publish(run, "hub:user/merged", merge=merge_of("svd"))
     assert {"merged/adapter_config.json", "merged/adapter_model.safetensors", "merged/README.md"} <= {

@@ -278,6 +278,7 @@ def test_hydra_with_values_in_the_primary_config(hydra_folder: Path) -> None:
 # No process left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_what_ignores_it_and_all_it_started(folder: Path, number: int) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0.3"]

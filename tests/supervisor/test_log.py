@@ -120,6 +120,7 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest
     assert told.endswith("\nsafe_train: two\n")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     termios.tcflow(theirs, termios.TCOOFF)  # Ctrl-S
@@ -135,6 +136,7 @@ def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "a.log") == ["one"]
 
 
+@pytest.mark.slow
 def test_a_terminal_that_has_gone_away_is_no_reason_to_stop(tmp_path: Path) -> None:
     with SupervisorLog(tmp_path / "a.log", fd=999):
         logger.info("one")
