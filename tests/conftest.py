@@ -5,13 +5,12 @@ A run that a test interrupts would else put the job of whoever tests back into S
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ci_llm.core.imports import importing
 from tests.support import campaign
 from tools.testbed.forkserver import ForkServer
 
@@ -50,6 +50,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return True if SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Objects that the imports make live as long as the process, and no search for garbage visits them."""
+    with importing():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -151,13 +158,3 @@ def threads_as_they_were() -> Iterator[None]:
     yield
     torch.set_num_threads(before)
     torch.use_deterministic_algorithms(False)
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    """Garbage is collected after the imports alone, and what they have made is never walked through again."""
-    gc.disable()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()
-    gc.enable()

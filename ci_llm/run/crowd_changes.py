@@ -99,7 +99,7 @@ def return_to(run: Run, saved: TrainState) -> None:
     run.rows, run.plan = rows_and_plan(run.config, run.rows, run.state.members, saved.rows_per_step)
     if (members := saved.members) is not None and not members.are_configured:
         run.total_steps = members.total_steps(run.config, run.total_steps)
-        become(run, members, [*members.origins_within(run.crowd.num_agents)])
+        become(run, members, members.origins_within(run.crowd.num_agents))
     run.learning_rates = schedules(run.config, members, run.total_steps)
 
 

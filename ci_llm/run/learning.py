@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ci_llm.run.members import Sources
+
 FIRST: Final = 3  # steps whose median is the loss at the beginning; a median ignores one bad batch
 RECENT: Final = 20  # steps whose mean is the loss now
 LEAST: Final = 5  # the same for a run that is shorter than two such windows
@@ -43,12 +45,11 @@ class Learning:
     _still: list[int] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
-    def become(self, names: Sequence[str], sources: Sequence[int | None]) -> None:
+    def become(self, names: Sequence[str], sources: Sources) -> None:
         """Go on with a crowd that has changed.
 
         Args:
             names: of the agents, for messages.
-            sources: for each the place, before, of the agent that it is or is a copy of; None for a new one.
         """
         self._names = [*names]
         self._recent = deque(

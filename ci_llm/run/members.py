@@ -115,7 +115,7 @@ class Members:
         """
         if config.crowd == "auto":
             first = Member(0, {"learning_rate": config.learning_rate / math.sqrt(config.num_agents)})
-            return cls((first,), 1, planned=(CrowdChange(step_of_choice(config, steps) + 1, "join"),))
+            return cls((first,), 1, planned=(CrowdChange(_step_of_choice(config, steps) + 1, "join"),))
         if config.branch_at is None:
             return None
         of_branches = min(max(1, round((1 - config.branch_at) * steps)), max(1, steps - 1))
@@ -138,7 +138,7 @@ class Members:
         changed = any(change.verb not in ("join", "stay_alone") for change in self.made)
         return changed and len({each.origin for each in self.agents}) == 1
 
-    def origins_within(self, num_agents: int) -> list[int]:
+    def origins_within(self, num_agents: int) -> Sources:
         """For each agent the place at which its origin stands in the crowd of so many with which a run begins; the
         first for one that has joined since."""
         return [each.origin if each.origin < num_agents else 0 for each in self.agents]
@@ -146,7 +146,7 @@ class Members:
     def outlook(self, total_steps: int) -> Iterator[str]:
         """Lines for people: the changes to come."""
         for change in self.planned:
-            unless = ", unless it is to stay alone" if change.verb == "join" else ""
+            unless = ", unless it stays alone" if change.verb == "join" else ""
             yield f"crowd: after step {change.step} of {total_steps}, {change}{unless}"
 
     @property
@@ -269,7 +269,7 @@ class Members:
         return cls(**{**values, "agents": agents, **changes})
 
 
-def step_of_choice(config: Config, steps: int) -> int:
+def _step_of_choice(config: Config, steps: int) -> int:
     """After which step `crowd: auto` decides, where `num_agents` agents would take so many.
 
     After an eighth of the agent-steps: so early that a crowd still has most of them, and late enough for the rows of a

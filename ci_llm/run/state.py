@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from ci_llm.core.ranking import GREATER_IS_BETTER
+from ci_llm.errors import CheckpointError
 from ci_llm.run.members import Members, Sources
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 
@@ -118,6 +119,21 @@ class Choice:
             f" {self.validation:.3f} on new ones"
         )
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Choice:
+        """What `dataclasses.asdict` made of one.
+
+        Raises:
+            CheckpointError: an earlier version made it, in whose runs all agents began.
+        """
+        if "alone" not in values:
+            raise CheckpointError(
+                "an earlier version decided about this crowd, in another way",
+                where="crowd: auto",
+                hint="overwrite_output_dir=true begins the run again and moves this one aside",
+            )
+        return cls(**values)
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -220,6 +236,6 @@ class TrainState:
             else RecoveryState(agents=(AgentRecovery(),) * len(skipped)),
             "validation": Validation.from_dict(values.get("validation", {})),
             "members": Members.from_dict(values["members"]) if values.get("members") else None,
-            "choice": Choice(**values["choice"]) if values.get("choice") else None,
+            "choice": Choice.from_dict(values["choice"]) if values.get("choice") else None,
         }
         return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})

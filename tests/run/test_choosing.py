@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ci_llm.config import Config
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.embedded.stories import rows
-from ci_llm.errors import ConfigError
+from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.run.agent_settings import schedules
 from ci_llm.run.choosing import BY_HEART, TRAINING_NLL, change_of, choose
 from ci_llm.run.members import CrowdChange, Members, config_of
@@ -89,6 +89,12 @@ def test_the_decision_is_part_of_the_state_of_a_run() -> None:
     assert isinstance(known, dict)
     assert TrainState.from_dict(known) == state
     assert "choice" not in TrainState(skipped=(0,)).to_dict()  # as older checkpoints have it
+
+
+def test_what_an_earlier_version_decided_is_refused() -> None:
+    earlier = {"step": 9, "training": 0.2, "crowd": 0.1, "agent": 2}
+    with pytest.raises(CheckpointError, match="an earlier version decided"):
+        TrainState.from_dict({**TrainState(skipped=(0,)).to_dict(), "choice": earlier})
 
 
 @pytest.mark.parametrize(
