@@ -22,6 +22,7 @@ from ci_llm.run.choosing import BY_HEART, TRAINING_NLL, change_of, choose
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.state import Choice, TrainState
 from tests.support.asked import train_asked
+from tests.support.faults import Fault, said, train
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -260,3 +261,9 @@ class TestRuns:
         assert server.run(train_asked, folder / "log", ranks=1, **options) == [0], (folder / "log").read_text()
         assert "it is not decided yet whether agent0 stays alone" in (folder / "log").read_text()
         assert read(folder, "evaluation.json")["names"] == ["agent0"]
+
+    def test_an_agent_that_has_just_joined_can_be_rolled_back(self, server: ForkServer, tmp_path: Path) -> None:
+        joined_at = DECIDES + 1
+        fault = Fault("nan gradient", steps=tuple(range(joined_at, joined_at + 3)), agents=(1,))
+        assert train(server, tmp_path, fault, **JOINS | {"max_consecutive_nonfinite": 3}) == [0], said(tmp_path)
+        assert f"agent1    rolled back to its weights and moments of step {joined_at}" in said(tmp_path)
