@@ -69,6 +69,12 @@ def attempt_folder(run_folder: Path | str, attempt: int) -> Path:
     return Path(run_folder, ATTEMPTS, str(attempt))
 
 
+def newest_attempt(run_folder: Path | str) -> int | None:
+    """The number of the newest attempt that has a folder; None: there is none."""
+    numbers = (path.name for path in Path(run_folder, ATTEMPTS).glob("*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=None)
+
+
 def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str, object] | None = None) -> None:
     """Write at which step an attempt begins, and when its process was launched (unix seconds).
 

@@ -19,7 +19,15 @@ from typing import Any, Final, Literal
 
 import psutil
 
-from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, earliest_failure, read_failures, read_record
+from ci_llm.core.attempts import (
+    PEER_LOST,
+    Failure,
+    attempt_folder,
+    earliest_failure,
+    newest_attempt,
+    read_failures,
+    read_record,
+)
 from ci_llm.core.durable import make_folders, write_json
 from ci_llm.errors import BadInput
 
@@ -201,13 +209,20 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
 
 
 def last_attempt(output_dir: Path | str) -> int | None:
-    """The number of the attempt that wrote status.json last; None if there is no such file.
-
-    Raises:
-        BadInput: the file was not written by this program.
-    """
-    written = last_status(output_dir)
+    """The number of the attempt that wrote status.json last, or of the newest one if that file is damaged; None: none."""
+    try:
+        written = last_status(output_dir)
+    except BadInput:
+        return newest_attempt(output_dir)
     return None if written is None else written.attempt
+
+
+def readable_status(output_dir: Path | str) -> Status | None:
+    """`last_status`, and None if the file is damaged as well: what a run does next must not depend on it."""
+    try:
+        return last_status(output_dir)
+    except BadInput:
+        return None
 
 
 def last_status(output_dir: Path | str) -> Status | None:
@@ -228,10 +243,16 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
     Args:
         step, time: of its last line of metrics, which is younger than the last heartbeat of a process that was killed.
 
+    A damaged status cannot be kept; that is logged, and the next attempt writes its own.
+
     Raises:
-        OSError: the disk refuses it. BadInput: the status is not of this program.
+        OSError: the disk refuses it.
     """
-    status = last_status(output_dir)
+    try:
+        status = last_status(output_dir)
+    except BadInput as error:
+        logger.warning(f"how the last attempt ended is not known, the run goes on: {error.what} ({error.where})")
+        return
     if status is not None:
         kept = _kept_path(output_dir, status.attempt)
         make_folders(kept.parent)

@@ -32,8 +32,15 @@ from ci_llm.errors import DataError
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 3
-SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.bool_())), ("row", pa.int64())])
+FORMAT = 4
+SCHEMA = pa.schema(
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("supervised", pa.list_(pa.bool_())),
+        ("row", pa.int64()),
+        ("digest", pa.uint64()),  # xxh3-64 of the token ids
+    ]
+)
 ROWS_PER_CHUNK = 1000
 #: A read leaves about 16 kB resident.
 READS_PER_MAPPING = 1000
@@ -69,7 +76,7 @@ class TokenizedRows:
         chunk, row = divmod(range(len(self))[number], self._chunk_rows)
         if next(self._reads) % READS_PER_MAPPING == 0:
             self.__dict__.pop("_file", None)
-        input_ids, supervised, _ = self._file.get_batch(chunk).columns
+        input_ids, supervised, *_ = self._file.get_batch(chunk).columns
         return Example(_numbers(input_ids[row].values), _flags(supervised[row].values))
 
     def __reduce__(self) -> Any:
@@ -108,6 +115,10 @@ class TokenizedRows:
             number for chunk in range(self._num_chunks) for number in self._file.get_batch(chunk)["row"].to_pylist()
         ]
 
+    def num_in(self, others: TokenizedRows) -> int:
+        """How many of these rows have the same token ids as one of the others."""
+        return int(np.isin(self._digests, others._digests).sum())
+
     def require_below(self, count: int) -> None:
         """Refuse tokens that the base has no embedding for.
 
@@ -131,6 +142,11 @@ class TokenizedRows:
 
     def _canonical(self) -> Iterator[Row]:
         return (row for row in map(self.rows.__getitem__, self.row_numbers) if row is not None)
+
+    @property
+    def _digests(self) -> np.ndarray:
+        chunks = (self._file.get_batch(chunk)["digest"] for chunk in range(self._num_chunks))
+        return np.concatenate([_numbers(digests, np.uint64) for digests in chunks])
 
     @property
     def _num_chunks(self) -> int:
@@ -271,14 +287,16 @@ def _batches(
 
 def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
     while chunk := list(islice(examples, ROWS_PER_CHUNK)):
-        numbers, input_ids, supervised = [], [], []
+        numbers, input_ids, supervised, digests = [], [], [], []
         for number, example in chunk:
             digest.update(len(example.input_ids).to_bytes(8, "little"))
-            digest.update(example.input_ids.tobytes() + example.supervised.tobytes())
+            ids = example.input_ids.tobytes()
+            digest.update(ids + example.supervised.tobytes())
+            digests.append(xxhash.xxh3_64_intdigest(ids))
             numbers.append(number)
             input_ids.append(example.input_ids)
             supervised.append(example.supervised)
-        columns = zip((input_ids, supervised, numbers), SCHEMA.types, strict=True)
+        columns = zip((input_ids, supervised, numbers, digests), SCHEMA.types, strict=True)
         yield pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=SCHEMA)
 
 
@@ -295,9 +313,9 @@ def _shown(example: Example, encoder: Encoder) -> str:
 # An array's own `to_numpy` imports pandas.
 
 
-def _numbers(values: Any) -> np.ndarray:
-    """An array of int32 as it lies in memory."""
-    return np.frombuffer(values.buffers()[1], np.int32, len(values), 4 * values.offset)
+def _numbers(values: Any, kind: Any = np.int32) -> np.ndarray:
+    """An array of numbers as it lies in memory."""
+    return np.frombuffer(values.buffers()[1], kind, len(values), np.dtype(kind).itemsize * values.offset)
 
 
 def _flags(values: Any) -> np.ndarray:

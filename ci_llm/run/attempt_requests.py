@@ -16,7 +16,7 @@ from ci_llm.core.recovery import Recovery, read_recovery
 from ci_llm.core.run_status import last_attempt
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError
-from ci_llm.run.beginning import Beginning, Start, find_start, read_beginning, require_same_step
+from ci_llm.run.beginning import Beginning, Start, find_start, known_beginning, require_same_step
 from ci_llm.run.crowd_requests import read_record
 from ci_llm.run.members import CrowdChange, Members
 from ci_llm.run.mirroring import RunMirror
@@ -48,16 +48,18 @@ class Requests:
     changes: tuple[CrowdChange, ...] = ()
 
 
-def read_requests(run_folder: Path) -> Requests:
+def read_requests(manager: CheckpointManager, config: Config) -> Requests:
     """Read all of them.
 
     Raises:
-        CheckpointError, BadInput: a file is not of this program.
+        CheckpointError: a file is not of this program, and this attempt depends on it.
     """
+    run_folder = manager.directory
     recovery = read_recovery(run_folder)
     at_most = recovery.latest_step_allowed(last_attempt(run_folder))
+    skipped = tuple(read_skipped_batches(run_folder))
     changes = tuple(each.change for each in read_record(run_folder) if each.refused is None)
-    return Requests(recovery, at_most, tuple(read_skipped_batches(run_folder)), read_beginning(run_folder), changes)
+    return Requests(recovery, at_most, skipped, known_beginning(manager, config), changes)
 
 
 def apply_requests(state: TrainState, requests: Requests, config: Config) -> TrainState:
@@ -118,7 +120,7 @@ def find_beginning(
 ) -> tuple[Start, Requests]:
     """Where an attempt begins, and what is asked of it. A collective."""
     processes.on_main(mirror.fill_disk)
-    requests = processes.on_main(partial(read_requests, config.run_folder))
+    requests = processes.on_main(partial(read_requests, manager, config))
     with processes.main_first():
         start = find_start(manager, config, requests.beginning, requests.at_most)
     require_same_step(processes, config.run_folder, start.source.step if start.source else None)

@@ -8,6 +8,7 @@ holds that it has acted.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,8 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
 from ci_llm.run.crowd_requests import FOLDER, RECORD, forget_after
 from ci_llm.run.resume import Source, newest_source, open_source
+
+logger = logging.getLogger(__name__)
 
 NAME: Final = "beginning.json"
 LATEST: Final = "latest"
@@ -107,6 +110,29 @@ def read_beginning(run_folder: Path) -> Beginning | None:
         ) from error
 
 
+def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:
+    """The record, as far as this attempt needs it: `latest` goes on from the run's own steps without one.
+
+    Raises:
+        CheckpointError: the file is not of this program, and what this call means depends on it.
+    """
+    try:
+        return read_beginning(manager.directory)
+    except CheckpointError as error:
+        acts = config.restart_from is not None or config.overwrite_output_dir
+        if _wanted(config) != LATEST or acts or not manager.all_steps():
+            raise
+        logger.warning(f"{error.what} ({error.where}); the run goes on from its newest step, and it is written anew")
+        return None
+
+
+def _is_recorded(run_folder: Path, beginning: Beginning) -> bool:
+    try:
+        return read_beginning(run_folder) == beginning
+    except CheckpointError:  # `known_beginning` has decided that the run goes on
+        return False
+
+
 def prepare(manager: CheckpointManager, start: Start) -> list[str]:
     """Move aside what `start` names, in a folder that is leased, and write the record; returns lines for people.
 
@@ -121,7 +147,7 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
         if start.goes_back:
             forget_after(folder, start.keeps)
         lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
-        if read_beginning(folder) != start.beginning:
+        if not _is_recorded(folder, start.beginning):
             write_json(folder / NAME, asdict(start.beginning), staging=manager.staging)
     except OSError as error:
         raise CheckpointError(

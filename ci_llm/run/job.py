@@ -17,7 +17,7 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
-from ci_llm.core.run_status import RunStatus, keep_status, last_status
+from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.process_group import ends_if_stopped
@@ -148,7 +148,7 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     run.interrupts.describe_stop = run.describe_stop
     if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        _log_next_steps(run.config, run.processes.launch, run.proposes)
+        _log_next_steps(run.present_config, run.processes.launch, run.proposes)
         return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
@@ -184,7 +184,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     run.status.finish("completed")
     but = f", but {run.status.warning}" if run.status.warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
-    _log_next_steps(run.config, run.processes.launch, run.proposes)
+    _log_next_steps(run.present_config, run.processes.launch, run.proposes)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 
@@ -261,7 +261,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     run.log.known_tracker_state = processes.on_main(start_trackers)
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.holds_lease)
     run.status.best_step, run.status.micro_batch_size = run.state.validation.best_step, run.micro_batch_size
-    earlier = last_status(config.run_folder) if step and processes.is_main else None
+    earlier = readable_status(config.run_folder) if step and processes.is_main else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
     run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps

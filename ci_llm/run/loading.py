@@ -124,7 +124,7 @@ def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
 
 
 def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
-    """Log what the rows are, each data set once."""
+    """Log what the rows are, each data set once, and whether rows to evaluate on are rows to train on."""
     different = {id(rows): rows for rows in each}
     for number, rows in different.items():
         if len(different) > 1:
@@ -137,6 +137,11 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
     for evaluated in eval_rows.sets:
         if evaluated.rows.num_trained_on:
             logger.info(f"data      {evaluated.rows.description[-1]}")
+        elif copies := max(evaluated.num_in(rows) for rows in different.values()):
+            logger.warning(
+                f"data      {copies} of the {len(evaluated)} rows to evaluate on are copies of rows to train on: their"
+                " scores show what is remembered"
+            )
 
 
 def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:

@@ -75,6 +75,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
     """Lines for people: what to do after a completed run.
 
     Args:
+        config: with the agents that the run ends with.
         command: returns the command for a run like this one with changed keys; None leaves a key out.
     """
     folder = config.run_folder
@@ -84,7 +85,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
         f"ask        ci-llm chat {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
-        f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all",
+        *([f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"] if config.num_agents > 1 else []),
         f"longer     {longer}   goes on from here",
         f"own data   {command(_with_own_data(config))}   with columns question, answer",
     ]

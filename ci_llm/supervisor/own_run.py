@@ -15,7 +15,7 @@ from ci_llm.config import Config, default_file, load_config
 from ci_llm.config.sweep import read_sweep
 from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
 from ci_llm.core.recovery import read_recovery, write_recovery
-from ci_llm.core.run_status import VANISHED_AFTER_S, Status, pid_space, read_status
+from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
@@ -129,6 +129,8 @@ class OwnRun:
         status = self._status_of_attempt()
         failures = read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
+        if kind == "completed" and status is None and (damage := self._damage_of_status()):
+            kind, detail = "crashed", damage  # the next attempt writes a status, and goes on or finds it complete
         self._has_begun |= status is not None
         cause = earliest_failure(failures)
         known = f"{cause.reason}: {cause.message}" if cause else _exception_in_output(result)
@@ -200,13 +202,25 @@ class OwnRun:
         return max((step for step in steps if allowed is None or step <= allowed), default=0)
 
     def _status(self) -> Status | None:
-        return read_status(self._folder) if (self._folder / "status.json").exists() else None
+        """How the last attempt stands; None if none has written that, or it is damaged."""
+        try:
+            return read_status(self._folder)
+        except BadInput:
+            return None
+
+    def _damage_of_status(self) -> str | None:
+        """What is wrong with status.json; None if it can be read, or there is none."""
+        try:
+            last_status(self._folder)
+        except BadInput as error:
+            return f"status.json: {error.what}"
+        return None
 
     def _readable_status(self) -> Status | None:
         """The status of the running attempt, if it can be read: an unreadable file must not end a training."""
         try:
             return self._status_of_attempt()
-        except (BadInput, OSError):
+        except OSError:
             return None
 
     def _status_of_attempt(self) -> Status | None:

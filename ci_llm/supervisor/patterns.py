@@ -65,7 +65,7 @@ _NAMED: Final = re.compile(
     rf"|\s+(?P<became>{_BECAME})"  # the loss is now nan
     r"|\s*[|│┃║]\s*"  # a cell of a table
     r"|\s*[:=]?\s*[-+.\de]{1,20}\s*\((?:avg:?\s*)?(?P<mean>\s*)"  # Loss: 2.3 (nan): the mean so far
-    rf"|(?P<bare>\s+){_WRAPPED}"  # loss nan
+    rf"|(?P<bare>\s+){_WRAPPED}(?:{_LIST})?"  # loss nan, losses [1.0, nan
     r")\Z",
     re.IGNORECASE,
 )
@@ -101,6 +101,8 @@ NONFINITE: Final = (
     re.compile(r"\bLossTensor is inf or nan\b"),  # TensorFlow
     re.compile(r"\bDetected nan and/or inf values in\b"),  # Lightning
     re.compile(r"^\d+/\d+\s+[\d.]+G\s+(?:[\d.]+\s+){0,6}nan\s"),  # Ultralytics: columns under box_loss, cls_loss
+    # PyTorch: a printed loss without its name; only what is differentiated has a grad_fn
+    re.compile(rf"\btensor\((?:{_LIST})?nan\b[^()]{{0,200}}\bgrad_fn=", re.IGNORECASE),
     # PyTorch: clip_grad_norm_, detect_anomaly, sampling from a model whose weights are NaN
     re.compile(r"\bThe total norm of order \S{1,8} for gradients from \S{1,20} is non-finite\b"),
     re.compile(r"\breturned nan values in its \d{1,3}(?:st|nd|rd|th) output\b"),

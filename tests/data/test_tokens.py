@@ -68,6 +68,16 @@ def test_examples_are_the_encoded_rows_in_order(tokenizer: PreTrainedTokenizerBa
         found[4]
 
 
+def test_copies_of_other_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    def kept(raw: list[dict[str, Any]]) -> TokenizedRows:
+        return tokenize(rows(raw), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+
+    many = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(ROWS_PER_CHUNK + 3)]
+    some = [*many[-2:], many[7], many[7], {"question": "What is 7?", "answer": "#### 8"}]
+    assert kept(some).num_in(kept(many)) == 4
+    assert kept(many).num_in(kept(some)) == 3
+
+
 def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path)
     assert [len(example.input_ids) for example in found][1] == 40

@@ -15,7 +15,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
-from ci_llm.run.beginning import NAME, Start, find_start, prepare, read_beginning
+from ci_llm.run.beginning import NAME, Start, find_start, known_beginning, prepare, read_beginning
 from tests.support.log_lines import log_lines
 from tools.testbed.disks import FailingDisk
 
@@ -37,7 +37,7 @@ class Folder:
         """One attempt: where it begins, and what it saves."""
         config = load_config(None, [f"output_dir={self.path}", *words])
         with log_lines() as self.lines, CheckpointManager(self.path, async_save=False) as manager:
-            start = find_start(manager, config, read_beginning(self.path), at_most)
+            start = find_start(manager, config, known_beginning(manager, config), at_most)
             manager._store.acquire_lease()
             self.lines += [start.note, *prepare(manager, start)]
             for step in saves:
@@ -174,11 +174,29 @@ def test_a_folder_without_a_record_goes_on_as_it_did(source: Folder, run: Folder
     assert run.went_on(words) == "run/checkpoint_step_7"
 
 
-def test_a_record_that_cannot_be_read_is_an_error(run: Folder) -> None:
+def test_latest_goes_on_where_the_record_is_damaged(run: Folder) -> None:
+    run.begin(saves=(2, 6))
+    record = read_beginning(run.path)
+    (run.path / NAME).write_bytes(b"\x00" + (run.path / NAME).read_bytes()[1:])
+    assert run.went_on() == "run/checkpoint_step_6"
+    assert any("cannot be read" in line and str(run.path / NAME) in line for line in run.lines)
+    assert read_beginning(run.path) == record
+
+
+@pytest.mark.parametrize("words", [["resume_from_checkpoint=null"], ["restart_from=2"], ["overwrite_output_dir=true"]])
+def test_what_depends_on_a_damaged_record_is_refused(words: list[str], run: Folder) -> None:
+    run.begin(saves=(2, 6))
+    (run.path / NAME).write_text("[]")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run.begin(*words)
+
+
+def test_a_run_without_a_step_needs_its_record(run: Folder) -> None:
+    """It may have begun from another run's checkpoint."""
     run.begin()
     (run.path / NAME).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_beginning(run.path)
+        run.begin()
 
 
 # Restart_from

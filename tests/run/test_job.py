@@ -405,6 +405,21 @@ def test_other_rows_under_the_name_of_the_old_ones_are_refused(
     assert train(tmp_path / "run", *keys, "max_train_steps=2", "allow_inexact_resume=true") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [0, 2])
+def test_rows_to_evaluate_on_that_were_copied_into_the_training_are_named(
+    copies: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, held_out = tmp_path / "mine.jsonl", tmp_path / "held_out.jsonl"
+    rows = [f'{{"question": "What is {n}?", "answer": "It is {n}"}}\n' for n in range(12)]
+    data.write_text("".join(rows[:8]))
+    held_out.write_text("".join([*rows[:copies], *rows[8:]]))
+    keys = [f"dataset_name={data}", f"eval_dataset_name={held_out}", "generation_eval_samples=0", "eval_samples=6"]
+    assert train(tmp_path / "run", *keys, "max_train_steps=1", "eval_steps=null") == 0
+    told = f"{copies} of the {copies + 4} rows to evaluate on are copies of rows to train on" in capsys.readouterr().out
+    assert told == bool(copies)
+
+
 def test_rows_without_a_usable_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "odd.jsonl"
     data.write_text('{"colour": "blue"}\n')
@@ -414,8 +429,13 @@ def test_rows_without_a_usable_column(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("damaged", [None, "status.json", "beginning.json"])
 def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    damaged: str | None,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, original = tmp_path / "run", loop.compute_gradients
 
@@ -430,8 +450,14 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
     status = read_status(folder)
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3)
     assert "step 3 is saved" in capsys.readouterr().out
+    if damaged:
+        file = folder / damaged
+        file.write_bytes(b"\x00" + file.read_bytes()[1:])
     assert train(folder) == 0
-    assert "exactness: bitwise" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "exactness: bitwise" in said
+    assert damaged is None or damaged in said
+    assert read_status(folder).status == "completed"
     for name in ("optimizer.safetensors", "rng.safetensors", "agent1/adapter_model.safetensors"):
         assert (folder / "final_checkpoint" / name).read_bytes() == (finished / "final_checkpoint" / name).read_bytes()
 

@@ -100,3 +100,9 @@ def test_tensorboard_is_suggested_under_the_name_of_the_run(
 def test_the_first_suggestion_is_to_ask_the_crowd() -> None:
     ask, *_ = next_steps(Config(output_dir="my runs"), lambda changes: "")
     assert shlex.split(ask.removeprefix("ask ")) == ["ci-llm", "chat", "my runs"]
+
+
+def test_one_adapter_of_all_is_suggested_where_there_are_several() -> None:
+    for agents, expected in ((1, 0), (2, 1)):
+        lines = next_steps(Config(num_agents=agents), lambda changes: "")
+        assert sum(line.startswith("elsewhere") for line in lines) == expected

@@ -21,7 +21,7 @@ from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.durable import write_json
 from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
 from ci_llm.core.run_status import Status, is_alive, pid_space
-from ci_llm.errors import BadInput, CheckpointError
+from ci_llm.errors import CheckpointError
 from ci_llm.supervisor import own_run
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.output_scan import Evidence
@@ -300,8 +300,16 @@ def test_a_status_that_cannot_be_read_ends_no_training(tmp_path: Path, monkeypat
 def test_a_status_that_cannot_be_read_is_no_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch)
     (tmp_path / "run" / "status.json").write_text("{")
-    with pytest.raises(BadInput, match="status"):
-        run.classify(AttemptResult(Evidence(), returncode=0))
+    outcome = run.classify(AttemptResult(Evidence(), returncode=0))
+    assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "status.json")
+
+
+def test_a_damaged_status_of_an_earlier_attempt_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_in(tmp_path, monkeypatch)
+    (tmp_path / "run" / "status.json").write_text("{")
+    run.begin_attempt()
+    tell(tmp_path, status="completed")
+    assert run.classify(AttemptResult(Evidence(), returncode=0)).kind == "completed"
 
 
 def test_a_run_that_has_ended_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

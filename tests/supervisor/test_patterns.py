@@ -48,8 +48,13 @@ NONFINITE = [
     "ValueError: NaN loss detected, stopping",
     "Detected NaN loss in step 7",
     "training may have diverged: loss=nan",
+    "losses [nan, nan, 0.3]",
+    "tensor(nan, grad_fn=<NllLossBackward0>)",
+    "7 tensor([0.3, nan], device='cuda:0', grad_fn=<SqueezeBackward0>)",
 ]
 HARMLESS = [
+    "tensor(nan)",
+    "tensor([1., nan]) has no grad_fn=",
     "nano",
     "finance loss",
     "nancy",
