@@ -209,7 +209,10 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
 
 
 def last_attempt(output_dir: Path | str) -> int | None:
-    """The number of the attempt that wrote status.json last, or of the newest one if that file is damaged; None: none."""
+    """The number of the attempt that wrote status.json last; None if there is no such file.
+
+    Where the file is damaged, it is that of the newest attempt that has a folder.
+    """
     try:
         written = last_status(output_dir)
     except BadInput:
