@@ -63,21 +63,21 @@ LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 1e-2}
 class Ours:
     """One step as the training loop takes it; the attributes are what its functions read of a run."""
 
-    def __init__(self, base: PreTrainedModel, layers: Layers = "all") -> None:
+    def __init__(self, base: PreTrainedModel, layers: Layers = "all", agents: int = K) -> None:
         mixed: Any = "bf16" if base.dtype == torch.bfloat16 else "no"
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
         self.config, _ = self.processes.settle_precision(wanted, before=Config(mixed_precision=mixed))
-        recovery = RecoveryState(agents=(AgentRecovery(),) * K)
-        self.state = TrainState(skipped=(0,) * K, recovery=recovery)
-        self.crowd = Crowd(base, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA, layers=layers), "random")
+        recovery = RecoveryState(agents=(AgentRecovery(),) * agents)
+        self.state = TrainState(skipped=(0,) * agents, recovery=recovery)
+        self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()
         self.heartbeat = Heartbeat()
         self.objective = Objective()
         self.plan = None
         self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
-        self.learning_rates = [lambda step: LEARNING_RATE] * K
-        self.max_grad_norms = [MAX_NORM] * K
+        self.learning_rates = [lambda step: LEARNING_RATE] * agents
+        self.max_grad_norms = [MAX_NORM] * agents
 
     def step(self, batch: Batch) -> float:
         run: Any = self
@@ -87,7 +87,8 @@ class Ours:
         left_out = [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite]
         apply_gradients(run, self.state.step, verdict, left_out)
         self.state = self.state.advance(batch.num_rows, batch.num_tokens, left_out)
-        return float(sums.sums[:K].sum()) / K / batch.num_targets
+        agents = self.crowd.num_agents
+        return float(sums.sums[:agents].sum()) / agents / batch.num_targets
 
 
 class OriginalsWay:
@@ -95,10 +96,10 @@ class OriginalsWay:
 
     def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
         self.model = peft.get_peft_model(base, _lora(crowd), adapter_name="agent0")
-        for k in range(1, K):
+        for k in range(1, crowd.num_agents):
             self.model.add_adapter(f"agent{k}", _lora(crowd))
         self.agents = []
-        for k in range(K):
+        for k in range(crowd.num_agents):
             name = f"agent{k}"
             peft.set_peft_model_state_dict(self.model, crowd.agents.agent_tensors(k), adapter_name=name)
             self.agents.append([p for n, p in self.model.named_parameters() if f".{name}." in n])
@@ -108,7 +109,7 @@ class OriginalsWay:
     def step(self, batch: Batch) -> float:
         inputs = rectangle(batch, LONGEST)
         losses = []
-        for k in range(K):
+        for k in range(len(self.agents)):
             self.model.set_adapter(f"agent{k}")
             with in_precision_of(self.model):
                 losses.append(self.model(**inputs).loss)
@@ -120,14 +121,14 @@ class OriginalsWay:
             torch.nn.utils.clip_grad_norm_(agent, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return sum(loss.item() for loss in losses) / K
+        return sum(loss.item() for loss in losses) / len(losses)
 
 
 class SeparateRuns:
     """K PEFT models that know nothing of each other."""
 
     def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
-        self.models = [peft.get_peft_model(copy.deepcopy(base), _lora(crowd)).train() for _ in range(K)]
+        self.models = [peft.get_peft_model(copy.deepcopy(base), _lora(crowd)).train() for _ in range(crowd.num_agents)]
         for k, model in enumerate(self.models):
             peft.set_peft_model_state_dict(model, crowd.agents.agent_tensors(k))
         self.agents = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
@@ -144,7 +145,7 @@ class SeparateRuns:
             optimizer.step()
             optimizer.zero_grad()
             total += loss.item()
-        return total / K
+        return total / len(self.models)
 
 
 def _lora(crowd: Crowd) -> peft.LoraConfig:
@@ -159,12 +160,12 @@ def in_precision_of(model: torch.nn.Module) -> torch.autocast:
 
 
 def rectangle(batch: Batch, width: int | None = None) -> dict[str, Tensor]:
-    """The batch as Transformers trains on it: padded to `width`, or to its longest row, with unshifted labels."""
+    """The batch as Transformers trains on it: padded to its longest row, and to `width`, with unshifted labels."""
     inputs, index = padded(batch, pad_id=0)
     labels = torch.full_like(batch.input_ids, -100)
     labels[batch.predict_from + 1] = batch.targets
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    missing = 0 if width is None else width - ids.shape[1]
+    missing = max(0, (width or 0) - ids.shape[1])
     return {
         "input_ids": F.pad(ids, (0, missing)),
         "attention_mask": F.pad(mask, (0, missing)),

@@ -4,7 +4,7 @@ Each way looks for the best of a grid of eight learning rates and two ranks, by 
 thread, with the base in memory and rows as tokens. What counts is process CPU time, since the machine may be shared;
 and the regret: the final NLL of the chosen setting, minus that of the best of all.
 
-sweep       ci_llm.Sweep: packs, rungs 16 -> 4 -> 1
+sweep       ci_llm.Sweep: packs, three rungs; 16 -> 4 -> 1 trials with the default --keep 0.25
 grid        all 16 to the end in one pass
 packed      16 runs of one agent, one after the other, by our trainer
 pruned      the same under Optuna's ask and tell, with its SuccessiveHalvingPruner
@@ -15,7 +15,7 @@ A trial has the same bits in each of our ways, so that the regret of every way i
 what a run of one agent comes to is held against it. PEFT's runs draw other starts: of them only the choice counts. Of
 full runs, some are measured, and the others are taken to cost the same.
 
-With --keep FOLDER what was measured is kept there, and the same command goes on where it was stopped.
+With --folder F what was measured is kept there, and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROOT = Path(__file__).parent.parent
 RATES = tuple(5e-4 * 2 ** (n * 6 / 7) for n in range(8))  # 5e-4 to 3.2e-2
 RANKS = (4, 16)
 GRID = [{"lora_rank": rank, "learning_rate": float(f"{rate:.3g}")} for rank in RANKS for rate in RATES]
-KEEP, RUNGS = 0.25, 3
+RUNGS = 3
 BARE = ("report_to=none", "write_report=false", "save_steps=null", "save_interval_seconds=null", "eval_steps=null")
 #: Rows of one evaluation pass of PEFT.
 EVALUATED_AT_A_TIME = 50
@@ -87,16 +87,20 @@ class Way:
 class Bench:
     """One seed: base and rows in memory, on one process."""
 
-    def __init__(self, seed: int, folder: Path, steps: int, rows: int) -> None:
-        words = [*BARE, f"seed={seed}", f"max_train_steps={steps}", f"eval_samples={rows}", "generation_eval_samples=0"]
-        self.config = load_config(ROOT / "configs.yaml", [*words, "eval_split=validation", "num_agents=1"])
-        self.folder, self.steps, self.rows = folder, steps, rows
+    def __init__(
+        self, seed: int, folder: Path, steps: int, rows: int, keep: float = 0.25, warmup: int | None = None
+    ) -> None:
+        warmed = [] if warmup is None else [f"num_warmup_steps={warmup}"]
+        words = [*BARE, *warmed, f"seed={seed}", f"max_train_steps={steps}", "num_agents=1"]
+        words += [f"eval_samples={rows}", "eval_split=validation", "generation_eval_samples=0"]
+        self.config = load_config(ROOT / "configs.yaml", words)
+        self.folder, self.steps, self.rows, self.keep = folder, steps, rows, keep
         self.processes = Processes(self.config, launch=read_launch())
         self.loaded: Loaded = load(self.config, self.processes)
-        warmup = self.config.warmup_steps(steps)
-        first = trials.Plan.of(steps, RUNGS, len(GRID), len(GRID), KEEP, "nll", warmup).steps[0]
-        #: Where Optuna's pruner compares: a rung is four times as long as the one before.
-        self.rungs = [*takewhile(lambda step: step < steps, (round(first / KEEP**n) for n in count())), steps]
+        self.warmup = self.config.warmup_steps(steps)
+        first = trials.Plan.of(steps, RUNGS, len(GRID), len(GRID), keep, "nll", self.warmup).steps[0]
+        #: Where Optuna's pruner compares: a rung is 1 / keep times as long as the one before.
+        self.rungs = [*takewhile(lambda step: step < steps, (round(first / keep**n) for n in count())), steps]
 
     def timed(self, name: str, work: Callable[[], tuple[int, dict[int, float]]]) -> Way:
         """The result of `work`, with the CPU time of this process that it took."""
@@ -116,7 +120,7 @@ class Bench:
 
     def sweep(self, per_pass: int, rungs: int = RUNGS) -> tuple[int, dict[int, float]]:
         spaces = {"lora_rank": Choices(RANKS), "learning_rate": Choices(tuple(s["learning_rate"] for s in GRID[:8]))}
-        keys = SweepKeys(trials=len(GRID), rungs=rungs, keep=KEEP, sampler="grid", agents_per_pass=per_pass)
+        keys = SweepKeys(trials=len(GRID), rungs=rungs, keep=self.keep, sampler="grid", agents_per_pass=per_pass)
         config = self.config.model_copy(update={"output_dir": str(self.folder / f"sweep of {rungs}")})
         sweep = Sweep.of(SweepReading(config, spaces, keys), lambda work: work(), lambda: (self.steps, per_pass))
         while (pack_of_trials := sweep.ask()) is not None:
@@ -188,7 +192,7 @@ class Bench:
     def pruned(self, run: Callable[[int], Iterator[tuple[int, float]]]) -> tuple[int, dict[int, float]]:
         """Optuna over the grid, with its pruner at the same rungs."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        factor = round(1 / KEEP)
+        factor = round(1 / self.keep)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=self.rungs[0], reduction_factor=factor)
         study = optuna.create_study(direction="minimize", pruner=pruner)
         for number in Random(self.config.seed).sample(range(len(GRID)), len(GRID)):
@@ -213,12 +217,12 @@ def _rank(nll: float) -> float:
     return nll if math.isfinite(nll) else math.inf
 
 
-def measure(bench: Bench, names: Sequence[str], per_pass: int, runs: int, keep: Path | None) -> list[Way]:
+def measure(bench: Bench, names: Sequence[str], per_pass: int, runs: int, folder: Path | None) -> list[Way]:
     """The ways of these names with one seed.
 
     Args:
         runs: full runs of one adapter that are measured.
-        keep: folder of what was measured earlier, and is now; None: none.
+        folder: of what was measured earlier, and is now; None: none.
     """
     everything = range(len(GRID))
     some = [*everything][:: max(1, len(GRID) // runs)][:runs]
@@ -233,7 +237,10 @@ def measure(bench: Bench, names: Sequence[str], per_pass: int, runs: int, keep: 
     ways = []
     for name in names:
         seed = bench.config.seed
-        path = keep and keep / f"{bench.steps} steps, {bench.rows} rows, seed {seed}, {name}.json"
+        what = f"{bench.steps} steps, warm-up {bench.warmup}, {bench.rows} rows, seed {seed}, {name}"
+        if name in ("sweep", "pruned", "peft pruned"):
+            what += f", keep {bench.keep:g}"
+        path = folder and folder / f"{what}.json"
         if path and path.exists():
             ways.append(_read(path))
             continue
@@ -299,15 +306,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200, help="evaluation rows (default: 200)")
     parser.add_argument("--per-pass", type=int, default=16, help="trials of one pass of ours (default: 16)")
     parser.add_argument("--runs", type=int, default=2, help="full runs of one adapter that are measured (default: 2)")
-    parser.add_argument("--keep", type=Path, help="folder for what was measured (default: none)")
+    parser.add_argument("--keep", type=float, default=0.25, help="share that goes on after a rung (default: 0.25)")
+    parser.add_argument("--warmup", type=int, help="steps of the warm-up (default: as configured)")
+    parser.add_argument("--folder", type=Path, help="folder for what was measured (default: none)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="those to measure (default: all)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(seed, Path(folder), options.steps, options.rows)
-            found[seed] = measure(bench, options.ways, options.per_pass, options.runs, options.keep)
+            bench = Bench(seed, Path(folder), options.steps, options.rows, options.keep, options.warmup)
+            found[seed] = measure(bench, options.ways, options.per_pass, options.runs, options.folder)
             bench.processes.shutdown()
     print(f"\n{len(GRID)} settings, {options.steps} steps, one thread\n\n{table(found)}")
 

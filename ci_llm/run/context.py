@@ -99,6 +99,11 @@ class Run:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of where the run stands."""
+        return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.interval.record()
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
         rates = [rate(step) for rate in self.learning_rates]

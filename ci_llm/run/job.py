@@ -196,13 +196,21 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
         `start` without the checkpoint, whose tensors are in place; and the ids under which trackers know the run.
     """
     _log_lines([start.note] if start.note else [])
-    if (source := start.source) is None:
+    restored = Restored(run.state)
+    if start.source is None:
         logger.info("resume    no checkpoint: a fresh start")
-        _log_lines(_apply(run, requests))
-        return start, {}
-    restored = _restore(run, source, start)
-    _log_lines([*restored.lines, *_apply(run, requests), run.checkpoint.restore_environment(source, run.state)])
-    _recover_evaluation(run, from_log=start.is_own)
+    else:
+        restored = _restore(run, start.source, start)
+        _log_lines(restored.lines)
+    run.state = apply_requests(run.state, requests, run.config)
+    if run.state.recovery.recompute:
+        run.crowd.gradient_checkpointing_enable()
+    _log_lines(
+        f"recovery: {line}" for line in (*in_force(run.state, run.config.batch_size), *requests.recovery.because)
+    )
+    if start.source is not None:
+        _log_lines([run.checkpoint.restore_environment(start.source, run.state)])
+        _recover_evaluation(run, from_log=start.is_own)
     return replace(start, source=None), restored.trackers
 
 
@@ -217,15 +225,6 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
         run.interval.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.shown}")
     return restored
-
-
-def _apply(run: Run, requests: Requests) -> list[str]:
-    """Put in force what is asked for, on top of what the checkpoint holds; returns what is in force, for people."""
-    run.state = apply_requests(run.state, requests, run.config)
-    if run.state.recovery.recompute:
-        run.crowd.gradient_checkpointing_enable()
-    lines = [*in_force(run.state, run.config.batch_size), *requests.recovery.because]
-    return [f"recovery: {line}" for line in lines]
 
 
 def _recover_evaluation(run: Run, *, from_log: bool) -> None:
@@ -302,6 +301,11 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
     def step() -> int:
         return run.state.step
 
+    def save_last(generators: Sequence[dict[str, Any] | None]) -> None:
+        """Without a collective: the process ends after it."""
+        kept = kept_steps(run.config, run.state.validation)
+        run.manager.save_last(step(), contents(run, generators), info=run.info, keep=kept)
+
     with (
         monitored(
             run.config.run_folder, run.manager.holds_lease, wanted=run.config.monitor_gpu and run.processes.is_main
@@ -310,7 +314,7 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         EmergencySave(
             *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
             step=step,
-            save=partial(_save_last, run),
+            save=save_last,
             send=run.mirror.flush_before_kill,
         ),
         Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
@@ -326,21 +330,10 @@ def save(run: Run) -> None:
             run.state.step,
             contents(run),
             force=True,
-            info=_info(run),
+            info=run.info,
             keep={*kept_steps(run.config, run.state.validation), *run.mirror.sending},
         )
     run.tell("on_save")
-
-
-def _save_last(run: Run, generators: Sequence[dict[str, Any] | None]) -> None:
-    """Commit a checkpoint of where the run stands without a collective: the process ends after it."""
-    kept = kept_steps(run.config, run.state.validation)
-    run.manager.save_last(run.state.step, contents(run, generators), info=_info(run), keep=kept)
-
-
-def _info(run: Run) -> dict[str, Any]:
-    """What the manifest says of where the run stands."""
-    return run.checkpoint.info(run.state, run.plan.epoch(run.state.step)) | run.interval.record()
 
 
 def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:

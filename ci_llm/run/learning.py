@@ -7,6 +7,7 @@ large is the usual cause of both. The run goes on; the warning is in its status 
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
@@ -14,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ci_llm.core.run_status import RunStatus
 from ci_llm.run.members import Sources
+
+logger = logging.getLogger(__name__)
 
 FIRST: Final = 3  # steps whose median is the loss at the beginning; a median ignores one bad batch
 RECENT: Final = 20  # steps whose mean is the loss now
@@ -100,6 +104,20 @@ class Learning:
                 f" the mean of {self.window} steps"
             )
         return None
+
+    def report(self, status: RunStatus, learning_rates: str) -> None:
+        """Warn once when the agents stop learning, and say when they learn again; the status holds what is true now.
+
+        Args:
+            learning_rates: of the agents, in words.
+        """
+        before, status.warning = status.warning, self.warning()
+        status.first_loss = self.first_loss
+        if status.warning is not None and before is None:
+            rates = f"learning_rate {learning_rates}"
+            logger.warning(f"{status.warning}; most often {rates} is too large, or num_warmup_steps too few")
+        elif before is not None and status.warning is None:
+            logger.info("the agents learn again: the warning no longer holds")
 
     def _has_risen(self, agent: int) -> bool:
         assert self.first_loss is not None

@@ -200,7 +200,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         metrics |= {f"train/{name}/epoch": epoch for name, epoch in epochs}
     if not findings.bad_batch:
         run.learning.look(norms.tolist())
-    report_learning(run)
+    run.learning.report(run.status, run.present_config.learning_rates)
     metrics |= recovery_metrics(run.state, run.config.batch_size)
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
@@ -208,17 +208,6 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     run.log.metrics(step, metrics)
     run.interval.restart()
     run.tell("on_log", logs=metrics)
-
-
-def report_learning(run: Run) -> None:
-    """Warn once when the agents stop learning, and say when they learn again; the status holds what is true now."""
-    before, run.status.warning = run.status.warning, run.learning.warning()
-    run.status.first_loss = run.learning.first_loss
-    if run.status.warning is not None and before is None:
-        rate = f"learning_rate {run.present_config.learning_rates}"
-        logger.warning(f"{run.status.warning}; most often {rate} is too large, or num_warmup_steps too few")
-    elif before is not None and run.status.warning is None:
-        logger.info("the agents learn again: the warning no longer holds")
 
 
 def evaluate(run: Run) -> str | None:

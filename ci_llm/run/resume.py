@@ -123,8 +123,8 @@ class Restored:
     """
 
     state: TrainState
-    trackers: Mapping[str, str]
-    lines: list[str]
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    lines: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
