@@ -9,9 +9,14 @@ from ci_llm.cli.arguments import make_parser
 from ci_llm.core.imports import importing
 from ci_llm.errors import ConfigError
 
-_CODES = "\n\nexit codes: 0 done; 2 bad call, no run, or a damaged file"
-_REPORT_EXAMPLE = "example: ci-llm report ci_llm_output" + _CODES
-_COMPARE_EXAMPLE = "example: ci-llm compare ci_llm_output/a ci_llm_output/b" + _CODES
+_REPORT_EXAMPLE = (
+    "example: ci-llm report ci_llm_output\n\n"
+    "exit codes: 0 done; 1 the disk refuses the page; 2 bad call, no run, or a damaged file"
+)
+_COMPARE_EXAMPLE = (
+    "example: ci-llm compare ci_llm_output/a ci_llm_output/b\n\n"
+    "exit codes: 0 done; 2 bad call, no run, or a damaged file"
+)
 
 
 def report_run(words: Sequence[str]) -> int:
@@ -19,6 +24,7 @@ def report_run(words: Sequence[str]) -> int:
 
     Raises:
         BadInput: the call is wrong, there is no run, or a file of it is damaged.
+        CiLlmError: the disk refuses the page.
         SystemExit: with 0, after `--help`.
     """
     does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts and what each fault cost, time."

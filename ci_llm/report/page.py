@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ci_llm._version import __version__
 from ci_llm.core.durable import write_bytes
-from ci_llm.errors import ConfigError
+from ci_llm.errors import CiLlmError
 from ci_llm.report import curves
 from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
 from ci_llm.report.facts import RunFacts, read_run, settings
@@ -50,14 +50,14 @@ def write_report(path: Path | str) -> Path:
 
     Raises:
         BadInput: there is no run, or a file of it is damaged.
-        ConfigError: the disk refuses the file.
+        CiLlmError: the disk refuses the file.
     """
     facts = read_run(path)
     page = facts.folder / NAME
     try:
         write_bytes(page, render(facts).encode())
     except OSError as error:
-        raise ConfigError(
+        raise CiLlmError(
             f"the report cannot be written: {error.strerror}", where=str(page), hint="make space there, or copy the run"
         ) from error
     return page

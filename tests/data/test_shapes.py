@@ -216,6 +216,9 @@ SHAPES: dict[str, Shape] = {
     "text of any name": Shape(jsonl({"body": "once", "id": "3"}), [f"once{EOS}"], "<s>", {"text_column": "body"}),
     "lines of text": Shape(text("rows.txt", "once\nupon\na\n"), [f"upon{EOS}"], "<s>"),
     "csv": Shape(text("rows.csv", "question,answer\nq,a\nq,a\nq,a\n"), [f"a{END}"], user("q")),
+    "csv with spaces": Shape(
+        text("rows.csv", 'question, answer\n"q;1,2", a\n"q;1,2", "a"\n"q;1,2", a\n'), [f"a{END}"], user("q;1,2")
+    ),
     "csv with semicolons": Shape(
         text("rows.csv", '\ufeffQuestion;Answer\n"q;1,2";a\nq;a\n"q;1,2";a\n'), [f"a{END}"], user("q")
     ),

@@ -266,7 +266,7 @@ def test_the_page_is_replaced_in_one_piece_or_not_at_all(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("ci_llm.report.page.write_bytes", refuse)
-    assert main(["report", str(run)]) == 2
+    assert main(["report", str(run)]) == 1
     assert "the report cannot be written: No space left on device" in capsys.readouterr().err
     assert (run / "report.html").read_bytes() == before
     assert json.loads((run / "status.json").read_text())["status"] == "completed"
