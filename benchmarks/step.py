@@ -10,6 +10,8 @@ original's way one PEFT model, `set_adapter` for one agent after the other, rows
 separate runs  K PEFT models, each its own forward, backward and optimizer; rows padded to the longest of the batch
 ours in bf16   the same as ours on a base in bf16, under autocast; with --precision bf16 all trainers are
 shared trunk   with --trunk: ours with `agent_layers: upper_half`, and the original's way with these adapters beside it
+with --parts   what lies between, one difference at a time: the separate runs with logits at the targets only, and K
+               runs of ours with one agent, one after the other
 
 The last line says which share of our step the necessary products take at the speed that they have alone (`floor.py`).
 """
@@ -56,6 +58,7 @@ SIZES = {  # hidden, layers, feed-forward, heads
 }
 OURS, ORIGINAL, SEPARATE, BF16 = "ours", "original's way", "separate runs", "ours in bf16"
 TRUNK, UPPER = "shared trunk", "original's way, upper half"
+TARGETS, PACKED = "separate runs, logits at targets", "packed runs of one agent"
 #: Three ways to round the same sums, by precision; a wrong mask, shift or scale is far above.
 LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 1e-2}
 
@@ -139,13 +142,39 @@ class SeparateRuns:
         total = 0.0
         for model, agent, optimizer in zip(self.models, self.agents, self.optimizers, strict=True):
             with in_precision_of(model):
-                loss = model(**inputs).loss
+                loss = self.loss(model, inputs)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(agent, MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
             total += loss.item()
         return total / len(self.models)
+
+    def loss(self, model: peft.PeftModel, inputs: dict[str, Tensor]) -> Tensor:
+        """As Transformers computes it, with the logits of all tokens."""
+        return model(**inputs).loss
+
+
+class TargetsOnly(SeparateRuns):
+    """The same, with logits only where there is a target."""
+
+    def loss(self, model: peft.PeftModel, inputs: dict[str, Tensor]) -> Tensor:
+        """The same loss."""
+        base, labels = model.get_base_model(), inputs["labels"][:, 1:]
+        hidden = base.model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state[:, :-1]
+        return F.cross_entropy(base.lm_head(hidden[labels != -100]).float(), labels[labels != -100])
+
+
+class PackedRuns:
+    """K runs of this program with one agent each."""
+
+    def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
+        self.runs = [Ours(copy.deepcopy(base), agents=1) for _ in range(crowd.num_agents)]
+        for run, start in zip(self.runs, crowd.agents.rows, strict=True):
+            run.crowd.agents.rows[0].data.copy_(start.data)
+
+    def step(self, batch: Batch) -> float:
+        return sum(run.step(batch) for run in self.runs) / len(self.runs)
 
 
 def _lora(crowd: Crowd) -> peft.LoraConfig:
@@ -209,8 +238,10 @@ class Measured:
         return statistics.median(cpu_ratios(self.costs[name], self.costs[OURS]))
 
 
-def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32", *, trunk: bool = False) -> Measured:
-    """Every trainer on every batch, in turns; with `trunk` also those with adapters in the upper half of the layers.
+def measure(
+    size: str, inputs: Sequence[Batch], precision: str = "fp32", *, trunk: bool = False, parts: bool = False
+) -> Measured:
+    """Every trainer on every batch, in turns; for `trunk` and `parts` see --trunk and --parts.
 
     Raises:
         AssertionError: the trainers' losses differ, so they did not do the same.
@@ -228,6 +259,9 @@ def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32", *, trun
     if trunk:
         trainers[TRUNK] = upper = Ours(random_base(size).to(dtype), "upper_half")
         trainers[UPPER] = OriginalsWay(random_base(size).to(dtype), upper.crowd)
+    if parts:
+        trainers[TARGETS] = TargetsOnly(random_base(size).to(dtype), ours.crowd)
+        trainers[PACKED] = PackedRuns(random_base(size).to(dtype), ours.crowd)
     losses: dict[str, list[float]] = {name: [] for name in trainers}
 
     def noting(name: str) -> Callable[[Batch], None]:
@@ -254,10 +288,12 @@ def table(measured: Measured, rows: int) -> str:
         median, ratios = median_cost(listed), cpu_ratios(listed, costs[OURS])
         times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if name != OURS else "1"
         lines.append(f"| {rows} | {name} | {median.cpu_s:.3f} | {median.wall_s:.3f} | {times} |")
-    for name in (ORIGINAL, UPPER) if TRUNK in costs else ():
-        ratios = cpu_ratios(costs[name], costs[TRUNK])
+    pairs = [(ORIGINAL, TRUNK), (UPPER, TRUNK)] if TRUNK in costs else []
+    pairs += [(ORIGINAL, SEPARATE), (SEPARATE, TARGETS), (TARGETS, PACKED)] if PACKED in costs else []
+    for name, other in pairs:
+        ratios = cpu_ratios(costs[name], costs[other])
         times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        lines.append(f"| {rows} | {name} / {TRUNK} | | | {times} |")
+        lines.append(f"| {rows} | {name} / {other} | | | {times} |")
     share, speed = statistics.median(measured.floor), measured.flops_per_s / 1e9
     return "\n".join([*lines, f"| {rows} | the floor, at {speed:.0f} GFLOP/s | | | {share:.2f} |"])
 
@@ -271,6 +307,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=LOSSES_AGREE_TO, default="fp32", help="of all trainers (default: fp32)")
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
     parser.add_argument("--trunk", action="store_true", help="measure adapters in the upper half of the layers as well")
+    parser.add_argument("--parts", action="store_true", help="measure also what lies between ours and the others")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -280,7 +317,10 @@ def main() -> None:
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
     for rows in options.rows:
         inputs = batches(options.dataset, rows, options.rounds + 1)
-        print(table(measure(options.size, inputs, options.precision, trunk=options.trunk), rows), flush=True)
+        print(
+            table(measure(options.size, inputs, options.precision, trunk=options.trunk, parts=options.parts), rows),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

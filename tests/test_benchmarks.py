@@ -23,6 +23,7 @@ from benchmarks import (
     crowd_answers,
     floor,
     generation,
+    growth,
     gsm8k,
     mirror_stall,
     precision,
@@ -67,14 +68,29 @@ def test_the_shipped_lengths_are_those_of_gsm8k() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_growth_of_a_step_is_measured_for_agents_and_lengths(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (gsm8k, step, growth):
+        monkeypatch.setattr(module, "VOCABULARY", 500)
+    monkeypatch.setattr(growth, "random_base", lambda _: step.random_base("tiny"))
+    cases = [(3, 3, gsm8k.batches(None, 2, 2)), (600, 1, [*growth.rows_of(600, 2)])]
+    found = growth.measured("what grows", cases)
+    assert [*found] == [3, 600]
+    assert all(cost > 0 for own in found.values() for cost in own.values())
+    assert capsys.readouterr().out.count("|\n") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two optimizer steps; `measure` compares their losses."""
     for module in (gsm8k, step):
         monkeypatch.setattr(module, "VOCABULARY", 500)
-    measured = step.measure("tiny", gsm8k.batches(None, 2, 2), trunk=True)
+    measured = step.measure("tiny", gsm8k.batches(None, 2, 2), trunk=True, parts=True)
     table = step.table(measured, rows=2)
-    assert [len(listed) for listed in measured.costs.values()] == [1] * 6
-    assert table.count("| 2 |") == 9
+    assert [len(listed) for listed in measured.costs.values()] == [1] * 8
+    assert table.count("| 2 |") == 14
     assert "| 2 | original's way, upper half / shared trunk |" in table
     assert "the floor" in table
     assert len(measured.floor) == 1
