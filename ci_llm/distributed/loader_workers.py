@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
@@ -42,9 +43,14 @@ def worker_context(given: BaseContext | None = None) -> BaseContext | None:
 
 
 class _Worker(ForkProcess):
-    def run(self) -> None:
+    def start(self) -> None:
+        """Fork while termination is held back: the worker inherits that, and has it before its first line."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         block_termination()
-        super().run()
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _WorkerContext(ForkContext):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,21 @@ def test_the_batches_of_a_sampler_come_whoever_is_signalled() -> None:
     loader = DataLoader(ROWS, 2, sampler=sampler, num_workers=2)
     batches = batches_despite_signals(sampler.batches(loader, epochs=1), workers=2)
     assert sorted(row for batch in batches for row in batch.tolist()) == [*ROWS]
+
+
+def test_a_worker_that_is_signalled_before_its_first_line_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = ForkProcess._bootstrap  # what a forked process calls first
+
+    def signalled(process: ForkProcess, *args: object, **named: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return int(begin(process, *args, **named))
+
+    monkeypatch.setattr(ForkProcess, "_bootstrap", signalled)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    sampler = StatefulSampler(ROWS, seed=1)
+    batches = sampler.batches(DataLoader(ROWS, 2, sampler=sampler, num_workers=2), epochs=1)
+    assert sorted(row for batch in batches for row in batch.tolist()) == [*ROWS]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_a_manager_knows_the_loaders_that_accelerate_has_prepared(tmp_path: Path) -> None:
