@@ -15,8 +15,8 @@ has counted that batch as begun, so its counters are set back. The training stop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,8 @@ class _Attempt:
         self._module = trainer.lightning_module
         self._io = _Io(trainer.strategy.checkpoint_io, self)
         trainer.strategy.checkpoint_io = self._io
+        self._evaluation = trainer.fit_loop.epoch_loop.val_loop
+        self._evaluation.setup_data = partial(self._set_evaluation_up, self._evaluation.setup_data)
         self._loaded = False
         self._pending: dict[str, Any] | None = None
         self._logged_steps = 0
@@ -192,6 +194,12 @@ class _Attempt:
         shield_workers(*(one for one in loader.flattened if not isinstance(one, _Replayed)))
         loader.flattened = [one if isinstance(one, _Replayed) else _Replayed(one, self) for one in loader.flattened]
 
+    def _set_evaluation_up(self, set_up: Callable[[], None]) -> None:
+        """Before an evaluation starts the workers of its loaders."""
+        set_up()
+        if (loader := self._evaluation._combined_loader) is not None:
+            shield_workers(*loader.flattened)
+
     def begin_pass(self) -> int:
         """The order of an epoch is about to be drawn: as it was, if it is the one to go on in.
 
@@ -235,6 +243,7 @@ class _Attempt:
 
     def end(self) -> None:
         self._trainer.strategy.checkpoint_io = self._io.inner
+        del self._evaluation.setup_data  # the method of the loop is back
         if (loader := self._trainer.fit_loop._combined_loader) is not None:
             loader.flattened = [one.loader if isinstance(one, _Replayed) else one for one in loader.flattened]
         self._saver.close()

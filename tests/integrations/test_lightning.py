@@ -92,7 +92,15 @@ def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, t
     assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
 
 
-def fit(folder: Path, *others: Any, resume: bool = True, module: Any = None, loader: Any = None, **changes: Any) -> Any:
+def fit(
+    folder: Path,
+    *others: Any,
+    resume: bool = True,
+    module: Any = None,
+    loader: Any = None,
+    evaluated: Any = None,
+    **changes: Any,
+) -> Any:
     import lightning
 
     from examples import lightning_trainer
@@ -102,7 +110,7 @@ def fit(folder: Path, *others: Any, resume: bool = True, module: Any = None, loa
     trainer = lightning.Trainer(callbacks=[checkpoints, *others], default_root_dir=folder, **how)
     rows = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 4)
     place = checkpoints.resume() if resume else None
-    trainer.fit(module or lightning_trainer.Net(), loader or rows, rows, ckpt_path=place)
+    trainer.fit(module or lightning_trainer.Net(), loader or rows, evaluated or rows, ckpt_path=place)
     return trainer
 
 
@@ -147,6 +155,23 @@ def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> Non
 
     loader = DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), 4, num_workers=2)
     assert fit(tmp_path, Signalling(), loader=loader, max_steps=16, limit_val_batches=0).global_step == 16
+
+
+def test_workers_of_an_evaluation_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+
+    class Signalling(Callback):  # type: ignore[misc]
+        batches = 0
+
+        def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+            self.batches += 1
+            if self.batches % 16 == 2:
+                signal_workers(2)
+
+    evaluated = DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), 4, num_workers=2)
+    trainer = fit(tmp_path, told := Signalling(), max_steps=4, evaluated=evaluated, num_sanity_val_steps=2)
+    assert (trainer.global_step, told.batches) == (4, 16 + 2)  # two batches before the first step
+    assert "setup_data" not in vars(trainer.fit_loop.epoch_loop.val_loop)
 
 
 def test_two_loaders_are_refused(tmp_path: Path) -> None:
