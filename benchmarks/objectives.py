@@ -10,7 +10,8 @@ specialists   a row counts for agent k in proportion to p_k(row)^alpha, its mean
               crowd as it is, a large one gives every row to the agent that knows it best (Guzman-Rivera et al.,
               "Multiple Choice Learning", 2012, softly)
 population    every ten steps the agents are drawn towards their mean: weights alpha * own + (1 - alpha) * mean; each
-              agent has an order of the rows of its own (Jolicoeur-Martineau et al., "PAPA", 2023)
+              agent has an order of the rows of its own (Jolicoeur-Martineau et al., "PAPA", 2023); `own orders` is its
+              control, alpha 1
 snapshots     one agent, four cycles of the cosine; the four states at their ends answer together (Huang et al.,
               "Snapshot Ensembles", 2017)
 ivon          the optimizer IVON in place of AdamW, one sample per step (Shen et al., "Variational Learning is
@@ -234,10 +235,11 @@ class Bench:
         """Each way to train, with its settings in its name."""
         return {
             "crowd": lambda: self.training().to_the_end(),
-            **{f"specialists, alpha {a}": (lambda a=a: self.specialists(a)) for a in (0.1, 1.0)},
+            **{f"specialists, alpha {a}": (lambda a=a: self.specialists(a)) for a in (0.03, 0.1, 0.3, 1.0)},
+            "own orders": lambda: self.population(1.0),
             **{f"population, alpha {a}": (lambda a=a: self.population(a)) for a in (0.99, 0.9)},
             **{f"snapshots at {rate}": (lambda rate=rate: self.snapshots(rate)) for rate in (4e-3, 8e-3)},
-            **{f"ivon at {rate}, hessian 1": (lambda rate=rate: self.ivon(rate, 1.0)) for rate in (0.5, 1.0, 2.0)},
+            **{f"ivon at {rate}, hessian 1": (lambda rate=rate: self.ivon(rate, 1.0)) for rate in (0.5, 1.0, 2.0, 3.0)},
         }
 
     def measured(self, name: str) -> Measured:

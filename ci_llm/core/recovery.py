@@ -54,6 +54,9 @@ def read_recovery(run_folder: Path | str) -> Recovery:
         recovery = Recovery(**known | {"because": tuple(known.get("because", ()))})
         if not (0 < recovery.learning_rate_factor <= 1 and math.isfinite(recovery.learning_rate_factor)):
             raise ValueError(f"learning_rate_factor {recovery.learning_rate_factor}")
+        for name in ("micro_batch_size", "resume_at_most_step", "after_attempt"):
+            if not isinstance(getattr(recovery, name), int | None):
+                raise ValueError(f"{name} {getattr(recovery, name)}")
     except FileNotFoundError:
         return Recovery()
     except (TypeError, ValueError) as error:

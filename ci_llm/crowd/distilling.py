@@ -13,6 +13,7 @@ Legend: K teachers, S targets, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -35,6 +36,7 @@ from ci_llm.crowd.prompts import Prompter, last_answer
 from ci_llm.crowd.schedules import factor
 from ci_llm.crowd.voting import Continuation
 from ci_llm.data.batches import Batch, Packable, pack, padded
+from ci_llm.data.encoder import Example
 from ci_llm.data.prompt_files import prompts_of_file
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
@@ -106,7 +108,7 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
     prompter = saved.prompter
     given = tokenize(load_rows(config, "train"), prompter.tokenizer, max_seq_length=config.max_seq_length)
     examples = [given[number] for number in range(len(given))]
-    [end] = {int(example.input_ids[last_answer(example).stop - 1]) for example in examples[:1]}
+    end = _end(examples, config.max_seq_length)
     crowd = Crowd.of(saved)
     try:
         prompts = _prompts(prompter, config, how, num_positions(crowd.model))
@@ -114,6 +116,14 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
     finally:
         crowd.detach()
     return Lesson([*examples, *(one for one, _ in pairs)], [*examples, *(other for _, other in pairs)])
+
+
+def _end(examples: Sequence[Example], max_seq_length: int) -> int:
+    """The token that answers end with. A row that was cut ends anywhere."""
+    whole = [example for example in examples if len(example.input_ids) < max_seq_length]
+    ends = Counter(int(example.input_ids[last_answer(example).stop - 1]) for example in whole or examples)
+    [(end, _)] = ends.most_common(1)
+    return end
 
 
 def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: int) -> list[TokenIds]:

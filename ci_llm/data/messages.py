@@ -59,7 +59,7 @@ def _message(raw: Any) -> Message:
     role = text_of(raw.get("role") or raw.get("from"))
     if not role:
         raise ValueError(f"a message has no role; its keys are {', '.join(raw)}")
-    content = raw.get("content", raw.get("value"))
+    content = raw.get("value") if raw.get("content") is None else raw["content"]  # Arrow adds keys of other rows
     calls = raw.get("tool_calls") or ([raw["function_call"]] if raw.get("function_call") else [])
     if role in _CALLERS:
         calls, content = content, None

@@ -33,11 +33,11 @@ def prompts_of_file(path: Path) -> list[FilePrompt]:
         what = "this is a folder" if path.is_dir() else "there is no such file"
         raise DataError(what, where=str(path.absolute()), hint="give a file with one prompt per line, or JSON lines")
     if path.suffix.lower() in (".txt", *_JSON_LINES, ""):
-        return prompts_of_lines(_text(path).splitlines(), str(path))
+        return prompts_of_lines(_text(path).split("\n"), str(path))
     from ci_llm.data.formats import find_format  # loads `datasets`, which takes seconds
 
     if find_format(path) is None:
-        return prompts_of_lines(_text(path).splitlines(), str(path))
+        return prompts_of_lines(_text(path).split("\n"), str(path))
     from ci_llm.data.splits import open_splits
 
     splits = open_splits(str(path), None, "train", "--file").values()

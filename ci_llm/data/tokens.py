@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,8 @@ from ci_llm.data.rows import Row, Rows
 from ci_llm.data.tally import Tally
 from ci_llm.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
 FORMAT = 4
@@ -39,6 +42,7 @@ SCHEMA = pa.schema(
         ("supervised", pa.list_(pa.bool_())),
         ("row", pa.int64()),
         ("digest", pa.uint64()),  # xxh3-64 of the token ids
+        ("check", pa.uint64()),  # xxh3-64 of the token ids and the loss mask
     ]
 )
 ROWS_PER_CHUNK = 1000
@@ -72,12 +76,17 @@ class TokenizedRows:
 
         Raises:
             IndexError: there are not so many.
+            DataError: it is not what was written.
         """
         chunk, row = divmod(range(len(self))[number], self._chunk_rows)
         if next(self._reads) % READS_PER_MAPPING == 0:
             self.__dict__.pop("_file", None)
-        input_ids, supervised, *_ = self._file.get_batch(chunk).columns
-        return Example(_numbers(input_ids[row].values), _flags(supervised[row].values))
+        columns = self._file.get_batch(chunk)
+        example = Example(_numbers(columns["input_ids"][row].values), _flags(columns["supervised"][row].values))
+        if _check(example) != columns["check"][row].as_py():
+            hint = "remove the file: the same command makes it again, and a run goes on from its newest checkpoint"
+            raise DataError(f"row {number} of the tokens is damaged", where=str(self.path), hint=hint)
+        return example
 
     def __reduce__(self) -> Any:
         """Loader workers that are not forked open the file themselves."""
@@ -205,7 +214,7 @@ def tokenize(
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     path = (cache_folder or _default_cache()) / name
     with main_first or nullcontext():
-        if not path.exists():
+        if not _is_whole(path):
             _write(path, rows, encoder, max_seq_length)
     return TokenizedRows(rows, path)
 
@@ -216,6 +225,23 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     rules["padding"] = rules["truncation"] = None
     whole = json.dumps([rules, tokenizer.special_tokens_map], sort_keys=True, default=str)
     return str(xxhash.xxh3_128_hexdigest(whole.encode()))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there, to its end. What is in a row is checked when it is read."""
+    try:
+        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        _, metadata = file.get_batch_with_custom_metadata(file.num_record_batches - 1)
+        return FACTS in (metadata or {})
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:  # Arrow's own errors are of both kinds
+        logger.warning(f"the tokens of an earlier run are damaged and made again: {path}: {error}")
+        return False
+
+
+def _check(example: Example) -> int:
+    return xxhash.xxh3_64_intdigest(example.input_ids.tobytes() + example.supervised.tobytes())
 
 
 def _write(path: Path, rows: Rows, encoder: Encoder, max_seq_length: int) -> None:
@@ -287,16 +313,17 @@ def _batches(
 
 def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
     while chunk := list(islice(examples, ROWS_PER_CHUNK)):
-        numbers, input_ids, supervised, digests = [], [], [], []
+        numbers, input_ids, supervised, digests, checks = [], [], [], [], []
         for number, example in chunk:
             digest.update(len(example.input_ids).to_bytes(8, "little"))
             ids = example.input_ids.tobytes()
             digest.update(ids + example.supervised.tobytes())
             digests.append(xxhash.xxh3_64_intdigest(ids))
+            checks.append(_check(example))
             numbers.append(number)
             input_ids.append(example.input_ids)
             supervised.append(example.supervised)
-        columns = zip((input_ids, supervised, numbers, digests), SCHEMA.types, strict=True)
+        columns = zip((input_ids, supervised, numbers, digests, checks), SCHEMA.types, strict=True)
         yield pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=SCHEMA)
 
 

@@ -125,7 +125,7 @@ def require_own(path: Path, *, overwrite: bool) -> None:
 
 def source_path(path: Path) -> Path:
     """The file that says what the lines of a predictions file are of."""
-    return path.with_suffix(".source.json")
+    return path.with_name(path.name.removesuffix(".jsonl") + ".source.json")
 
 
 def _kept(path: Path, source: Source, prompts: Sequence[str]) -> list[Row]:

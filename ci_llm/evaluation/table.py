@@ -46,10 +46,11 @@ def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
         right = "none" if cut["exact_match"] is None else f"{cut['exact_match']:.3f} of them right"
         yield f"answers of at least {cut['below']:g}: {cut['answered']:.0%} of the rows, {right}"
     if few := sure.get("escalation"):
-        kept = few["exact_match"] / max(evaluation.record["exact_match"]["crowd"], 1e-9)
+        crowd = evaluation.record["exact_match"]["crowd"]
+        kept = f", {few['exact_match'] / crowd:.0%} of the crowd's" if crowd else ""
         yield (
             f"{few['agent']} first, all where it is unsure: {few['agents_per_prompt']:.2f} agents per prompt,"
-            f" exact match {few['exact_match']:.3f}, {kept:.0%} of the crowd's"
+            f" exact match {few['exact_match']:.3f}{kept}"
         )
     if evaluation.calibrated:
         yield f"calibrated on these rows, in {evaluation.calibrated}: judge it on others"

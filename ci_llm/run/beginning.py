@@ -37,7 +37,7 @@ LATEST: Final = "latest"
 OF_A_RUN: Final = (
     *("checkpoint_step_*", FINAL, QUARANTINE, SUPERSEDED, ATTEMPTS, NAME, "recovery.json", "skipped_batches.json"),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
-    *("tensorboard", "profile", FOLDER, RECORD),
+    *("tensorboard", "profile", FOLDER, RECORD, "predictions.jsonl", "predictions.source.json", "calibration.json"),
 )
 
 

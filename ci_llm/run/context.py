@@ -141,6 +141,8 @@ class Run:
         """Whether no step is left: the last one is taken, or patience with the evaluations has run out."""
         patience = self.config.early_stopping_patience
         out_of_patience = patience is not None and self.state.validation.without_better >= patience
+        if self.state.members is not None and self.state.members.waits:
+            out_of_patience = False  # the search begins anew with the other agents
         return out_of_patience or self.state.step >= self.total_steps
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.determinism import derive_seed
+from ci_llm.errors import ConfigError
 
 SEEDS: Final = 2**32  # a seed in a configuration is below it
 #: For each agent of a crowd that has changed the place, before, of the one that it is or is a copy of; None: it is new.
@@ -112,7 +113,17 @@ class Members:
 
         Args:
             steps: what the configuration asks for: `max_train_steps`, or as many as `epochs` has.
+
+        Raises:
+            ConfigError: the run would be over before the others come.
         """
+        if steps < 2 and (config.crowd == "auto" or config.branch_at is not None):
+            key = "crowd" if config.crowd == "auto" else "branch_at"
+            raise ConfigError(
+                "the run has one step, and its other agents would come after it",
+                where=f"{key}, epochs",
+                hint="set max_train_steps to 2 or more, or raise epochs",
+            )
         if config.crowd == "auto":
             first = Member(0, {"learning_rate": config.learning_rate / math.sqrt(config.num_agents)})
             return cls((first,), 1, planned=(CrowdChange(_step_of_choice(config, steps) + 1, "join"),))
@@ -130,7 +141,12 @@ class Members:
     @property
     def are_configured(self) -> bool:
         """Whether these are the agents of the configuration, because nothing has changed yet."""
-        return not self.made and all(change.verb not in OF_ONE for change in self.planned)
+        return not self.made and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Whether one agent trains, and the others are still to come or to be decided about."""
+        return any(change.verb in OF_ONE for change in self.planned)
 
     @property
     def common_start(self) -> bool:
@@ -210,6 +226,8 @@ class Members:
             return "the crowd is one agent until it branches"
         if any(each.verb == "join" for each in self.planned):
             return "it is not decided yet whether agent0 stays alone"
+        if later := [each.step for each in self.planned if each.step > change.step]:
+            return f"an earlier attempt was asked for changes, the last after step {max(later)}: ask again then"
         if change.agent not in (each.number for each in self.agents):
             return f"there is no agent{change.agent}: there are {', '.join(self.folders)}"
         if change.verb == "stop" and {each.number for each in self.agents} <= {change.agent, *dropped}:

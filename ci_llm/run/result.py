@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,8 @@ from ci_llm.core.durable import read_json
 if TYPE_CHECKING:
     from ci_llm.config import Config
     from ci_llm.crowd.model import Crowd
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,13 @@ class Result:
 
 
 def conclusion_of(folder: Path) -> dict[str, Any] | None:
-    """`evaluation.json` of a run that has come to its end; None before."""
+    """`evaluation.json` of a run that has come to its end; None before, and if it is damaged: it is made again then."""
     record = folder / "evaluation.json"
     if not (record.is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()):
         return None
-    content: Any = read_json(record)
-    return dict(content)
+    try:
+        content: Any = read_json(record)
+        return dict(content)
+    except (TypeError, ValueError) as error:
+        logger.warning(f"{record} cannot be read, the run is evaluated again: {error}")
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ci_llm.crowd.distilling import distilled
 from ci_llm.crowd.merge_methods import Distillation
 from ci_llm.crowd.merging import Adapter
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
+from ci_llm.data.encoder import Example
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput
 from tests.support.crowds import K, disturbed_crowd, save_crowd
@@ -153,3 +155,12 @@ def test_a_crowd_that_no_run_trained_has_no_rows_to_distil_on(
     folder = save_crowd(disturbed_crowd(), tmp_path / "crowd")
     assert main(["export", str(folder), "--to", str(tmp_path / "x"), "--merge", "distilled"]) == 2
     assert "no run trained these agents" in capsys.readouterr().err
+
+
+def test_a_row_that_was_cut_does_not_say_how_answers_end() -> None:
+    def row(*ids: int) -> Example:
+        return Example(np.array(ids, np.int32), np.arange(len(ids)) > 0)
+
+    cut, whole, odd = row(5, 6, 7, 8), row(5, 6, 2), row(5, 3)
+    assert distilling._end([cut, whole, odd, whole], max_seq_length=4) == 2
+    assert distilling._end([cut], max_seq_length=4) == 8

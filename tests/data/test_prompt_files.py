@@ -55,6 +55,14 @@ def test_lines_are_prompts(tmp_path: Path) -> None:
         assert prompts_of_file(tmp_path / name) == ["first ", "  {not json", "third 🙂"]
 
 
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    odd = "one\u2028two\u0085three\x0cfour"
+    (tmp_path / "prompts.txt").write_text(f"{odd}\r\nnext\n", encoding="utf-8", newline="")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": odd}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert prompts_of_file(tmp_path / "prompts.txt") == [odd, "next"]
+    assert prompts_of_file(tmp_path / "rows.jsonl") == [odd]
+
+
 def test_tables_are_read_as_training_reads_them(tmp_path: Path) -> None:
     data = Dataset.from_dict({"question": ["q1", "q2"], "answer": ["a1", "a2"]})
     data.to_csv(tmp_path / "rows.csv")

@@ -76,6 +76,14 @@ def pairs(count: int, name: str = "q") -> Dataset:
     return Dataset.from_list([{"question": f"{name}{n}", "answer": f"a{n}"} for n in range(count)])
 
 
+def mixed_turns(folder: Path) -> str:
+    """Arrow gives every turn all keys that any turn has."""
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    full = [{"role": None, "content": None, **turn} for turn in turns]
+    Dataset.from_list([{"messages": full}] * 3).to_parquet(folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
 def parquet(folder: Path) -> str:
     pairs(3).to_parquet(folder / "rows.parquet")
     return str(folder / "rows.parquet")
@@ -243,6 +251,7 @@ SHAPES: dict[str, Shape] = {
         [f"a{END}"],
         user("q"),
     ),
+    "parquet of turns with the keys of both styles": Shape(mixed_turns, [f"yes{END}"], user("hi")),
     "parquet": Shape(parquet, [f"a1{END}"], user("q1")),
     "arrow": Shape(arrow, [f"a1{END}"], user("q1")),
     "save_to_disk with splits": Shape(saved, [f"a0{END}"], user("q0")),

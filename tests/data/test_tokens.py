@@ -68,6 +68,36 @@ def test_examples_are_the_encoded_rows_in_order(tokenizer: PreTrainedTokenizerBa
         found[4]
 
 
+def test_a_file_that_is_not_whole_is_made_again(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path).path
+    content = path.read_bytes()
+    for damaged in (b"", content[:100], content[:-1], b"\0" * len(content)):
+        path.write_bytes(damaged)
+        caplog.clear()
+        assert len(tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)) == 4
+        assert path.read_bytes() == content
+        assert str(path) in caplog.text
+
+
+def test_a_flipped_bit_is_never_trained_on(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    expected = [(each.input_ids.copy(), each.supervised.copy()) for each in found]
+    content = found.path.read_bytes()
+    ids = content.index(np.concatenate([one for one, _ in expected]).tobytes())
+    mask = content.index(np.packbits(np.concatenate([one for _, one in expected]), bitorder="little").tobytes()[:-1])
+    for at, row in ((ids, 0), (ids + 4 * len(expected[0][0]), 1), (mask, 0)):
+        found.path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        read = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+        for number in range(len(read)):
+            if number == row:
+                with pytest.raises(DataError, match=f"row {row} of the tokens is damaged"):
+                    read[number]
+            else:
+                assert np.array_equal(read[number].input_ids, expected[number][0])
+
+
 def test_copies_of_other_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     def kept(raw: list[dict[str, Any]]) -> TokenizedRows:
         return tokenize(rows(raw), tokenizer, max_seq_length=500, cache_folder=tmp_path)

@@ -150,3 +150,9 @@ def test_a_disk_that_refuses_a_line_says_so(path: Path, monkeypatch: pytest.Monk
 def test_an_error_of_the_evaluation_itself_is_not_taken_for_the_file_s(path: Path) -> None:
     with pytest.raises(OSError, match="of the model"), open_predictions(path, SOURCE, PROMPTS):
         raise OSError("of the model")
+
+
+def test_names_with_dots_have_records_of_their_own(tmp_path: Path) -> None:
+    names = ("out-0.5", "out-0.7", "a.dev.jsonl", "a.test.jsonl")
+    assert len({source_path(tmp_path / name) for name in names}) == 4
+    assert source_path(tmp_path / "predictions.jsonl").name == "predictions.source.json"

@@ -264,16 +264,43 @@ def test_a_run_goes_on_from_the_final_checkpoint_of_another(
 
 
 @pytest.mark.slow
+def test_a_completed_run_whose_results_are_damaged_is_evaluated_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (run / "evaluation.json").read_bytes()
+    (run / "evaluation.json").write_text('{"task": "x')
+    assert train(run) == 0
+    assert "evaluation.json cannot be read, the run is evaluated again" in capsys.readouterr().out
+    assert (run / "evaluation.json").read_bytes() == before
+    assert verify_folder(run / "final_checkpoint").step == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["branch_at=0.5", "crowd=auto"])
+def test_patience_does_not_end_a_run_before_its_crowd_is_there(how: str, tmp_path: Path) -> None:
+    words = ["eval_steps=1", "early_stopping_patience=1", "early_stopping_threshold=99", "generation_eval_samples=0"]
+    assert train(tmp_path / "run", how, *words) == 0
+    status, record = read_status(tmp_path / "run"), json.loads((tmp_path / "run/evaluation.json").read_text())
+    assert status.step < status.total_steps
+    assert record["stopped_early"]
+    assert len(record["exact_match"]["agents"]) == (1 if "stays alone" in (status.choice or "") else 3)
+
+
+@pytest.mark.slow
 def test_a_run_that_is_overwritten_is_moved_aside_and_lends_nothing_to_the_new_one(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "recovery.json").write_text(json.dumps({"learning_rate_factor": 0.5}))
+    evaluated = ("predictions.jsonl", "predictions.source.json", "calibration.json")
+    for name in evaluated:
+        (run / name).write_text("{}")
     words = ("overwrite_output_dir=true", "max_train_steps=5")
     assert train(run, *words) == 0
     told = capsys.readouterr().out
     assert "a fresh start" in told
     assert "recovery:" not in told
     assert read_status(run / "overwritten/1").step == 6
+    assert all((run / "overwritten/1" / name).exists() and not (run / name).exists() for name in evaluated)
     assert verify_folder(run / "overwritten/1/final_checkpoint").step == 6
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)

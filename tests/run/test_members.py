@@ -68,6 +68,16 @@ def test_a_run_that_branches_takes_the_agent_steps_of_its_crowd(agents: int, ste
     assert grown.total_steps(config, steps) == total
 
 
+@pytest.mark.parametrize("keys", [{"branch_at": 0.5}, {"crowd": "auto"}])
+def test_one_step_by_epochs_leaves_no_room_for_the_others(keys: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="the run has one step"):
+        Members.first(Config(num_agents=2, epochs=1, **keys), 1)
+    members = Members.first(Config(num_agents=2, epochs=1, **keys), 2)
+    assert members is not None
+    assert members.waits
+    assert members.planned[0].step < members.total_steps(Config(num_agents=2, **keys), 2)
+
+
 def test_branches_are_as_the_entries_say_and_draw_their_row_weights() -> None:
     config = Config(
         branch_at=0.5, agents=[{"name": "fast", "learning_rate": 1e-2}, {"row_weights": "uniform", "seed": 7}]
@@ -178,6 +188,9 @@ def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
     again = one.with_planned([CrowdChange(2, "clone", 1)])
     assert again.objection(CrowdChange(2, "clone", 1)) == "the same was asked for in the same step"
     assert again.objection(CrowdChange(3, "clone", 1)) is None
+    assert again.objection(CrowdChange(1, "stop", 1)) == (
+        "an earlier attempt was asked for changes, the last after step 2: ask again then"
+    )
     three = members_of()
     assert three.objection(CrowdChange(2, "stop", 1), dropped={0, 2, 3}) == "agent1 is the only agent that trains"
     assert three.objection(CrowdChange(2, "stop", 2), dropped={0, 2, 3}) is None
