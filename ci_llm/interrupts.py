@@ -1,12 +1,10 @@
 """Signals become requests: a handler records that the run shall stop or save, and the loop reads it between two steps.
 
 A handler does nothing else: it interrupts arbitrary code, which may hold a lock or be in the middle of a write.
-It also runs late: Python runs handlers between two bytecodes of the main thread, 18 s after the signal during one
-long backward. Therefore a thread reads the pipe of `signal.set_wakeup_fd`, to which the interpreter writes at the
-moment of the signal. This thread records the request at once, announces what the run will do, and ends the process
-at the second Ctrl-C.
-
-This is the only file that imports `signal`. It imports nothing heavy, because it is installed before torch is imported.
+It also runs late, between two bytecodes of the main thread: 18 s after the signal during one long backward. So a thread
+reads the pipe of `signal.set_wakeup_fd`, to which the interpreter writes at the moment of the signal. It records the
+request, announces what the run will do, and ends the process at the second Ctrl-C. No other file imports `signal`. This
+one imports nothing heavy, because it is installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Final
 
@@ -30,7 +28,7 @@ SAVE_SIGNALS: Final = ("SIGUSR1",)
 #: Asks a process for the stacks of its threads (run/hang.py). A process without a handler for it ignores it.
 STACKS_SIGNAL: Final = signal.SIGURG
 
-ABORTED_EXIT_CODE: Final = 128 + signal.SIGINT
+ABORTED_EXIT_CODE: Final = 130  # 128 + SIGINT
 _QUIT: Final = b"\0"  # no signal has the number 0
 _PR_SET_PDEATHSIG: Final = 1
 _RETRY_S: Final = 0.05
@@ -49,10 +47,9 @@ class Interrupts:
         abort_grace_s: seconds that a second Ctrl-C waits for the main thread to raise KeyboardInterrupt. After
             them the process ends with exit code 130, even if the main thread is in a long C call.
 
-    Only the main thread may install handlers; in any other thread `install` announces this and changes nothing. A
-    process forked from this one gets the previous handlers back, because it is not the run. A SIGHUP that `nohup` has
-    set to be ignored stays ignored. At the end the previous handlers come back, except in a program that
-    `ends_with_process`.
+    Only the main thread may install handlers; in any other thread `install` announces this and changes nothing. The
+    previous handlers come back in a process forked from this one, which is not the run, and at the end, except in a
+    program that `ends_with_process`. A SIGHUP that `nohup` has set to be ignored stays ignored.
 
     Raises:
         ConfigError: a name is no signal, or a signal that cannot be caught.
@@ -302,32 +299,35 @@ def _forget_in_child() -> None:
 os.register_at_fork(before=_block_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_forget_in_child)
 
 
-def block_termination() -> None:
-    """Hold SIGTERM and SIGHUP back in this thread and all that it starts; any other thread would let them kill."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+@contextlib.contextmanager
+def termination_blocked() -> Iterator[None]:
+    """Hold SIGTERM and SIGHUP back in this thread; threads and processes that start meanwhile do so for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ignore_signals(_worker_id: int = 0) -> None:
     """Let a worker process of a DataLoader ignore the signals that are meant for the run; fits `worker_init_fn`.
 
-    SLURM, a supervisor and a terminal signal whole process groups. A worker that a signal ends would take the run down,
-    which still needs it for its last step. Therefore it ends when its parent sends it a SIGTERM or is gone, and at no
-    other signal. (At its exit the parent terminates its children through multiprocessing and joins them.)
+    SLURM, a supervisor and a terminal signal whole process groups, and a run needs its workers for its last step. So a
+    worker ends when its parent sends it a SIGTERM, as multiprocessing does at its exit, or is gone.
     """
     parent = os.getppid()
-    signal.set_wakeup_fd(-1)  # a forked worker has that of the run
+    signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # as on macOS: the sender of a signal is unknown there
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
-    block_termination()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     notify_of_parent_death("SIGHUP")  # blocked above, so it wakes `sigwaitinfo` only
     creator = multiprocessing.parent_process()  # with a fork server, another process than the parent
-    senders = {parent, creator.pid} if creator else {parent}
+    senders = {parent, creator and creator.pid}
     threading.Thread(target=_end_with_parent, args=(parent, senders), name="ci_llm parent", daemon=True).start()
-    # The parent may have died before it was asked for: then no notification comes.
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it died before it was asked for, and no notification comes
         os._exit(0)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.arguments import agent_number, make_parser
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for each in (stopping, cloning):
         each.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
-        each.add_argument("agent", type=int, metavar="K", help="the number of the agent")
+        each.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
         each.add_argument("--json", action="store_true", help="one JSON object, for scripts")
         each.add_argument(
             "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"

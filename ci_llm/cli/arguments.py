@@ -25,6 +25,14 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
 
 
+def agent_number(word: str) -> int:
+    """The number of an agent, as 2 or agent2."""
+    number = word.removeprefix("agent")
+    if not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is no agent, such as 2 or agent2")
+    return int(number)
+
+
 def make_parser(command: str, description: str, examples: str) -> Parser:
     """A parser that prints its description and examples as they are."""
     layout = argparse.RawDescriptionHelpFormatter

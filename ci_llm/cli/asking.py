@@ -84,6 +84,10 @@ def require_run(path: str, base_model: str | None) -> None:
     if committed(Path(path)) or last_status(path) is None:
         go_offline_if_base_unreachable(path, base_model)
         return
+    if (Path(path) / "sweep.json").is_file():
+        from ci_llm.crowd.recognise import require_checkpoint
+
+        require_checkpoint(Path(path), path)  # names the run of the best trial
     status = read_status(path)
     if status.status == "running":
         what = f"the run is still running, at step {status.step}: no checkpoint is committed yet"

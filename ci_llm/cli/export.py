@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.arguments import agent_number, make_parser
 from ci_llm.cli.asking import go_offline_if_base_unreachable
 from ci_llm.cli.mirrors import located
 from ci_llm.crowd.merge_methods import (
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm export", _DESCRIPTION, _EXAMPLES + merges + _CODES)
     parser.add_argument("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
-    parser.add_argument("--agent", type=int, metavar="K", help="this agent alone, counted from 0")
+    parser.add_argument("--agent", type=agent_number, metavar="K", help="this agent alone, counted from 0")
     parser.add_argument("--merge", metavar="HOW", help="one adapter made of all agents; the merges are listed below")
     parser.add_argument("--weights", type=_numbers, metavar="W,W,...", help="one per agent, in any unit; default alike")
     parser.add_argument(

@@ -60,7 +60,7 @@ def _print_once(scene: Scene) -> int:
     if not any(isinstance(look, Reading) for look in scene.looks):
         for look in scene.looks:
             read_status(look.folder)  # raises with what is wrong there
-        raise BadInput("no run has left a status here", hint="give the output_dir of a run")
+        raise BadInput("this is no folder of a run: it has no status.json", hint="give the output_dir of a run")
     Console(highlight=False).print(Board(scene.looks, scene.jobs))
     return scene.exit_code()
 

@@ -214,7 +214,7 @@ class DataKeys(Keys):
     )
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
     max_seq_length: Annotated[int, Ge(2)] = exact(
-        512, "tokens per row at most; longer rows are left out or cut, and counted in the log"
+        512, "tokens per row; longer rows are truncated, and left out if no answer token remains; the log counts both"
     )
     max_train_samples: Count | None = exact(None, "train on the first n rows; null: on all")
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")

@@ -44,7 +44,7 @@ _ABOUT_ROWS: Final = frozenset({*DataKeys.__annotations__, "data_seed"})
 #: The keys that may have a space: what an agent may have of its own, except which rows it reads.
 SPACE_KEYS: Final = tuple(key for key in OWN_KEYS if key not in _ABOUT_ROWS)
 DEFAULT_TRIALS: Final = 16
-_RANGE: Final = re.compile(r"(log|uniform)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
+_RANGE: Final = re.compile(r"(log|loguniform|uniform)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
 _HOW: Final = "a list [a,b,c], log(low,high) or uniform(low,high)"
 
 Value = Any
@@ -279,7 +279,7 @@ def _space_of(entry: Entry, key: str, problems: list[Problem]) -> _Space | None:
     raw = entry.raw
     if isinstance(raw, Scalar) and not raw.quoted:
         if found := _RANGE.fullmatch(raw.text.strip()):
-            return _range(entry, key, found[2], found[3], problems, log=found[1] == "log")
+            return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
         if raw.text.strip().startswith(("[", "{")):
             raw = read_flow(raw.text) or raw
     if isinstance(raw, Mapped):

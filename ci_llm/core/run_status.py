@@ -196,7 +196,9 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     status = last_status(output_dir)
     if status is None:
         path = Path(output_dir, "status.json")
-        raise BadInput("no run has left a status here", where=str(path), hint="give the output_dir of a run")
+        raise BadInput(
+            "this is no folder of a run: it has no status.json", where=str(path), hint="give the output_dir of a run"
+        )
     if status.status == "running" and _is_gone(status, time.time() if now is None else now):
         status = replace(status, status="vanished", reason="no heartbeat")
     if status.status in ("running", "completed"):

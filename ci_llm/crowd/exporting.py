@@ -180,7 +180,7 @@ def prepare(
             raise _no_common_start(merge)
         adapter = merged(saved.base.model, agents, merge)
         title = f"{count} LoRA agents merged by `{merge.name}`"
-        what = f"This LoRA adapter of rank {adapter.rank} is made of {count}: {_details(merge, count)}."
+        what = f"This LoRA adapter of rank {adapter.rank} merges {count} agents: {_details(merge, count)}."
         return Export(saved, merge.name, adapter, title, what)
     if agent is None:
         return Export(saved, "crowd", None, "", "")
@@ -207,8 +207,8 @@ def _distilled(saved: Pretrained, how: Distillation) -> Export:
 
 def _no_common_start(merge: Merge) -> ModelError:
     return ModelError(
-        "the agents began with different random weights, so the mean of their A and the mean of their B belong together"
-        " in none of them",
+        "the agents began with different random weights, and so the mean of their A times the mean of their B is not the"
+        " mean of their products",
         where=f"--merge {merge.name}",
         hint="--merge cat and --merge svd take the mean of the products B A instead; for a common start, train with"
         " initialize_adapters_rand=false lora_dropout=0.1, or with init_from=ONE_ADAPTER",

@@ -53,6 +53,7 @@ METHODS: Final[Mapping[str, Method]] = {
 ALIASES: Final[Mapping[str, str]] = {
     "dare": "dare_linear",
     "soup": "mean",
+    "linear": "mean",
     **{method.peft: name for name, method in METHODS.items() if method.sparse},
 }
 #: Share of the values that is kept: of 0.5 and 0.8 the better one for TIES and DARE on the embedded task.

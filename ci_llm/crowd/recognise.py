@@ -51,6 +51,16 @@ def _is_original(folder: Path) -> bool:
         return False
 
 
+def _best_of_sweep(folder: Path) -> Path | None:
+    """The run in which the best trial of a sweep was trained last; None: no trial is scored."""
+    try:
+        record = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        best = [n for n, segment in enumerate(record["segments"], 1) if record["best"] in segment["trials"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return folder / "segments" / str(best[-1]) if best else None
+
+
 def _what_else(folder: Path) -> tuple[str, str]:
     if _is_original(folder):
         return (
@@ -58,7 +68,16 @@ def _what_else(folder: Path) -> tuple[str, str]:
             f"ci-llm checkpoints import {folder} --to imported --base-model NAME; then train with init_from=imported",
         )
     if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
-        return "these are PEFT adapters and no checkpoint", f"init_from={folder} starts agents from them"
+        return (
+            "these are PEFT adapters and no checkpoint",
+            f"ci-llm checkpoints import {folder} --to imported makes a crowd of them that can be asked;"
+            f" init_from={folder} trains on from them",
+        )
+    if (folder / "sweep.json").is_file():
+        best = _best_of_sweep(folder)
+        return "this is a sweep, whose runs lie in segments/", (
+            f"give {best}, the run of the best trial so far" if best else "give one of them; no trial is scored yet"
+        )
     if (folder / "status.json").is_file():
         return (
             "this run has not saved a checkpoint yet",

@@ -230,15 +230,21 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> 
         ) from error
     if form is None:
         raise DataError(
-            f"The data set has no columns that can be used; it has: {_shown(columns)}.",
+            f"The data set has no columns that can be used; it has: {shown(columns)}.",
             where=where,
-            hint=f"say prompt_column= and answer_column=, text_column= or messages_column=, or have one of: {_WANTED}",
+            hint=f"say {_example(columns)}, text_column= or messages_column=, or have one of: {_WANTED}"
+            + ("; the first line of a CSV file holds the names of its columns" if where.find(".csv") >= 0 else ""),
         )
     return form
 
 
-def _shown(columns: Sequence[str]) -> str:
-    """The names; of an object whose keys are rows, the first ones."""
+def _example(columns: Sequence[str]) -> str:
+    prompt, answer = columns if len(columns) == 2 else ("", "")
+    return f"prompt_column={prompt} and answer_column={answer}"
+
+
+def shown(columns: Sequence[str]) -> str:
+    """The names of columns; of an object whose keys are rows, the first ones."""
     more = f", ... ({len(columns)} in all)" if len(columns) > 20 else ""
     return ", ".join(columns[:20]) + more
 
@@ -248,7 +254,7 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
     for part, name in given.items():
         if name.lower() not in there:
             raise DataError(
-                f"The data set has no column {name!r}; it has: {_shown(columns)}.",
+                f"The data set has no column {name!r}; it has: {shown(columns)}.",
                 where=f"{where}, {part}_column: {name}",
                 hint=f"set {part}_column to one of them",
             )
@@ -258,7 +264,7 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
     if form is None:
         missing = "answer" if "prompt" in given else "prompt"
         raise DataError(
-            f"No column goes with {', '.join(given.values())}; the data set has: {_shown(columns)}.",
+            f"No column goes with {', '.join(given.values())}; the data set has: {shown(columns)}.",
             where=where,
             hint=f"name it by {missing}_column=",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal, Protocol
@@ -205,6 +205,12 @@ class Rows:
         """These rows to evaluate on, of which `count` are rows to train on; the description ends with that."""
         note = f"{count} of the {len(self)} rows to evaluate on are rows to train on: scores show what is remembered"
         return replace(self, num_trained_on=count, description=(*self.description, note)) if count else self
+
+    def counting_copies_of(self, trained: Iterable[Row | None]) -> Rows:
+        """These rows to evaluate on, where the same rows among `trained` count as trained on."""
+        own = {row for row in self if row is not None}
+        copied = {row for row in trained if row in own}
+        return self.evaluated_although_trained_on(sum(row in copied for row in self))
 
     def select(self, chosen: Sequence[int]) -> Rows:
         """Some of the rows, each under its old number."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ci_llm.config import Config
 from ci_llm.config.own_keys import ROWS_KEYS
-from ci_llm.data.columns import NamedColumns, form_of_columns
+from ci_llm.data.columns import NamedColumns, form_of_columns, shown
 from ci_llm.data.mixture import mix
 from ci_llm.data.rows import Rows
 from ci_llm.data.splits import EVAL_SPLITS, Splits, empty, is_on_hub, open_splits
@@ -98,7 +98,9 @@ def recognised(
     if not len(data):
         raise empty(where)
     form = form_of_columns(data.column_names, named or NamedColumns(), where)
-    lines = (f"{len(data)} rows of {form.name} from {where}", *description)
+    unused = [column for column in data.column_names if column not in form.columns.values()]
+    left = [f"columns that are not used: {shown(unused)}"] if unused else []
+    lines = (f"{len(data)} rows of {form.name} from {where}", *left, *description)
     return Rows(data.select_columns(list(form.columns.values())), form, where, lines, numbers)
 
 
@@ -197,7 +199,7 @@ def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], 
         limit = -(-limit // len(config.eval_dataset_names or config.dataset_names))
     if limit is None or limit >= total:
         return rows, []
-    note = f"{limit} of {total} rows, evenly spread (eval_samples)"
+    note = f"{limit} of {total} rows, evenly spread"
     return [rows[number] for number in _spread(total, limit)], [note]
 
 

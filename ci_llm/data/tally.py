@@ -102,11 +102,13 @@ class Tally:
         return self.without_answer + self.answer_too_far + self.hidden_tools
 
     def _left_out(self) -> str:
-        tools = f", {self.hidden_tools} whose tools the chat template cannot show" if self.hidden_tools else ""
-        return (
-            f"{self._num_left_out} of {self.rows} rows: {self.without_answer} without "
-            f"an answer, {self.answer_too_far} whose answer begins after max_seq_length {self.max_seq_length}{tools}"
-        )
+        reasons = {
+            "without an answer": self.without_answer,
+            f"whose answer begins after max_seq_length {self.max_seq_length}": self.answer_too_far,
+            "whose tools the chat template cannot show": self.hidden_tools,
+        }
+        told = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
+        return f"{self._num_left_out} of {self.rows} rows: {told}"
 
 
 def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from typing import Any
 
-from ci_llm.interrupts import block_termination, ignore_signals
+from ci_llm.interrupts import ignore_signals, termination_blocked
 
 
 def shield_workers(*loaders: Any) -> None:
@@ -44,13 +43,9 @@ def worker_context(given: BaseContext | None = None) -> BaseContext | None:
 
 class _Worker(ForkProcess):
     def start(self) -> None:
-        """Fork while termination is held back: the worker inherits that, and has it before its first line."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        block_termination()
-        try:
+        """Fork while termination is blocked, which the worker inherits."""
+        with termination_blocked():
             super().start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _WorkerContext(ForkContext):

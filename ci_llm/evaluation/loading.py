@@ -14,6 +14,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import calibration_path
 from ci_llm.crowd.prompts import Prompter
 from ci_llm.data.rows import Rows
+from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, DataError
 from ci_llm.evaluation.rows import Choice, open_rows, read_run_config
@@ -73,7 +74,9 @@ def default_output(checkpoint: Path) -> Path:
 
 def load(request: Request, checkpoint: Path) -> Job:
     choice = request.choice
-    config, rows = open_rows(read_run_config(checkpoint), choice, str(request.run))
+    trained = read_run_config(checkpoint)
+    config, rows = open_rows(trained, choice, str(request.run))
+    rows = _counting_copies(rows, trained)
     crowd = Crowd.from_pretrained(checkpoint, base_model=request.base_model)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
@@ -89,6 +92,17 @@ def load(request: Request, checkpoint: Path) -> Job:
     )
     batch_size = request.batch_size or config.batch_size
     return Job(request, config, crowd, prompter, tokenized, questions, batch_size)
+
+
+def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
+    """The rows, which know how many of them the run was trained on, as far as its data can be read."""
+    if trained is None or rows.num_trained_on:
+        return rows
+    try:
+        return rows.counting_copies_of(load_rows(trained, "train"))
+    except DataError as error:
+        logger.warning(f"whether rows are copies of rows to train on is not known: {error.what}")
+        return rows
 
 
 def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,9 @@ def _kept(path: Path, source: Source, prompts: Sequence[str]) -> list[Row]:
         ) from error
     known = written if isinstance(written, dict) else {}
     if different := list(source.differences(known)):
-        raise BadInput(f"the predictions in this file are of {', '.join(different)}", where=str(path), hint=_WAYS_ON)
+        what = f"the predictions in this file are of {', '.join(different)}"
+        free = next(name for n in count(2) if not (name := path.with_stem(f"{path.stem}-{n}")).exists())
+        raise BadInput(what, where=str(path), hint=f"--output {free} keeps both; --overwrite begins this one anew")
     content = path.read_bytes()
     size = content.rfind(b"\n") + 1
     rows = [_parsed(line, prompts, number, path) for number, line in enumerate(content[:size].split(b"\n")[:-1])]

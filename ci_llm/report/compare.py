@@ -96,7 +96,7 @@ def _configuration_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     rows = [(key, *map(dump_value, values)) for key, values in differing_keys(runs)]
     if rows:
         yield from _table([("configuration", *LETTERS[: len(runs)]), *rows])
-    else:
+    elif all(run.config is not None for run in runs):
         yield "configuration: no difference"
 
 

@@ -140,7 +140,7 @@ def run_folder(path: Path | str) -> Path:
     for place in (folder, folder.absolute().parent):
         if folder.is_dir() and (place / "status.json").is_file():
             return place
-    what = "no run has left a status here" if folder.is_dir() else "there is no such folder"
+    what = "this is no folder of a run: it has no status.json" if folder.is_dir() else "there is no such folder"
     raise BadInput(what, where=str(path), hint="give the output_dir of a run")
 
 

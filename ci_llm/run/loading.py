@@ -61,7 +61,20 @@ def load(config: Config, processes: Processes) -> Loaded:
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
     rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
-    return Loaded(base, rows, _tokenized(config, base, processes, found[1]))
+    return Loaded(base, rows, _with_copies_counted(_tokenized(config, base, processes, found[1]), rows))
+
+
+def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[TokenizedRows]) -> list[TokenizedRows]:
+    """The rows to evaluate on, which know how many of them some agent is trained on: copies count as well."""
+    different = {id(rows): rows for rows in trained}.values()
+
+    def counted(own: TokenizedRows) -> TokenizedRows:
+        if own.rows.num_trained_on:
+            return own
+        copies = max(own.num_in(rows) for rows in different)
+        return TokenizedRows(own.rows.evaluated_although_trained_on(copies), own.path)
+
+    return once_each(evaluated, counted)
 
 
 def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
@@ -136,12 +149,8 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
             logger.warning(f"data      {line}")
     for evaluated in eval_rows.sets:
         if evaluated.rows.num_trained_on:
-            logger.info(f"data      {evaluated.rows.description[-1]}")
-        elif copies := max(evaluated.num_in(rows) for rows in different.values()):
-            logger.warning(
-                f"data      {copies} of the {len(evaluated)} rows to evaluate on are copies of rows to train on: their"
-                " scores show what is remembered"
-            )
+            level = logging.INFO if evaluated.rows.trained_on == "all" else logging.WARNING
+            logger.log(level, f"data      {evaluated.rows.description[-1]}")
 
 
 def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:

@@ -6,6 +6,7 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cluster.elastic import has_rounds
@@ -80,6 +81,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
     """
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
+    is_example = not any(Path(name).expanduser().exists() for name in config.dataset_names)
     longer = command({"epochs": None, "max_train_steps": "..."})
     return [
         f"ask        ci-llm chat {shlex.quote(str(folder))}",
@@ -87,7 +89,7 @@ def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
         *([f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"] if config.num_agents > 1 else []),
         f"longer     {longer}   goes on from here",
-        f"own data   {command(_with_own_data(config))}   with columns question, answer",
+        *([f"own data   {command(_with_own_data(config))}   with columns question, answer"] if is_example else []),
     ]
 
 

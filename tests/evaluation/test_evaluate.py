@@ -216,7 +216,7 @@ def test_rows_that_leave_no_place_are_counted_and_not_asked(
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        (0, "No row is left to evaluate: 1 of 1 rows: 0 without an answer, 1 whose answer begins after max_seq_length"),
+        (0, "No row is left to evaluate: 1 of 1 rows: 1 whose answer begins after max_seq_length"),
         (2, "none of 1 rows has place for its answer within"),
     ],
 )

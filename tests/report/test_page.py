@@ -206,7 +206,11 @@ def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("nowhere", "there is no such folder"), ("", "no run has left a status here"), ("s3://b/run", "a disk")],
+    [
+        ("nowhere", "there is no such folder"),
+        ("", "this is no folder of a run: it has no status.json"),
+        ("s3://b/run", "a disk"),
+    ],
 )
 def test_a_folder_that_is_no_run_is_refused(
     path: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
