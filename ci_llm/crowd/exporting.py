@@ -207,8 +207,8 @@ def _distilled(saved: Pretrained, how: Distillation) -> Export:
 
 def _no_common_start(merge: Merge) -> ModelError:
     return ModelError(
-        "the agents began with different random weights, and so the mean of their A times the mean of their B is not the"
-        " mean of their products",
+        "the agents began with different random weights, and so the mean of their A times the mean of their B is not"
+        " the mean of their products",
         where=f"--merge {merge.name}",
         hint="--merge cat and --merge svd take the mean of the products B A instead; for a common start, train with"
         " initialize_adapters_rand=false lora_dropout=0.1, or with init_from=ONE_ADAPTER",

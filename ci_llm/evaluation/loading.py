@@ -53,6 +53,10 @@ class Request:
     agents_per_prompt: float = AGENTS_PER_PROMPT
 
 
+#: Rows of a training with which rows to evaluate on are compared: it takes a second for about 50,000.
+COMPARED_AT_MOST = 200_000
+
+
 @dataclass(frozen=True)
 class Job:
     """The parts of an evaluation, loaded."""
@@ -99,7 +103,11 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
     if trained is None or rows.num_trained_on:
         return rows
     try:
-        return rows.counting_copies_of(load_rows(trained, "train"))
+        training = load_rows(trained, "train")
+        if len(training) > COMPARED_AT_MOST:
+            logger.warning(f"whether rows are copies of the {len(training)} rows to train on is not looked up")
+            return rows
+        return rows.counting_copies_of(training)
     except DataError as error:
         logger.warning(f"whether rows are copies of rows to train on is not known: {error.what}")
         return rows

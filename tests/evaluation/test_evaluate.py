@@ -84,7 +84,7 @@ def test_the_run_s_own_rows_give_the_run_s_own_figures(run: Path, capsys: pytest
     }
     said = refusal(capsys, run, "--metric", "string_match")
     assert "the predictions in this file are of metric exact_match and not string_match" in said
-    assert "begin anew with --overwrite" in said
+    assert "--overwrite begins this one anew" in said
 
 
 @pytest.mark.slow
@@ -211,6 +211,16 @@ def test_rows_that_leave_no_place_are_counted_and_not_asked(
     told = capsys.readouterr().out
     assert "left out: 2 of 4 rows: 1 without an answer, 1 whose answer begins after max_seq_length 512" in told
     assert len(lines(tmp_path / "p.jsonl")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("copies", "kind"), [(0, "none"), (1, "some"), (2, "all")])
+def test_copies_of_training_rows_are_no_held_out_rows(
+    copies: int, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*embedded_rows("train")[:copies], *embedded_rows("test")[: 2 - copies]]
+    found = asked(capsys, run, "--data", write(tmp_path / "rows.jsonl", *rows))
+    assert found["rows_trained_on"] == kind
 
 
 @pytest.mark.parametrize(
