@@ -18,8 +18,8 @@ def how_sure(answer: Answer) -> str:
     """One line: how probably the answer is right, its probability, how many agents give it, how much they disagree."""
     parts = [] if answer.probability_right is None else [f"right with probability {answer.probability_right:.2f}"]
     parts.append(f"confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token)")
-    if answer.agreement is not None:
-        count = len(answer.agents)
+    count = len(answer.agents)
+    if answer.agreement is not None and count > 1:
         parts.append(f"{round(answer.agreement * count)} of {count} agents agree")
     parts.append("one agent asked" if answer.agents_asked == 1 else f"disagreement {answer.disagreement:.3f}")
     if not answer.complete:

@@ -57,7 +57,8 @@ def chat(words: Sequence[str]) -> int:
     crowd = open_run(call.run, call.base_model)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(crowd, choices, stops, call.system, shows_sureness=at_terminal)
-    note(f"{crowd.num_agents} agents answer together.\n{conversation.kind}")
+    who = f"{crowd.num_agents} agents answer together" if crowd.num_agents > 1 else "One agent answers"
+    note(f"{who}.\n{conversation.kind}")
     if at_terminal:
         note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
     with contextlib.suppress(_LeaveError):

@@ -21,11 +21,12 @@ def table(evaluation: Evaluation) -> Iterator[str]:
         yield f"{rows}, {record['tokens']} tokens of {record['bytes'] / max(1, record['tokens']):.2f} bytes on average"
         return
     yield f"{'':<14}{'exact match':>12}{'95 % interval':>17}{'nats per token':>16}"
-    for line in scores(record):
+    are_several = len(agents_of(record)) > 1  # else the crowd is the agent
+    for line in scores(record) if are_several else scores(record)[:1]:
         interval = "" if line.low is None or line.high is None else f"{line.low:.3f} to {line.high:.3f}"
         nll = "" if line.nll is None else f"{line.nll:.4f}"
         yield f"{line.who:<14}{line.exact_match:>12.3f}{interval:>17}{nll:>16}".rstrip()
-    for name, gain in gains(record):
+    for name, gain in gains(record) if are_several else ():
         half = "" if gain.interval95 is None else f" ± {gain.interval95:.3f}"
         yield f"crowd - {name}: {gain.value:+.3f}{half}"
     metric = record["metric"]

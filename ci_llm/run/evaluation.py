@@ -167,11 +167,12 @@ def describe_example(example: Solved) -> str:
     """A question, what the crowd answered, and whether that is right."""
     *agents, crowd, _ = example.right
     verdict = "right" if crowd else f"wrong: {example.wanted} is right"
+    alone = f"; of {len(agents)} agents alone, {sum(agents)} answer right" if len(agents) > 1 else ""
     return "\n".join(
         [
             f"question  {_end_of(example.question)}",
             f"answer    {_end_of(example.answer)}",
-            f"          {verdict}; of {len(agents)} agents alone, {sum(agents)} answer right",
+            f"          {verdict}{alone}",
         ]
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +34,7 @@ def score_table(record: Mapping[str, Any]) -> str:
     names = record.get("names") or [f"agent{k}" for k in range(count)]
     for name, match, loss in zip(names, exact["agents"], nll["agents"], strict=True):
         lines.append(f"{name:<14}{match:>12.3f}{loss:>10.4f}")
-    lines.append(f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}")
-    lines.append(f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}")
-    if "vote" in exact:
-        lines.append(f"{'majority vote':<14}{exact['vote']:>12.3f}")
-    for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
-        gain = exact[key]
-        interval = "" if gain["interval95"] is None else f" ± {gain['interval95']:.3f}"
-        lines.append(f"crowd - {name}: {gain['value']:+.3f}{interval}")
+    lines += _together(exact, nll) if count > 1 else ()
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
     interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
     lines.append(f"exact match of {what}, over {rows_evaluated(record['n'], record['rows_trained_on'])}{interval}")
@@ -50,6 +43,19 @@ def score_table(record: Mapping[str, Any]) -> str:
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
+
+
+def _together(exact: Mapping[str, Any], nll: Mapping[str, Any]) -> Iterator[str]:
+    """The lines about several agents."""
+    count = len(exact["agents"])
+    yield f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}"
+    yield f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}"
+    if "vote" in exact:
+        yield f"{'majority vote':<14}{exact['vote']:>12.3f}"
+    for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
+        gain = exact[key]
+        interval = "" if gain["interval95"] is None else f" ± {gain['interval95']:.3f}"
+        yield f"crowd - {name}: {gain['value']:+.3f}{interval}"
 
 
 def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str], step: int) -> str:

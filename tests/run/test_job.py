@@ -443,7 +443,7 @@ def test_rows_to_evaluate_on_that_were_copied_into_the_training_are_named(
     held_out.write_text("".join([*rows[:copies], *rows[8:]]))
     keys = [f"dataset_name={data}", f"eval_dataset_name={held_out}", "generation_eval_samples=0", "eval_samples=6"]
     assert train(tmp_path / "run", *keys, "max_train_steps=1", "eval_steps=null") == 0
-    told = f"{copies} of the {copies + 4} rows to evaluate on are copies of rows to train on" in capsys.readouterr().out
+    told = f"{copies} of the {copies + 4} rows to evaluate on are rows to train on" in capsys.readouterr().out
     assert told == bool(copies)
 
 
