@@ -228,11 +228,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there, to its end. What is in a row is checked when it is read."""
+    """Whether the file is there, to its end, with the columns of this version. A row is checked when it is read."""
     try:
         file = pa.ipc.open_file(pa.memory_map(str(path)))
         _, metadata = file.get_batch_with_custom_metadata(file.num_record_batches - 1)
-        return FACTS in (metadata or {})
+        return FACTS in (metadata or {}) and file.schema.equals(SCHEMA)
     except FileNotFoundError:
         return False
     except (OSError, ValueError) as error:  # Arrow's own errors are of both kinds

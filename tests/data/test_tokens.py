@@ -81,6 +81,19 @@ def test_a_file_that_is_not_whole_is_made_again(
         assert str(path) in caplog.text
 
 
+def test_a_file_with_other_columns_is_made_again(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path).path
+    content = path.read_bytes()
+    file = pyarrow.ipc.open_file(pyarrow.BufferReader(content))
+    batches = [file.get_batch_with_custom_metadata(number) for number in range(file.num_record_batches)]
+    fewer = pyarrow.schema([*file.schema][:3])
+    with pyarrow.ipc.new_file(str(path), fewer) as writer:
+        for batch, metadata in batches:
+            writer.write_batch(batch.select(fewer.names), custom_metadata=metadata)
+    assert tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)[0] is not None
+    assert path.read_bytes() == content
+
+
 def test_a_flipped_bit_is_never_trained_on(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     expected = [(each.input_ids.copy(), each.supervised.copy()) for each in found]
