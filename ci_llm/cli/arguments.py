@@ -27,10 +27,10 @@ class Parser(argparse.ArgumentParser):
 
 def agent_number(word: str) -> int:
     """The number of an agent, as 2 or agent2."""
-    number = word.removeprefix("agent")
-    if not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is no agent, such as 2 or agent2")
-    return int(number)
+    try:
+        return int(word.removeprefix("agent"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no agent, such as 2 or agent2") from None
 
 
 def make_parser(command: str, description: str, examples: str) -> Parser:

@@ -138,9 +138,9 @@ def test_an_interval_is_given_if_the_rows_can_give_one(difference: list[float], 
 )
 def test_the_table_shows_what_its_rows_can_show(trained_on: Any, interval: float | None, words: str) -> None:
     gain = {"value": 0.0, "interval95": interval}
-    exact = {"agents": [0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
+    exact = {"agents": [0.5, 0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
     record = {"n": 9, "rows_trained_on": trained_on, "measured_by": "teacher_forcing", "exact_match": exact}
-    lines = score_table({**record, "nll": {"agents": [1.0], "crowd": 1.0}}).splitlines()
+    lines = score_table({**record, "nll": {"agents": [1.0, 1.0], "crowd": 1.0}}).splitlines()
     assert lines[-1].endswith(words)
     assert ("±" in lines[-2]) is (interval is not None)
     assert "nan" not in " ".join(lines)
