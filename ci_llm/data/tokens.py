@@ -6,6 +6,7 @@ comes before it. Rows too long are cut at the end; rows with nothing left to lea
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -76,7 +77,7 @@ class TokenizedRows:
 
         Raises:
             IndexError: there are not so many.
-            DataError: it is not what was written.
+            DataError: it is not what was written. The file is removed then.
         """
         chunk, row = divmod(range(len(self))[number], self._chunk_rows)
         if next(self._reads) % READS_PER_MAPPING == 0:
@@ -84,7 +85,9 @@ class TokenizedRows:
         columns = self._file.get_batch(chunk)
         example = Example(_numbers(columns["input_ids"][row].values), _flags(columns["supervised"][row].values))
         if _check(example) != columns["check"][row].as_py():
-            hint = "remove the file: the same command makes it again, and a run goes on from its newest checkpoint"
+            with contextlib.suppress(OSError):  # so that the next attempt makes it again
+                self.path.unlink()
+            hint = "call the same again: the file is made anew, and a run goes on from its newest checkpoint"
             raise DataError(f"row {number} of the tokens is damaged", where=str(self.path), hint=hint)
         return example
 

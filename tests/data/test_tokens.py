@@ -107,6 +107,7 @@ def test_a_flipped_bit_is_never_trained_on(tokenizer: PreTrainedTokenizerBase, t
             if number == row:
                 with pytest.raises(DataError, match=f"row {row} of the tokens is damaged"):
                     read[number]
+                assert not read.path.exists()  # the next attempt makes it again
             else:
                 assert np.array_equal(read[number].input_ids, expected[number][0])
 
