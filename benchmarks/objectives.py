@@ -41,7 +41,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.run.agent_settings import objective_of, optimizer_groups, schedules
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.loading import Loaded, load, rows_and_plan, training_rows
-from ci_llm.run.loop import apply_gradients, compute_gradients
+from ci_llm.run.loop import Sums, apply_gradients, compute_gradients
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.setup import build_crowd
 from ci_llm.run.state import TrainState
@@ -81,9 +81,14 @@ class Training:
     def step(self, step: int, batches: list[MicroBatch]) -> None:
         """One optimizer step, as in `ci_llm.run.loop`."""
         run: Any = self
-        sums = compute_gradients(run, step, batches)
+        sums = self.gradients(step, batches)
         verdict = self.processes.agree(Ballot(sums.num_targets, sums.nonfinite, sums.sums))
         apply_gradients(run, step, verdict, [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite])
+
+    def gradients(self, step: int, batches: list[MicroBatch]) -> Sums:
+        """Those of the step, in the storage of the crowd."""
+        run: Any = self
+        return compute_gradients(run, step, batches)
 
     def to_the_end(self) -> Crowd:
         """Train; returns the crowd."""
@@ -162,14 +167,12 @@ class IvonTraining(Training):
         samples = sum(int(rows[number].supervised.sum()) for number in range(len(rows)))
         self.optimizer = Ivon(optimizer_groups(config, self.crowd), samples, hessian)
 
-    def step(self, step: int, batches: list[MicroBatch]) -> None:
+    def gradients(self, step: int, batches: list[MicroBatch]) -> Sums:
         """The same, between drawing and going back."""
-        run: Any = self
         self.optimizer.perturb()
-        sums = compute_gradients(run, step, batches)
+        sums = super().gradients(step, batches)
         self.optimizer.settle()
-        verdict = self.processes.agree(Ballot(sums.num_targets, sums.nonfinite, sums.sums))
-        apply_gradients(run, step, verdict, [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite])
+        return sums
 
 
 @dataclass(frozen=True)
@@ -181,13 +184,9 @@ class Bench:
     processes: Processes
 
     @classmethod
-    def of(cls, rows: int, seed: int, split: str, *, count: int | None = None) -> Bench:
-        """The operating point of configs.yaml.
-
-        Args:
-            count: rows to evaluate on; None: all of the split.
-        """
-        words = [f"seed={seed}", f"max_train_samples={rows}", f"eval_split={split}", f"eval_samples={count or 'null'}"]
+    def of(cls, rows: int, seed: int, split: str) -> Bench:
+        """The operating point of configs.yaml; all rows of the split are evaluated on."""
+        words = [f"seed={seed}", f"max_train_samples={rows}", f"eval_split={split}", "eval_samples=null"]
         config = load_config(CONFIG, [*words, f"num_agents={AGENTS}", f"max_train_steps={STEPS}"])
         processes = Processes(config, launch=read_launch())
         return cls(config, load(config, processes), processes)

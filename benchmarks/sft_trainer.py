@@ -42,14 +42,13 @@ class _Clock(TrainerCallback):
     """The CPU seconds of all steps together."""
 
     def __init__(self) -> None:
-        self.began, self.cpu_s, self.steps = 0.0, 0.0, 0
+        self.began, self.cpu_s = 0.0, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.began = time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.cpu_s += time.process_time() - self.began
-        self.steps += 1
 
 
 def dataset_of(rows: list[Batch]) -> Dataset:

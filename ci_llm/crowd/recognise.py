@@ -55,10 +55,10 @@ def _best_of_sweep(folder: Path) -> Path | None:
     """The run in which the best trial of a sweep was trained last; None: no trial is scored."""
     try:
         record = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-        best = [n for n, segment in enumerate(record["segments"], 1) if record["best"] in segment["trials"]]
-    except (OSError, ValueError, TypeError, KeyError):
+        best = next(trial for trial in record["trials"] if trial["id"] == record["best"])
+    except (OSError, ValueError, TypeError, KeyError, StopIteration):
         return None
-    return folder / "segments" / str(best[-1]) if best else None
+    return folder / "segments" / str(best["segment"])
 
 
 def _what_else(folder: Path) -> tuple[str, str]:

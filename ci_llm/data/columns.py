@@ -233,7 +233,7 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> 
             f"The data set has no columns that can be used; it has: {shown(columns)}.",
             where=where,
             hint=f"say {_example(columns)}, text_column= or messages_column=, or have one of: {_WANTED}"
-            + ("; the first line of a CSV file holds the names of its columns" if where.find(".csv") >= 0 else ""),
+            + ("; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""),
         )
     return form
 

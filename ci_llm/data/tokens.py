@@ -84,7 +84,7 @@ class TokenizedRows:
             self.__dict__.pop("_file", None)
         columns = self._file.get_batch(chunk)
         example = Example(_numbers(columns["input_ids"][row].values), _flags(columns["supervised"][row].values))
-        if _check(example) != columns["check"][row].as_py():
+        if xxhash.xxh3_64_intdigest(_content(example)) != columns["check"][row].as_py():
             with contextlib.suppress(OSError):  # so that the next attempt makes it again
                 self.path.unlink()
             hint = "call the same again: the file is made anew, and a run goes on from its newest checkpoint"
@@ -238,13 +238,13 @@ def _is_whole(path: Path) -> bool:
         return FACTS in (metadata or {}) and file.schema.equals(SCHEMA)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError) as error:  # Arrow's own errors are of both kinds
+    except (OSError, pa.ArrowException) as error:
         logger.warning(f"the tokens of an earlier run are damaged and made again: {path}: {error}")
         return False
 
 
-def _check(example: Example) -> int:
-    return xxhash.xxh3_64_intdigest(example.input_ids.tobytes() + example.supervised.tobytes())
+def _content(example: Example) -> bytes:
+    return example.input_ids.tobytes() + example.supervised.tobytes()
 
 
 def _write(path: Path, rows: Rows, encoder: Encoder, max_seq_length: int) -> None:
@@ -319,10 +319,9 @@ def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[An
         numbers, input_ids, supervised, digests, checks = [], [], [], [], []
         for number, example in chunk:
             digest.update(len(example.input_ids).to_bytes(8, "little"))
-            ids = example.input_ids.tobytes()
-            digest.update(ids + example.supervised.tobytes())
-            digests.append(xxhash.xxh3_64_intdigest(ids))
-            checks.append(_check(example))
+            digest.update(content := _content(example))
+            digests.append(xxhash.xxh3_64_intdigest(example.input_ids.tobytes()))
+            checks.append(xxhash.xxh3_64_intdigest(content))
             numbers.append(number)
             input_ids.append(example.input_ids)
             supervised.append(example.supervised)

@@ -53,7 +53,7 @@ class Request:
     agents_per_prompt: float = AGENTS_PER_PROMPT
 
 
-#: Rows of a training with which rows to evaluate on are compared: it takes a second for about 50,000.
+#: Rows of a training with which rows to evaluate on are compared. Every one is read for that.
 COMPARED_AT_MOST = 200_000
 
 

@@ -91,7 +91,7 @@ def test_a_bad_call_asks_for_nothing(
 
 def test_no_run_and_a_completed_run_are_asked_for_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended(run, "completed")
-    assert main(["agents", "stop", str(run), "0"]) == 2
+    assert main(["agents", "stop", str(run), "agent0"]) == 2
     assert "this run is completed at step 3" in capsys.readouterr().err
     assert main(["agents", "stop", str(run / "nowhere"), "0"]) == 2
     assert not is_waiting(run)

@@ -30,6 +30,7 @@ def written(tmp_path: Path, text: str) -> Path:
         ("learning_rate={low: 5e-4, high: 1.6e-2, log: true}", "learning_rate", LOG),
         ("weight_decay={low: 0, high: 0.1}", "weight_decay", Range(0.0, 0.1, log=False, whole=False)),
         ("lora_rank=log(2,64)", "lora_rank", Range(2.0, 64.0, log=True, whole=True)),
+        ("learning_rate=loguniform(1e-3,1e-2)", "learning_rate", Range(1e-3, 1e-2, log=True, whole=False)),
         ("lora_dropout=uniform(0,0.2)", "lora_dropout", Range(0.0, 0.2, log=False, whole=False)),
         ("max_grad_norm=[null,0.5]", "max_grad_norm", Choices((None, 0.5))),
         ("agent_layers=[all,upper_half,[3]]", "agent_layers", Choices(("all", "upper_half", (3,)))),

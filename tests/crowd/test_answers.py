@@ -146,6 +146,14 @@ def test_the_table_shows_what_its_rows_can_show(trained_on: Any, interval: float
     assert "nan" not in " ".join(lines)
 
 
+def test_the_table_of_one_agent_has_one_line() -> None:
+    record = {"n": 9, "rows_trained_on": "none", "measured_by": "teacher_forcing"}
+    exact, nll = {"agents": [0.5], "crowd": 0.5}, {"agents": [1.0], "crowd": 1.0}
+    _, agent, last = score_table({**record, "exact_match": exact, "nll": nll}).splitlines()
+    assert agent.split() == ["agent0", "0.500", "1.0000"]
+    assert last.endswith("over 9 held-out rows")
+
+
 def test_evaluation_says_what_was_measured_how() -> None:
     forced = {"task": "t", "n": 9, "aggregator": "logit", "exact_match": {"crowd": 0.1}, "nll": {"crowd": 2.0}}
     assert merge_records(forced, None) == {**forced, "measured_by": "teacher_forcing"}

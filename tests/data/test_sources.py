@@ -589,3 +589,17 @@ def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: 
     for name in ("contest_test.csv", "more.csv"):
         (tmp_path / name).write_text("text\nx\ny\n")
     assert len(load_rows(Config(dataset_name=str(tmp_path), val_set_size=0), "train")) == 4
+
+
+def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,context,answer,id\nq,c,a,1\nq,c,a,2\n")
+    rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), val_set_size=0), "train")
+    assert "columns that are not used: context, id" in rows.description
+
+
+def test_the_line_of_broken_json_is_named(tmp_path: Path) -> None:
+    rows = ['{"question": "q", "answer": "a"}'] * 8
+    rows[5] = '{"question": "q", "ans'
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    with pytest.raises(DataError, match=r"line 6, column 19 of a\.jsonl"):
+        load_rows(Config(dataset_name=str(tmp_path / "a.jsonl")), "train")

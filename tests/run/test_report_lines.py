@@ -33,6 +33,11 @@ def test_a_wrong_answer_beside_the_right_one_and_of_a_long_text_the_end() -> Non
     assert verdict == "          wrong: 2 is right; of 2 agents alone, 0 answer right"
 
 
+def test_one_agent_is_not_compared_with_itself() -> None:
+    [*_, verdict] = describe_example(Solved("1+1?", "#### 2", "2", (True, True, True))).splitlines()
+    assert verdict.strip() == "right"
+
+
 def test_of_all_processes_the_example_of_the_first_that_has_one_is_shown() -> None:
     example = Solved("q", "a", "a", (True, True, True))
     nothing, some = AnswerScores(torch.zeros(3, 0).bool()), AnswerScores(torch.ones(3, 1).bool(), example)

@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
@@ -243,6 +244,20 @@ def test_packs_of_another_size_after_a_kill_come_to_the_same_trials_and_bits(
     assert results[0] == results[1]
     best = [path / "run/best/adapter_model.safetensors" for path in (folder, undisturbed)]
     assert best[0].read_bytes() == best[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+def test_a_sweep_that_is_asked_names_the_run_of_its_best_trial(
+    verb: str, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = undisturbed / "run"
+    assert main([verb, str(folder), *(["How many?"] if verb == "generate" else [])]) == 2
+    record = json.loads((folder / "sweep.json").read_text())
+    [best] = [trial for trial in record["trials"] if trial["id"] == record["best"]]
+    segment = folder / "segments" / str(best["segment"])
+    assert segment.is_dir()
+    assert f"give {segment}, the run of the best trial" in capsys.readouterr().err
 
 
 def test_another_space_in_the_same_folder_is_refused(server: ForkServer, undisturbed: Path) -> None:

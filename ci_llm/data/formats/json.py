@@ -16,7 +16,7 @@ from ci_llm.data.formats import FileFormat, ending_of, with_builder
 def _read(files: Sequence[Path]) -> Dataset:
     try:
         return with_builder("json", files)
-    except (DatasetsError, ValueError):
+    except DatasetsError:
         for file in files:
             _require_json(file)
         raise
