@@ -195,6 +195,9 @@ class Bench:
         """The crowd as it is, with these keys."""
         return Training(self.config.model_copy(update=own), self.loaded, self.processes)
 
+    def alone(self, rate: float) -> Crowd:
+        return self.training(num_agents=1, learning_rate=rate).to_the_end()
+
     def specialists(self, alpha: float) -> Crowd:
         training = self.training()
         training.objective = Specialists(alpha)
@@ -226,8 +229,9 @@ class Bench:
             target.data.copy_(state)
         return crowd
 
-    def ivon(self, rate: float, hessian: float) -> Crowd:
-        config = self.config.model_copy(update={"learning_rate": rate, "weight_decay": 1e-4})
+    def ivon(self, rate: float, hessian: float, agents: int = AGENTS) -> Crowd:
+        own = {"learning_rate": rate, "weight_decay": 1e-4, "num_agents": agents}
+        config = self.config.model_copy(update=own)
         return IvonTraining(config, self.loaded, self.processes, hessian).to_the_end()
 
     def ways(self) -> Mapping[str, Callable[[], Crowd]]:
@@ -239,6 +243,8 @@ class Bench:
             **{f"population, alpha {a}": (lambda a=a: self.population(a)) for a in (0.99, 0.9)},
             **{f"snapshots at {rate}": (lambda rate=rate: self.snapshots(rate)) for rate in (4e-3, 8e-3)},
             **{f"ivon at {rate}, hessian 1": (lambda rate=rate: self.ivon(rate, 1.0)) for rate in (0.5, 1.0, 2.0, 3.0)},
+            **{f"one agent, ivon at {rate}": (lambda rate=rate: self.ivon(rate, 1.0, 1)) for rate in (0.5, 1.0, 2.0)},
+            **{f"one agent at {rate}": (lambda rate=rate: self.alone(rate)) for rate in (2e-3, 4e-3)},
         }
 
     def measured(self, name: str) -> Measured:

@@ -88,10 +88,18 @@ class Bench:
     """One seed: base and rows in memory, on one process."""
 
     def __init__(
-        self, seed: int, folder: Path, steps: int, rows: int, keep: float = 0.25, warmup: int | None = None
+        self,
+        seed: int,
+        folder: Path,
+        steps: int,
+        rows: int,
+        keep: float = 0.25,
+        warmup: int | None = None,
+        train_rows: int | None = None,
     ) -> None:
-        warmed = [] if warmup is None else [f"num_warmup_steps={warmup}"]
-        words = [*BARE, *warmed, f"seed={seed}", f"max_train_steps={steps}", "num_agents=1"]
+        changed = [] if warmup is None else [f"num_warmup_steps={warmup}"]
+        changed += [] if train_rows is None else [f"max_train_samples={train_rows}"]
+        words = [*BARE, *changed, f"seed={seed}", f"max_train_steps={steps}", "num_agents=1"]
         words += [f"eval_samples={rows}", "eval_split=validation", "generation_eval_samples=0"]
         self.config = load_config(ROOT / "configs.yaml", words)
         self.folder, self.steps, self.rows, self.keep = folder, steps, rows, keep
@@ -237,7 +245,9 @@ def measure(bench: Bench, names: Sequence[str], per_pass: int, runs: int, folder
     ways = []
     for name in names:
         seed = bench.config.seed
-        what = f"{bench.steps} steps, warm-up {bench.warmup}, {bench.rows} rows, seed {seed}, {name}"
+        [train_rows] = bench.loaded.rows
+        what = f"{len(train_rows)} training rows, {bench.steps} steps, warm-up {bench.warmup}, "
+        what += f"{bench.rows} rows, seed {seed}, {name}"
         if name in ("sweep", "pruned", "peft pruned"):
             what += f", keep {bench.keep:g}"
         path = folder and folder / f"{what}.json"
@@ -303,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="one sweep of each way per seed")
     parser.add_argument("--steps", type=int, default=260, help="optimizer steps of a full run (default: 260)")
+    parser.add_argument("--train-rows", type=int, help="training rows (default: as configured)")
     parser.add_argument("--rows", type=int, default=200, help="evaluation rows (default: 200)")
     parser.add_argument("--per-pass", type=int, default=16, help="trials of one pass of ours (default: 16)")
     parser.add_argument("--runs", type=int, default=2, help="full runs of one adapter that are measured (default: 2)")
@@ -315,7 +326,8 @@ def main() -> None:
     found = {}
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(seed, Path(folder), options.steps, options.rows, options.keep, options.warmup)
+            chosen = options.keep, options.warmup, options.train_rows
+            bench = Bench(seed, Path(folder), options.steps, options.rows, *chosen)
             found[seed] = measure(bench, options.ways, options.per_pass, options.runs, options.folder)
             bench.processes.shutdown()
     print(f"\n{len(GRID)} settings, {options.steps} steps, one thread\n\n{table(found)}")

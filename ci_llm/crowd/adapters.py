@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.casting import Casts
+from ci_llm.crowd.drawn_weights import DrawnWeights
 from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
 from ci_llm.crowd.lora import AgentLora, LoraSettings, StackedLoRALinear
@@ -72,8 +73,7 @@ class AgentStorage:
         repeats = settings.num_agents // len(sizes)  # agents without settings of their own are all of one kind
         self.each, self.sizes = settings.each(), sizes * repeats
         self._adapted = [frozenset(names) for names in adapted] * repeats
-        self._masks: Tensor | None = None
-        self._masks_of_step = False
+        self._drawn = DrawnWeights(settings, self.weights, self.sizes)
         self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
         self._bind_weights()
         self.rows = [nn.Parameter(row) for row in self._own(self.weights)]
@@ -110,7 +110,7 @@ class AgentStorage:
             yield first, end
 
     def _bind_groups(self) -> None:
-        """Give every module its groups: views of the weights and of the masks that are in force."""
+        """Give every module its groups: views of the weights, and of the masks and the noise that are in force."""
         groups: dict[str, list[AgentGroup]] = {name: [] for name in self.layers}
         for first, end in self._alike():
             adapters = {name: self._group(first, end, *place) for name, *place in self._places(first)}
@@ -127,8 +127,8 @@ class AgentStorage:
             a, b = storage[first:end, start:middle], storage[first:end, middle:stop]
             return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
 
-        masks = None if self._masks is None else stacked(self._masks)
-        own = (stacked(self.weights), masks, self.casts, stacked(self.gradients))
+        masks, noise = (each if each is None else stacked(each) for each in (self._drawn.masks, self._drawn.noise))
+        own = (stacked(self.weights), masks, noise, self.casts, stacked(self.gradients))
         return AgentGroup(first, end, agent.scaling, agent.dropout > 0, *own)
 
     def _bind_weights(self) -> None:
@@ -153,7 +153,7 @@ class AgentStorage:
                 a.copy_(module.lora_A[f"agent{k}"])
                 b.copy_(module.lora_B[f"agent{k}"])
         self.weights, self.gradients = fresh, torch.zeros_like(fresh)
-        self._masks, self._masks_of_step, self._known_limits = None, False, None
+        self._drawn, self._known_limits = DrawnWeights(self.settings, self.weights, self.sizes), None
         self._bind_weights()
         # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
         for row, data in zip(self.rows, self._own(self.weights), strict=True):
@@ -186,8 +186,23 @@ class AgentStorage:
         # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
         for parameter, grad in self._gradient_views:
             parameter.grad = grad
-        if self._drops_weights:
-            self._draw_masks(step)
+        if self._drawn.drops and self._drawn.draw_masks(step):
+            self._bind_groups()
+
+    def perturb(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
+        """Draw noise around the weights, at which the passes of training compute until the next call.
+
+        Args:
+            step: the optimizer step, which keys it.
+            spreads: [K] the standard deviations of every agent's numbers.
+
+        Returns:
+            [K] the noise of every agent.
+        """
+        if self._drawn.draw_noise(step, spreads):
+            self._bind_groups()
+        assert self._drawn.noise is not None
+        return self._own(self._drawn.noise)
 
     def begin_micro_step(self, *key: int) -> None:
         """Say which micro-step follows; it keys the dropout of agents that draw for themselves.
@@ -197,10 +212,6 @@ class AgentStorage:
         """
         self.dropout.micro_step = key
 
-    @property
-    def _drops_weights(self) -> bool:
-        return any(agent.dropconnect for agent in self.each)
-
     def _views_of_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its part of `gradients`."""
         views = list(zip(self.rows, self._own(self.gradients), strict=True))
@@ -209,34 +220,17 @@ class AgentStorage:
                 views += [(module.lora_A[f"agent{k}"], a), (module.lora_B[f"agent{k}"], b)]
         return views
 
-    def _draw_masks(self, step: int) -> None:
-        if not self._masks_of_step:
-            self._masks, self._masks_of_step = torch.ones_like(self.weights), True
-            self._bind_groups()
-        assert self._masks is not None
-        for agent, row in zip(self.each, self._own(self._masks), strict=True):
-            if agent.dropconnect:
-                keep = 1 - agent.dropconnect
-                generator = generator_for(agent.seed, "dropconnect", step, agent.index)
-                row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep)
-
     def draw_masks_of_pass(self) -> None:
         """Draw DropConnect masks for one forward pass, from the global generator as dropout does.
 
         This serves loops that never call `begin_step`; after `begin_step`, the masks of that step stay in force.
         """
-        if self._drops_weights and not self._masks_of_step:
-            # A fresh tensor, because the backward pass of an earlier forward pass may still need the old masks.
-            self._masks = torch.ones_like(self.weights)
-            # Agents without settings of their own draw together, as they always did.
-            own = self._own(self._masks) if self.settings.agents else [self._masks]
-            for agent, part in zip(self.settings.kinds(), own, strict=True):
-                part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
+        if self._drawn.draw_masks_of_pass():
             self._bind_groups()
 
     def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
-        """Cast the weights once for all layers of the pass inside, with the masks in force if it is one of training."""
-        return self.casts.of_pass(self.weights, self._masks if training else None, dtype)
+        """Cast the weights once for all layers of the pass inside, as they were drawn if it is one of training."""
+        return self.casts.of_pass(self.weights, self._drawn.applied() if training else None, dtype)
 
     def clip(self, max_norms: Sequence[float | None]) -> Tensor:
         """Scale each agent's gradient to a norm of at most its own of `max_norms`; None leaves it as it is.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -69,9 +69,9 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
         config: of the run that trained it.
 
     Raises:
-        BadInput: there is no such agent to start as, or no prompt can be used.
+        BadInput: there is no such agent to start as, no prompt can be used, or a learning rate must be given.
     """
-    start = _start(saved, how)
+    start, how = _start(saved, how), replace(how, learning_rate=_rate(config, how))
     lesson = _lesson(saved, config, how, start)
     teachers, shape = saved.settings.num_agents, asdict(saved.settings.of(start))
     own = [{key: asdict(saved.settings.of(k))[key] for key in OWN} for k in range(teachers)]
@@ -90,6 +90,16 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     found = [{name: each.clone() for name, each in files[f"agent{teachers + n}/adapter_model"].items()} for n in (0, 1)]
     student, control = (Adapter(saved.configs[start], tensors) for tensors in found)
     return student, control
+
+
+def _rate(config: Config, how: Distillation) -> float:
+    """The peak of the learning rate of AdamW, whatever the run was trained with."""
+    if how.learning_rate is not None:
+        return how.learning_rate
+    if config.optim == "ivon":
+        what = "distillation takes AdamW, and the learning_rate of the run is one for IVON"
+        raise BadInput(what, where="--distill-rate", hint="--distill-rate 2e-3, for instance")
+    return config.learning_rate / 4
 
 
 def _start(saved: Pretrained, how: Distillation) -> int:
@@ -166,7 +176,8 @@ def _answered(
 def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Distillation) -> None:
     """Train the agents behind the teachers, in place."""
     student, control = teachers, teachers + 1
-    agents, rate = crowd.agents, how.learning_rate or config.learning_rate / 4
+    agents, rate = crowd.agents, how.learning_rate
+    assert rate is not None
     optimizer = torch.optim.AdamW(
         [agents.rows[student], agents.rows[control]],
         lr=rate,

@@ -27,6 +27,7 @@ class AgentGroup:
         drops: whether they read their input after dropout.
         stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
         masks: DropConnect masks of the same shapes, or None.
+        noise: what a pass of training adds to A and B, or None.
         casts: where the pass under way has A and B ready, or None.
         tokens: of the only agent, in an input [1, N, in] of agents with rows of their own; else None.
         gradients: of A and B, views of the crowd's gradients; None: autograd owns them.
@@ -38,6 +39,7 @@ class AgentGroup:
     drops: bool = False
     stacked: tuple[Tensor, Tensor] | None = None
     masks: tuple[Tensor, Tensor] | None = None
+    noise: tuple[Tensor, Tensor] | None = None
     casts: Casts | None = None
     gradients: tuple[Tensor, Tensor] | None = None
     tokens: slice | None = None
@@ -59,9 +61,9 @@ class AgentGroup:
     def only(self, agent: int) -> AgentGroup:
         """The same for one of its agents, as the first and only one of a crowd."""
         part = slice(agent - self.first, agent - self.first + 1)
-        pairs = (self.stacked, self.masks, self.gradients)
-        stacked, masks, gradients = (pair and (pair[0][part], pair[1][part]) for pair in pairs)
-        return replace(self, first=0, end=1, stacked=stacked, masks=masks, gradients=gradients)
+        pairs = (self.stacked, self.masks, self.noise, self.gradients)
+        stacked, masks, noise, gradients = (pair and (pair[0][part], pair[1][part]) for pair in pairs)
+        return replace(self, first=0, end=1, stacked=stacked, masks=masks, noise=noise, gradients=gradients)
 
     def on(self, spans: Sequence[slice]) -> Iterator[AgentGroup]:
         """Each of these agents by itself, if it has tokens in an input whose agents have rows of their own."""
@@ -70,17 +72,22 @@ class AgentGroup:
                 yield replace(self.only(k), first=k, end=k + 1, tokens=spans[k])
 
     def at_rest(self) -> AgentGroup:
-        """The same without dropout and DropConnect."""
-        return replace(self, masks=None, drops=False) if self.drops or self.masks else self
+        """The same without dropout, DropConnect and noise."""
+        if not (self.drops or self.masks or self.noise):
+            return self
+        return replace(self, masks=None, noise=None, drops=False)
 
     def effective(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B with this step's DropConnect masks, in the dtype of the computation."""
+        """A and B as they were drawn for this step, in the dtype of the computation."""
         assert self.stacked is not None
         a, b = self.stacked
         if self.casts is not None:
-            ready = [self.casts.ready(view, dtype, masked=self.masks is not None) for view in (a, b)]
+            drawn = self.masks is not None or self.noise is not None
+            ready = [self.casts.ready(view, dtype, drawn=drawn) for view in (a, b)]
             if ready[0] is not None and ready[1] is not None:
                 return ready[0], ready[1]
+        if self.noise is not None:
+            a, b = a + self.noise[0], b + self.noise[1]
         if self.masks is not None:
             a, b = a * self.masks[0], b * self.masks[1]
         return a.to(dtype), b.to(dtype)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 4
+FORMAT = 5
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -99,6 +99,11 @@ class TokenizedRows:
     def fingerprint(self) -> str:
         """xxh3-128 of all token ids and loss masks: what a run learns from, whatever file it came from."""
         return str(self._facts["fingerprint"])
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are learned, of all rows."""
+        return int(self._facts["targets"])
 
     @property
     def description(self) -> list[str]:
@@ -310,7 +315,8 @@ def _batches(
         *tally.lines(),
         f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
     ]
-    facts = {"fingerprint": digest.hexdigest(), "lines": lines, "warnings": [*tally.warnings()]}
+    facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "lines": lines}
+    facts["warnings"] = [*tally.warnings()]
     yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
 
 

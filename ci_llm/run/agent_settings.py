@@ -1,4 +1,4 @@
-"""What the configuration gives each agent of the crowd: an adapter's shape, objective, optimizer group, schedule.
+"""What the configuration gives each agent of the crowd: an adapter's shape, objective, optimizer, schedule.
 
 A run needs it at its start, and again whenever its crowd changes.
 """
@@ -10,12 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.crowd.ivon import Ivon
 from ci_llm.crowd.lora import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.schedules import factor
+from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.errors import ModelError
 from ci_llm.run.members import Members, config_of
 
@@ -59,12 +63,26 @@ def objective_of(config: Config, crowd: Crowd) -> Objective:
     )
 
 
-def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
-    """AdamW's parameter groups, one per agent."""
-    return [
+def optimizer_of(config: Config, crowd: Crowd, rows: TrainingRows) -> torch.optim.Optimizer:
+    """The optimizer of these agents."""
+    groups = optimizer_groups(config, crowd, rows)
+    if config.optim == "ivon":
+        return Ivon(groups, config.ivon_hess_init)
+    betas, fused = (config.adam_beta1, config.adam_beta2), config.optim == "adamw_torch_fused"
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=fused)
+
+
+def optimizer_groups(config: Config, crowd: Crowd, rows: TrainingRows) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, one per agent."""
+    each = rows.each if isinstance(rows, AgentRows) else [rows] * crowd.num_agents
+    groups: list[dict[str, Any]] = [
         {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
         for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
     ]
+    if config.optim == "ivon":
+        for group, own_rows in zip(groups, each, strict=True):
+            group["ess"] = config.ivon_ess or own_rows.num_targets
+    return groups
 
 
 def schedules(config: Config, members: Members | None, total_steps: int) -> list[Callable[[int], float]]:
@@ -105,8 +123,9 @@ def require_distinct_branches(config: Config) -> None:
     assert members is not None
     members, _ = members.after(config.num_agents, config)
     settings, agents = config_of(config, members).each_agent, crowd_settings(config, members).each()
+    noisy = config.optim == "ivon"
     kinds = {
-        (training_of(own, agent), (agent.seed, agent.index) if agent.dropout or agent.dropconnect else None)
+        (training_of(own, agent), (agent.seed, agent.index) if agent.dropout or agent.dropconnect or noisy else None)
         for own, agent in zip(settings, agents, strict=True)
     }
     if len(kinds) < len(agents):

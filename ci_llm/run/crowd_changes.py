@@ -75,9 +75,10 @@ def become(run: Run, members: Members, sources: Sources) -> None:
     moments = [optimizer.state.get(row, {}) for row in crowd.agents.rows]
     crowd.become(crowd_settings(run.config, members), sources, members.folders)
     crowd.common_start = crowd.common_start or members.common_start
-    _fill(optimizer, optimizer_groups(config, crowd), [{} if place is None else moments[place] for place in sources])
-    run.objective = objective_of(config, crowd)
     run.rows, run.plan = rows_and_plan(run.config, run.checkpoint.rows, members, run.state.rows_per_step)
+    groups = optimizer_groups(config, crowd, run.rows)
+    _fill(optimizer, groups, [{} if place is None else moments[place] for place in sources])
+    run.objective = objective_of(config, crowd)
     run.eval_rows = run.eval_rows.of_copies(sources)
     run.evaluator.rows = run.eval_rows
     run.learning_rates = schedules(run.config, members, run.total_steps)

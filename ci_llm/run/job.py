@@ -276,7 +276,7 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
         f" {run.micro_batch_size}; {steps} steps, {epochs} epochs"
     )
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in run.present_config.each_agent))
-    logger.info(f"optimizer AdamW, learning_rate {run.present_config.learning_rates}, {kinds}")
+    logger.info(f"optimizer {type(run.optimizer).__name__}, learning_rate {run.present_config.learning_rates}, {kinds}")
     if run.state.members is not None:
         _log_lines(run.state.members.outlook(run.total_steps))
     run.log.begin_progress(run.position())

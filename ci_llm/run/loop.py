@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
+from ci_llm.crowd.ivon import Ivon
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
@@ -133,6 +134,8 @@ def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> S
     """Forward and backward of every micro-batch; gradients of summed losses add up in the crowd's storage."""
     run.crowd.train()
     run.crowd.agents.begin_step(step)
+    if isinstance(run.optimizer, Ivon):
+        run.optimizer.draw(run.crowd.agents, step)
     sums = torch.zeros(_num_sums(run.crowd.num_agents, run.plan), dtype=torch.float64, device=run.crowd.device)
     for number, batch in enumerate(micro_batches):
         run.heartbeat.tick()

@@ -93,5 +93,5 @@ class LastGood:
 
 
 def like_moment(name: str, tensor: Tensor, row: Tensor) -> Tensor:
-    """One of AdamW's tensors where the weights `row` are; its step counter stays an fp32 scalar."""
+    """One of the optimizer's tensors where the weights `row` are; its step counter stays an fp32 scalar."""
     return tensor.to(row.device) if name == "step" else tensor.to(row)

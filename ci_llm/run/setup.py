@@ -33,7 +33,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.agent_settings import (
     lora_settings,
     objective_of,
-    optimizer_groups,
+    optimizer_of,
     require_distinct_branches,
     schedules,
     training_of,
@@ -126,9 +126,9 @@ def join(
     rows_per_step = config.rows_per_step(processes.count)
     _, steps = plan_ahead(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
-    _, plan = rows_and_plan(config, rows, members, rows_per_step)
+    first_rows, plan = rows_and_plan(config, rows, members, rows_per_step)
     total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
-    optimizer = _optimizer(beginning, crowd)
+    optimizer = optimizer_of(beginning, crowd, first_rows)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.count)
@@ -163,11 +163,6 @@ def join(
         heartbeat=heartbeat,
         interval=Interval(crowd.num_agents, crowd.device),
     )
-
-
-def _optimizer(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
-    groups, betas = optimizer_groups(config, crowd), (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=config.fused_optimizer)
 
 
 def _nonfinite_response(

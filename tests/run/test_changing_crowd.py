@@ -115,6 +115,15 @@ def test_a_branching_run_killed_around_its_branch_point(trials: Trials, branched
     assert not differences(account(branched), account(folder))
 
 
+def test_branches_of_ivon_go_on_with_its_moments(trials: Trials) -> None:
+    cell = Cell(accumulation=2, optim="ivon")
+    folder = trials.new_folder()
+    fate = Fate("SIGKILL", BRANCH_POINT + 1, 1, committed=BRANCH_POINT)
+    assert trials.train(cell, folder, fate, save_steps=BRANCH_POINT, **BRANCHING) == [-signal.SIGKILL]
+    assert trials.train(cell, folder, **BRANCHING) == [0], (folder / "log").read_text()
+    assert not differences(account(complete(trials, cell, **BRANCHING)), account(folder))
+
+
 def test_a_branching_run_killed_while_it_saves_the_branches(trials: Trials, server: ForkServer, branched: Path) -> None:
     folder = asked(
         *(trials, server, CELL),

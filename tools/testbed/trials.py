@@ -42,7 +42,7 @@ LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by
 WITNESSED = "witnessed: step"
 BY_THE_CLOCK = {"attempt", "slurm_restarts", "time", "tokens_per_s", "step_time_s"}
 BY_THE_CLOCK |= {"mirror/behind_s", "mirror/sent_bytes"}
-DEFAULTS = ("no", "none", "null")  # words that leave something out
+DEFAULTS = ("no", "none", "null", "adamw_torch_fused")  # words that leave something out
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ class Cell:
     precision: str = "no"
     diversity: str = "none"
     quantization: str = "null"
+    optim: str = "adamw_torch_fused"
 
     def __str__(self) -> str:
         parts = [self.moment, f"accumulation {self.accumulation}", f"dropout {self.dropout:g}"]
         parts += [f"{self.workers} workers", f"{self.ranks} process{'es' * (self.ranks > 1)}"]
-        parts += [word for word in (self.precision, self.diversity, self.quantization) if word not in DEFAULTS]
+        words = (self.precision, self.diversity, self.quantization, self.optim)
+        parts += [word for word in words if word not in DEFAULTS]
         return ", ".join(parts)
 
     @property
@@ -97,9 +99,10 @@ class Cell:
             "mixed_precision": self.precision,
             "diversity": self.diversity,
             "quantization": self.quantization,
+            "optim": self.optim,
             "num_agents": 2,
             "lora_rank": 2,
-            "learning_rate": 4e-3,
+            "learning_rate": 1.0 if self.optim == "ivon" else 4e-3,
             "logging_steps": 2,  # the checkpoints of two moments lie between two lines
             "eval_steps": 4,
             "eval_samples": 4,
