@@ -76,6 +76,12 @@ CROWD = System("crowd")
 RANK = System("one agent of rank 32", {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64"}, {100: "2e-3"})
 STEPS = System("one agent, 1040 steps", {"num_agents": "1", "max_train_steps": "1040"}, {100: "2e-3", 1500: "4e-3"})
 BRANCHES = System("branches", {"branch_at": "0.75"}, {100: "4e-3", 1500: "2e-3"})
+# IVON at 0.5, 1, 2, with 100 rows, and at 1, 2 with 50:
+#   crowd                  0.325  0.497  0.509, and 0.400  0.197
+#   one agent, 1040 steps  0.516  0.553  0.384, and 0.328
+OF_IVON = {"optim": "ivon", "weight_decay": "1e-4"}
+IVON = System("crowd, IVON", OF_IVON, {50: "1", 100: "2"})
+IVON_STEPS = System("one agent, 1040 steps, IVON", {**STEPS.keys, **OF_IVON}, {100: "1"})
 AUTO = System("auto", {"crowd": "auto", "eval_samples": "320"})
 LEARNING_RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
 SEED_OF_CHOICES = 7
@@ -101,6 +107,9 @@ PARTS: Mapping[str, Part] = {
     "branches": Part(BRANCHES, merges("branches' crowd", {"mean": "branches' soup"})),
     "merges": Part(CROWD, merges(None, {"cat": "cat", "svd": "svd"})),
     "distilled": Part(CROWD, distillates),
+    "ivon": Part(IVON, answers_of(IVON.name)),
+    "ivon steps": Part(IVON_STEPS, answers_of(IVON_STEPS.name)),
+    "ivon distilled": Part(IVON, lambda *run: {f"{way}, IVON": found for way, found in distillates(*run).items()}),
     "auto": Part(AUTO, answers_of("auto")),
     "escalation": Part(CROWD, escalation),
 }

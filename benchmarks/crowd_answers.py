@@ -108,7 +108,7 @@ def distillates(checkpoint: Path, _: Path) -> Answers:
     """One agent that learned the crowd's distributions, and the control that learned its own texts."""
     saved = open_pretrained(checkpoint, "cpu")
     assert saved.run_config is not None
-    student, control = distilled(saved, parse_config(saved.run_config, "config.yaml"), Distillation())
+    student, control = distilled(saved, parse_config(saved.run_config, "config.yaml"), Distillation(learning_rate=2e-3))
     return {"distilled": _alone(saved, student), "distilled, own labels": _alone(saved, control)}
 
 

@@ -1,4 +1,4 @@
-"""Ways to train a crowd that are published elsewhere and not part of this package, beside the crowd as it is.
+"""Ways to train a crowd that are published elsewhere, beside the crowd as it is. Of them, IVON is part of the package.
 
     OMP_NUM_THREADS=1 python -m benchmarks.objectives --rows 100 --seeds 7
 
@@ -14,8 +14,7 @@ population    every ten steps the agents are drawn towards their mean: weights a
               control, alpha 1
 snapshots     one agent, four cycles of the cosine; the four states at their ends answer together (Huang et al.,
               "Snapshot Ensembles", 2017)
-ivon          the optimizer IVON in place of AdamW, one sample per step (Shen et al., "Variational Learning is
-              Effective for Large Deep Networks", 2024)
+ivon          the optimizer IVON in place of AdamW, and for one agent that takes all steps (`optim: ivon`)
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from ci_llm.data.batches import Batch, MicroBatch, pack, stream
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.agent_settings import objective_of, optimizer_groups, schedules
+from ci_llm.run.agent_settings import objective_of, optimizer_of, schedules
 from ci_llm.run.heartbeat import Heartbeat
 from ci_llm.run.loading import Loaded, load, rows_and_plan, training_rows
-from ci_llm.run.loop import Sums, apply_gradients, compute_gradients
+from ci_llm.run.loop import apply_gradients, compute_gradients
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.setup import build_crowd
 from ci_llm.run.state import TrainState
@@ -68,7 +67,7 @@ class Training:
         self.total_steps = STEPS * AGENTS // config.num_agents
         self.learning_rates = schedules(config, None, self.total_steps)
         self.max_grad_norms = [config.max_grad_norm] * config.num_agents
-        self.optimizer: Any = torch.optim.AdamW(optimizer_groups(config, self.crowd), fused=True)
+        self.optimizer = optimizer_of(config, self.crowd, self.rows)
 
     def steps(self) -> Iterator[int]:
         """Train; yields the number of steps taken after each."""
@@ -81,14 +80,9 @@ class Training:
     def step(self, step: int, batches: list[MicroBatch]) -> None:
         """One optimizer step, as in `ci_llm.run.loop`."""
         run: Any = self
-        sums = self.gradients(step, batches)
+        sums = compute_gradients(run, step, batches)
         verdict = self.processes.agree(Ballot(sums.num_targets, sums.nonfinite, sums.sums))
         apply_gradients(run, step, verdict, [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite])
-
-    def gradients(self, step: int, batches: list[MicroBatch]) -> Sums:
-        """Those of the step, in the storage of the crowd."""
-        run: Any = self
-        return compute_gradients(run, step, batches)
 
     def to_the_end(self) -> Crowd:
         """Train; returns the crowd."""
@@ -109,70 +103,6 @@ class Specialists:
         weights = agents * (self.alpha * found).softmax(0)
         total = -(output.log_probs * weights[:, batch.target_rows]).sum()
         return StepLoss(total, -output.log_probs.detach().sum(1), total.new_zeros(()))
-
-
-class Ivon(torch.optim.Optimizer):
-    """Algorithm 1 of Shen et al. (2024): a Gaussian over the weights, whose mean is what remains.
-
-    Args:
-        samples: their effective sample size, targets of the training rows.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], samples: float, hessian: float) -> None:
-        super().__init__(groups, {"betas": (0.9, 0.99999), "samples": samples, "hessian": hessian})
-        self.taken = 0
-
-    @torch.no_grad()
-    def perturb(self) -> None:
-        """Draw weights around the mean."""
-        for group in self.param_groups:
-            for row in group["params"]:
-                state = self.state[row]
-                if not state:
-                    state.update(momentum=torch.zeros_like(row), hessian=torch.full_like(row, group["hessian"]))
-                spread = (group["samples"] * (state["hessian"] + group["weight_decay"])).rsqrt()
-                state["noise"] = torch.randn_like(row) * spread
-                row.add_(state["noise"])
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Go back to the mean."""
-        for group in self.param_groups:
-            for row in group["params"]:
-                row.sub_(self.state[row]["noise"])
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Move mean and spread by the gradient at the weights that were drawn."""
-        self.taken += 1
-        for group in self.param_groups:
-            decay, (beta1, beta2) = group["weight_decay"], group["betas"]
-            for row in (row for row in group["params"] if row.grad is not None):
-                momentum, hessian, noise = (self.state[row][name] for name in ("momentum", "hessian", "noise"))
-                curvature = row.grad * noise * group["samples"] * (hessian + decay)
-                change = (1 - beta2) * (curvature - hessian)
-                momentum.lerp_(row.grad, 1 - beta1)
-                hessian.add_(change + 0.5 * change**2 / (hessian + decay))
-                mean = momentum / (1 - beta1**self.taken)
-                rate = group["lr"] * (group["hessian"] + decay)
-                row.sub_(rate * (mean + decay * row) / (hessian + decay))
-
-
-class IvonTraining(Training):
-    """A training whose gradients are taken at weights that are drawn."""
-
-    def __init__(self, config: Config, loaded: Loaded, processes: Processes, hessian: float) -> None:
-        super().__init__(config, loaded, processes)
-        rows = loaded.rows[0]
-        samples = sum(int(rows[number].supervised.sum()) for number in range(len(rows)))
-        self.optimizer = Ivon(optimizer_groups(config, self.crowd), samples, hessian)
-
-    def gradients(self, step: int, batches: list[MicroBatch]) -> Sums:
-        """The same, between drawing and going back."""
-        self.optimizer.perturb()
-        sums = super().gradients(step, batches)
-        self.optimizer.settle()
-        return sums
 
 
 @dataclass(frozen=True)
@@ -229,10 +159,8 @@ class Bench:
             target.data.copy_(state)
         return crowd
 
-    def ivon(self, rate: float, hessian: float, agents: int = AGENTS) -> Crowd:
-        own = {"learning_rate": rate, "weight_decay": 1e-4, "num_agents": agents}
-        config = self.config.model_copy(update=own)
-        return IvonTraining(config, self.loaded, self.processes, hessian).to_the_end()
+    def ivon(self, rate: float, agents: int = AGENTS) -> Crowd:
+        return self.training(optim="ivon", learning_rate=rate, weight_decay=1e-4, num_agents=agents).to_the_end()
 
     def ways(self) -> Mapping[str, Callable[[], Crowd]]:
         """Each way to train, with its settings in its name."""
@@ -242,8 +170,8 @@ class Bench:
             "own orders": lambda: self.population(1.0),
             **{f"population, alpha {a}": (lambda a=a: self.population(a)) for a in (0.99, 0.9)},
             **{f"snapshots at {rate}": (lambda rate=rate: self.snapshots(rate)) for rate in (4e-3, 8e-3)},
-            **{f"ivon at {rate}, hessian 1": (lambda rate=rate: self.ivon(rate, 1.0)) for rate in (0.5, 1.0, 2.0, 3.0)},
-            **{f"one agent, ivon at {rate}": (lambda rate=rate: self.ivon(rate, 1.0, 1)) for rate in (0.5, 1.0, 2.0)},
+            **{f"ivon at {rate}": (lambda rate=rate: self.ivon(rate)) for rate in (0.5, 1.0, 2.0, 3.0)},
+            **{f"one agent, ivon at {rate}": (lambda rate=rate: self.ivon(rate, 1)) for rate in (0.5, 1.0, 2.0)},
             **{f"one agent at {rate}": (lambda rate=rate: self.alone(rate)) for rate in (2e-3, 4e-3)},
         }
 
