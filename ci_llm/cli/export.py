@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     distil = parser.add_argument_group("for --merge distilled")
     distil.add_argument("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
     distil.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default 120")
-    distil.add_argument("--distill-rate", type=float, metavar="R", help="learning rate; default a quarter of the run's")
+    distil.add_argument(
+        "--distill-rate", type=float, metavar="R", help="learning rate of AdamW; default a quarter of the run's"
+    )
     distil.add_argument("--distill-temperature", type=float, metavar="T", help="of the distributions; default 1")
     distil.add_argument(
         "--soft", type=float, metavar="W", help="weight of the distributions; default 1, texts alone: 0"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: Decay of the momentum and of the Hessian, as ivon-opt has them.
 BETA1: Final = 0.9
 BETA2: Final = 0.99999
+#: Below it a learning rate was surely meant for AdamW.
+LEAST_RATE: Final = 0.05
 
 
 class Ivon(torch.optim.Optimizer):

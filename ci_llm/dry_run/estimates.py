@@ -12,7 +12,7 @@ from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.dry_run.report import duration, size
 from ci_llm.errors import ConfigError
-from ci_llm.run.cost_model import AGENT_COPIES, base_dtype
+from ci_llm.run.cost_model import agent_copies, base_dtype
 from ci_llm.run.setup import plan_ahead
 
 #: Training reaches about this share of the speed of bare matrix products.
@@ -23,7 +23,7 @@ SIDE = {"cpu": 768, "cuda": 4096}
 def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
     one = context.measured.checkpoint_bytes or (
-        context.trace.agents_bytes * 3 // AGENT_COPIES if context.trace else None
+        context.trace.agents_bytes * 3 // agent_copies(context.config) if context.trace else None
     )
     if one is None:
         return "not estimated: this architecture cannot be traced"

@@ -33,7 +33,6 @@ from ci_llm.run.agent_settings import lora_settings
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1
-AGENT_COPIES = 7  # weights, gradients, two moments; the last good weights and moments
 GATHERED_COPIES = 2  # of a layer: as it comes from the others, and the weights that are copied out of it
 ROWS_TRACED = 2  # of a larger batch so many are traced, and half of them; the rest follows by proportion
 
@@ -102,10 +101,16 @@ def trace(
             base_parameters=sum(p.numel() for p in own),
             base_bytes=sum(p.nbytes for p in own) - saved - elsewhere,
             agent_parameters=trained.shape[1],
-            agents_bytes=AGENT_COPIES * trained.nbytes,
+            agents_bytes=agent_copies(config) * trained.nbytes,
             activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense + gathered)),
             flops=flops * rows / few,
         )
+
+
+def agent_copies(config: Config) -> int:
+    """How many numbers are in memory for each that an agent trains."""
+    drawn = 2 if config.optim == "ivon" else 0  # the noise of a step, and the weights with it
+    return 7 + drawn  # weights, gradients, two moments; the last good weights and moments
 
 
 def trace_longest(

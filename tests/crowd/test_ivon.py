@@ -45,12 +45,13 @@ def test_a_step_is_that_of_the_paper() -> None:
     for step in range(3):
         optimizer.draw(agents, step)
         backward(crowd, step)
-        noise = agents.perturb(step, [torch.ones(agents.sizes[0], dtype=torch.float64)])[0].tolist()
+        [noise] = agents.perturb(step, [torch.ones(agents.sizes[0], dtype=torch.float64)])  # before it is scaled
+        normal = noise.tolist()
         optimizer.draw(agents, step)
         gradient = agents.rows[0].grad
         assert gradient is not None
         for i, g in enumerate(gradient.tolist()):
-            drawn = noise[i] / math.sqrt(ESS * (hess[i] + DECAY))
+            drawn = normal[i] / math.sqrt(ESS * (hess[i] + DECAY))
             estimate = g * drawn * ESS * (hess[i] + DECAY)
             momentum[i] = BETA1 * momentum[i] + (1 - BETA1) * g
             correction = 0.5 * (1 - BETA2) ** 2 * (hess[i] - estimate) ** 2 / (hess[i] + DECAY)
@@ -60,7 +61,8 @@ def test_a_step_is_that_of_the_paper() -> None:
         optimizer.step()
         state = optimizer.state[agents.rows[0]]
         for found, wanted in ((agents.rows[0], mean), (state["hess"], hess), (state["momentum"], momentum)):
-            torch.testing.assert_close(found.detach(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+            expected = torch.tensor(wanted, dtype=torch.float64)
+            torch.testing.assert_close(found.detach(), expected, rtol=1e-12, atol=1e-14)
     assert float(state["step"]) == 3
 
 

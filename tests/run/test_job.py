@@ -158,6 +158,17 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rate", "doubted"), [("5e-3", True), ("1", False)])
+def test_ivon_with_a_rate_of_adamw(
+    rate: str, doubted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "optim=ivon", f"learning_rate={rate}", "max_train_steps=1") == 0
+    told = capsys.readouterr().out
+    assert f"optimizer Ivon, learning_rate {float(rate):g}" in told
+    assert ("this learning_rate is one for AdamW" in told) == doubted
+
+
+@pytest.mark.slow
 def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
     assert train(run) == 0
