@@ -79,7 +79,7 @@ BRANCHES = System("branches", {"branch_at": "0.75"}, {100: "4e-3", 1500: "2e-3"}
 # IVON at 0.5, 1, 2, with 100 rows, and at 1, 2 with 50:
 #   crowd                  0.325  0.497  0.509, and 0.400  0.197
 #   one agent, 1040 steps  0.516  0.553  0.384, and 0.328
-OF_IVON = {"optim": "ivon", "weight_decay": "1e-4"}
+OF_IVON = {"optimizer": "ivon", "weight_decay": "1e-4"}
 IVON = System("crowd, IVON", OF_IVON, {50: "1", 100: "2"})
 IVON_STEPS = System("one agent, 1040 steps, IVON", {**STEPS.keys, **OF_IVON}, {100: "1"})
 AUTO = System("auto", {"crowd": "auto", "eval_samples": "320"})

@@ -68,7 +68,7 @@ def _example(ids: Sequence[int] | np.ndarray, targets: int) -> Example:
     return Example(np.asarray(ids, dtype=np.int32)[:LONGEST], supervised[:LONGEST])
 
 
-def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
+def trained_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Tokenizer:
     """The byte-level BPE of `texts`, every digit a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -76,7 +76,7 @@ def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, show_progress=False, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=alphabet
+        vocab_size=vocabulary, show_progress=False, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=alphabet
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

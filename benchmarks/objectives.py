@@ -14,7 +14,7 @@ population    every ten steps the agents are drawn towards their mean: weights a
               control, alpha 1
 snapshots     one agent, four cycles of the cosine; the four states at their ends answer together (Huang et al.,
               "Snapshot Ensembles", 2017)
-ivon          the optimizer IVON in place of AdamW, and for one agent that takes all steps (`optim: ivon`)
+ivon          the optimizer IVON in place of AdamW, and for one agent that takes all steps (`optimizer: ivon`)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Training:
         self.total_steps = STEPS * AGENTS // config.num_agents
         self.learning_rates = schedules(config, None, self.total_steps)
         self.max_grad_norms = [config.max_grad_norm] * config.num_agents
-        self.optimizer = optimizer_of(config, self.crowd, self.rows)
+        self.optimizerizer = optimizer_of(config, self.crowd, self.rows)
 
     def steps(self) -> Iterator[int]:
         """Train; yields the number of steps taken after each."""
@@ -160,7 +160,7 @@ class Bench:
         return crowd
 
     def ivon(self, rate: float, agents: int = AGENTS) -> Crowd:
-        return self.training(optim="ivon", learning_rate=rate, weight_decay=1e-4, num_agents=agents).to_the_end()
+        return self.training(optimizer="ivon", learning_rate=rate, weight_decay=1e-4, num_agents=agents).to_the_end()
 
     def ways(self) -> Mapping[str, Callable[[], Crowd]]:
         """Each way to train, with its settings in its name."""

@@ -232,18 +232,15 @@ class TrainingKeys(Keys):
     global_batch_size: Count | None = exact(
         None, "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps"
     )
-    optim: Literal["adamw_torch_fused", "adamw_torch", "ivon"] = exact(
-        "adamw_torch_fused",
-        "optimizer: AdamW in one fused kernel, AdamW, or IVON, which learns a distribution of weights",
-    )
-    learning_rate: Positive = exact(2e-4, "peak learning rate; IVON takes about 1, with a weight_decay of 1e-4")
-    weight_decay: Amount = exact(0.01, "decoupled weight decay")
+    optimizer: Literal["adamw", "ivon"] = exact("adamw", "AdamW, or IVON, which learns a distribution of weights")
+    learning_rate: Positive = exact(2e-4, "peak learning rate; IVON takes about 1")
+    weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4")
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
     adam_beta2: Dropout = exact(0.999, "decay of AdamW's second moment")
     adam_epsilon: Positive = exact(1e-8, "added to the root of AdamW's second moment")
     ivon_hess_init: Positive = exact(1.0, "IVON's estimate of the Hessian at the start; more is less noise")
     ivon_ess: Positive | None = exact(
-        None, "IVON's effective number of examples, more is less noise; null: tokens learned in the training rows"
+        None, "IVON's effective number of examples, more is less noise; null: tokens learned in an agent's rows"
     )
     max_grad_norm: Positive | None = exact(1.0, "gradient norm to which each agent is clipped; null: no clipping")
     lr_scheduler_type: Literal[
@@ -270,6 +267,7 @@ class TrainingKeys(Keys):
     row_weights: Literal["uniform", "bootstrap"] = exact(
         "uniform", "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1"
     )
+    fused_optimizer: bool = rounding(True, "AdamW in one fused kernel; false: the plain one")
     seed: Seed = exact(42, "seed of everything random")
     data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed")
 

@@ -12,6 +12,7 @@ _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or acce
 _QUANTIZED = "quantization=nf4 or quantization=int8"
 _SHARDED = "base_sharding=layers: each process stores a part of the base's layers (docs/bases.md)"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
+_ADAMW = "leave it out: the optimizer is AdamW, and optimizer=ivon the other one that there is"
 _FUSED_KERNEL = "leave it out: packed rows take a fused kernel wherever it agrees with the base"
 _BATCH_SIZE = "leave it out: an evaluation derives it from batch_size"
 _STEPS = "write a number of optimizer steps: {}; the log says at the start how many steps an epoch has"
@@ -109,6 +110,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "use_liger_kernel": ("fused kernels", "leave it out: logits are computed only where a label is, and never whole"),
     "gradient_checkpointing_kwargs": ("arguments of gradient checkpointing", "use_gradient_checkpointing=true"),
     # Optimization
+    "optim": ("another optimizer", _ADAMW),
     "lr_scheduler_kwargs": ("arguments of the schedule", "take another lr_scheduler_type, such as cosine_with_min_lr"),
     "label_smoothing_factor": ("a softer loss", _ONE_LOSS),
     "neftune_noise_alpha": ("noise on embeddings", "lora_dropout=0.1 or dropconnect_p=0.1 regularise an agent"),

@@ -13,6 +13,9 @@ from ci_llm.core.urls import is_url, why_no_mirror
 if TYPE_CHECKING:
     from ci_llm.config import Config
 
+#: Below it a learning rate was surely meant for AdamW.
+LEAST_RATE_OF_IVON = 0.05
+
 
 @dataclass(frozen=True)
 class Clash:
@@ -209,6 +212,12 @@ def _doubtful(c: Config) -> Iterator[str]:
         yield "diversity swd_raw is the term of the first CI-LLM, kept for comparison: at weight 1 it halves accuracy"
     if c.diversity.startswith("swd") and c.swd_representation == "first_token":
         yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
+    if c.optimizer == "ivon" and (low := min(own.learning_rate for own in c.each_agent)) < LEAST_RATE_OF_IVON:
+        yield f"learning_rate {low:g} is one for AdamW: with IVON, whose rates are about 1, agents hardly move"
+    if c.optimizer == "ivon" and not c.fused_optimizer:
+        yield "fused_optimizer has no effect: it is about AdamW, and optimizer is ivon"
+    if c.optimizer != "ivon" and (c.ivon_ess, c.ivon_hess_init) != (None, 1.0):
+        yield "ivon_ess and ivon_hess_init have no effect: optimizer is adamw"
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:

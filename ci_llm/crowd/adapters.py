@@ -73,7 +73,7 @@ class AgentStorage:
         repeats = settings.num_agents // len(sizes)  # agents without settings of their own are all of one kind
         self.each, self.sizes = settings.each(), sizes * repeats
         self._adapted = [frozenset(names) for names in adapted] * repeats
-        self._drawn = DrawnWeights(settings, self.weights, self.sizes)
+        self._drawn = DrawnWeights(settings, self.weights, self.sizes, self._bind_groups)
         self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
         self._bind_weights()
         self.rows = [nn.Parameter(row) for row in self._own(self.weights)]
@@ -153,7 +153,8 @@ class AgentStorage:
                 a.copy_(module.lora_A[f"agent{k}"])
                 b.copy_(module.lora_B[f"agent{k}"])
         self.weights, self.gradients = fresh, torch.zeros_like(fresh)
-        self._drawn, self._known_limits = DrawnWeights(self.settings, self.weights, self.sizes), None
+        self._drawn = DrawnWeights(self.settings, self.weights, self.sizes, self._bind_groups)
+        self._known_limits = None
         self._bind_weights()
         # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
         for row, data in zip(self.rows, self._own(self.weights), strict=True):
@@ -186,8 +187,7 @@ class AgentStorage:
         # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
         for parameter, grad in self._gradient_views:
             parameter.grad = grad
-        if self._drawn.drops and self._drawn.draw_masks(step):
-            self._bind_groups()
+        self._drawn.draw_masks(step)
 
     def perturb(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
         """Draw noise around the weights, at which the passes of training compute until the next call.
@@ -199,10 +199,7 @@ class AgentStorage:
         Returns:
             [K] the noise of every agent.
         """
-        if self._drawn.draw_noise(step, spreads):
-            self._bind_groups()
-        assert self._drawn.noise is not None
-        return self._own(self._drawn.noise)
+        return self._drawn.draw_noise(step, spreads)
 
     def begin_micro_step(self, *key: int) -> None:
         """Say which micro-step follows; it keys the dropout of agents that draw for themselves.
@@ -225,8 +222,7 @@ class AgentStorage:
 
         This serves loops that never call `begin_step`; after `begin_step`, the masks of that step stay in force.
         """
-        if self._drawn.draw_masks_of_pass():
-            self._bind_groups()
+        self._drawn.draw_masks_of_pass()
 
     def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
         """Cast the weights once for all layers of the pass inside, as they were drawn if it is one of training."""

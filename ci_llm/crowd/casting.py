@@ -26,14 +26,14 @@ class Casts:
     """
 
     def __init__(self) -> None:
-        self._under_way = self._drawn = False
+        self._under_way = self._is_drawn = False
         self._weights: Tensor | None = None
         self._input: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
     def of_pass(self, weights: Tensor, drawn: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
         """Make the weights [K, P] ready in `dtype` for the pass inside: those drawn for it, if there are any."""
-        self._under_way, self._drawn = True, drawn is not None
+        self._under_way, self._is_drawn = True, drawn is not None
         if drawn is not None or weights.dtype != dtype:
             self._weights = (weights if drawn is None else drawn).to(dtype)
         try:
@@ -41,10 +41,10 @@ class Casts:
         finally:
             self._under_way, self._weights, self._input = False, None, None
 
-    def ready(self, view: Tensor, dtype: torch.dtype, *, drawn: bool) -> Tensor | None:
+    def ready(self, view: Tensor, dtype: torch.dtype, *, is_drawn: bool) -> Tensor | None:
         """The numbers of `view`, a view of the weights, as the pass needs them; None if they were not made ready."""
         made = self._weights
-        if made is None or made.dtype != dtype or self._drawn != drawn:
+        if made is None or made.dtype != dtype or self._is_drawn != is_drawn:
             return None
         return made.as_strided(view.size(), view.stride(), view.storage_offset())
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
@@ -71,7 +71,7 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     Raises:
         BadInput: there is no such agent to start as, no prompt can be used, or a learning rate must be given.
     """
-    start, how = _start(saved, how), replace(how, learning_rate=_rate(config, how))
+    start, rate = _start(saved, how), _rate(config, how)
     lesson = _lesson(saved, config, how, start)
     teachers, shape = saved.settings.num_agents, asdict(saved.settings.of(start))
     own = [{key: asdict(saved.settings.of(k))[key] for key in OWN} for k in range(teachers)]
@@ -83,7 +83,7 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
             crowd.agents.load_agent(k, tensors, f"agent{k}")
         crowd.choose_route()
         crowd.learned = saved.learned
-        _train(crowd, teachers, lesson, config, how)
+        _train(crowd, teachers, lesson, config, how, rate)
         files = crowd.adapter_files()
     finally:
         crowd.detach()
@@ -96,7 +96,7 @@ def _rate(config: Config, how: Distillation) -> float:
     """The peak of the learning rate of AdamW, whatever the run was trained with."""
     if how.learning_rate is not None:
         return how.learning_rate
-    if config.optim == "ivon":
+    if config.optimizer == "ivon":
         what = "distillation takes AdamW, and the learning_rate of the run is one for IVON"
         raise BadInput(what, where="--distill-rate", hint="--distill-rate 2e-3, for instance")
     return config.learning_rate / 4
@@ -173,11 +173,14 @@ def _answered(
 # How it is learned
 
 
-def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Distillation) -> None:
-    """Train the agents behind the teachers, in place."""
+def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Distillation, rate: float) -> None:
+    """Train the agents behind the teachers, in place.
+
+    Args:
+        rate: the learning rate at its peak.
+    """
     student, control = teachers, teachers + 1
-    agents, rate = crowd.agents, how.learning_rate
-    assert rate is not None
+    agents = crowd.agents
     optimizer = torch.optim.AdamW(
         [agents.rows[student], agents.rows[control]],
         lr=rate,

@@ -7,7 +7,7 @@ Legend: K agents, P parameters of one agent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,68 +22,73 @@ class DrawnWeights:
     Args:
         weights: [K, P] those of the storage.
         sizes: [K] the trainable numbers of each agent; behind them a row is padding.
+        on_new_memory: called when masks or noise have got other memory, before anything is drawn into it.
 
     Attributes:
         masks: [K, P] 0 where a weight is dropped, and 1 / (1 - share) elsewhere; None: no weight is dropped.
         noise: [K, P] what is added to the weights; None: nothing.
     """
 
-    def __init__(self, settings: LoraSettings, weights: Tensor, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, settings: LoraSettings, weights: Tensor, sizes: Sequence[int], on_new_memory: Callable[[], None]
+    ) -> None:
         self._settings, self._weights, self._sizes = settings, weights, sizes
-        self._each = settings.each()
+        self._each, self._on_new_memory = settings.each(), on_new_memory
         self._masks_of_step = False
         self.masks: Tensor | None = None
         self.noise: Tensor | None = None
 
-    @property
-    def drops(self) -> bool:
-        """Whether an agent has DropConnect."""
-        return any(agent.dropconnect for agent in self._each)
-
-    def rows(self, storage: Tensor) -> list[Tensor]:
-        """The rows of `storage` [K, P] without their padding."""
-        return [row[:size] for row, size in zip(storage, self._sizes, strict=True)]
-
-    def draw_masks(self, step: int) -> bool:
-        """Draw the masks of a step; returns whether their memory is another than before."""
-        fresh = not self._masks_of_step
-        if self.masks is None or fresh:
+    def draw_masks(self, step: int) -> None:
+        """Draw the DropConnect masks of a step, if there are any."""
+        if not self._drops:
+            return
+        if self.masks is None or not self._masks_of_step:
             self.masks, self._masks_of_step = torch.ones_like(self._weights), True
-        for agent, row in zip(self._each, self.rows(self.masks), strict=True):
+            self._on_new_memory()
+        for agent, row in zip(self._each, self._own(self.masks), strict=True):
             if agent.dropconnect:
                 keep = 1 - agent.dropconnect
                 generator = generator_for(agent.seed, "dropconnect", step, agent.index)
                 row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep)
-        return fresh
 
-    def draw_masks_of_pass(self) -> bool:
+    def draw_masks_of_pass(self) -> None:
         """Draw the masks of one pass from the global generator, as dropout does, unless those of a step are in force.
 
-        Returns:
-            whether they were drawn, in memory of their own: the backward pass of an earlier pass may need the old ones.
+        They are in memory of their own, because the backward pass of an earlier pass may need the old ones.
         """
-        if not self.drops or self._masks_of_step:
-            return False
+        if not self._drops or self._masks_of_step:
+            return
         self.masks = torch.ones_like(self._weights)
         # Agents without settings of their own draw together, as they always did.
-        own = self.rows(self.masks) if self._settings.agents else [self.masks]
+        own = self._own(self.masks) if self._settings.agents else [self.masks]
         for agent, part in zip(self._settings.kinds(), own, strict=True):
             part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
-        return True
+        self._on_new_memory()
 
-    def draw_noise(self, step: int, spreads: Sequence[Tensor]) -> bool:
-        """Draw the Gaussian noise of a step; returns whether its memory is another than before.
+    def draw_noise(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
+        """Draw the Gaussian noise of a step.
 
         Args:
             spreads: [K] the standard deviations of every agent's numbers.
+
+        Returns:
+            [K] the noise of every agent.
         """
-        fresh = self.noise is None
         if self.noise is None:
             self.noise = torch.zeros_like(self._weights)
-        for agent, row, spread in zip(self._each, self.rows(self.noise), spreads, strict=True):
-            generator = generator_for(agent.seed, "noise", step, agent.index)
-            row.copy_(torch.empty(row.shape, dtype=row.dtype).normal_(generator=generator)).mul_(spread)
-        return fresh
+            self._on_new_memory()
+        rows = self._own(self.noise)
+        for agent, row, spread in zip(self._each, rows, spreads, strict=True):
+            generator = generator_for(agent.seed, "noise", step, agent.index, device=row.device)
+            row.normal_(generator=generator).mul_(spread)
+        return rows
+
+    @property
+    def _drops(self) -> bool:
+        return any(agent.dropconnect for agent in self._each)
+
+    def _own(self, storage: Tensor) -> list[Tensor]:
+        return [row[:size] for row, size in zip(storage, self._sizes, strict=True)]
 
     def applied(self) -> Tensor | None:
         """[K, P] the weights of the pass; None: as they are in the storage."""

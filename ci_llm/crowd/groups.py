@@ -82,8 +82,8 @@ class AgentGroup:
         assert self.stacked is not None
         a, b = self.stacked
         if self.casts is not None:
-            drawn = self.masks is not None or self.noise is not None
-            ready = [self.casts.ready(view, dtype, drawn=drawn) for view in (a, b)]
+            is_drawn = self.masks is not None or self.noise is not None
+            ready = [self.casts.ready(view, dtype, is_drawn=is_drawn) for view in (a, b)]
             if ready[0] is not None and ready[1] is not None:
                 return ready[0], ready[1]
         if self.noise is not None:

@@ -1,6 +1,6 @@
 """IVON, an optimizer that learns a Gaussian over the weights of each agent: its mean is the agent.
 
-Gradients are taken at weights drawn from it, and how they vary with the noise gives its spread, at the price of AdamW.
+Gradients are taken at weights drawn from it, and how they vary with the noise gives its spread.
 Source: Shen et al., "Variational Learning is Effective for Large Deep Networks", 2024, algorithm 1; the names are those
 of its package, ivon-opt, with `rescale_lr`.
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 #: Decay of the momentum and of the Hessian, as ivon-opt has them.
 BETA1: Final = 0.9
 BETA2: Final = 0.99999
-#: Below it a learning rate was surely meant for AdamW.
-LEAST_RATE: Final = 0.05
 
 
 class Ivon(torch.optim.Optimizer):
@@ -47,30 +45,34 @@ class Ivon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Move means and spreads by the gradients at the weights that were drawn; without a gradient nothing moves."""
+        if len(self._noise) != len(self.param_groups):
+            raise RuntimeError("Ivon.step needs the gradients at weights that Ivon.draw has drawn: call it first")
         for group, noise in zip(self.param_groups, self._noise, strict=True):
             (row,) = group["params"]
             if row.grad is None:
                 continue
             decay = group["weight_decay"]
-            state = self.state[row]
+            state, precision = self.state[row], self._precision(group)
             if not state:
-                state.update(momentum=torch.zeros_like(row), hess=self._hess(group))
-                state["step"] = torch.zeros(())  # as AdamW counts its steps
+                moments = {"momentum": torch.zeros_like(row), "hess": torch.full_like(row, group["hess_init"])}
+                state.update(moments, step=torch.zeros(()))  # which AdamW counts like this
             state["step"] += 1
             momentum, hess = state["momentum"], state["hess"]
             momentum.lerp_(row.grad, 1 - BETA1)
-            precision = hess + decay
-            change = (row.grad * noise).mul_(precision).mul_(group["ess"]).sub_(hess).mul_(1 - BETA2)
-            hess.add_(change).addcdiv_(change.square_(), precision, value=0.5)  # which keeps it positive
-            towards = momentum / (1 - BETA1 ** float(state["step"])) + decay * row
+            estimate = (row.grad * noise).mul_(precision).mul_(group["ess"])
+            change = estimate.sub_(hess).mul_(1 - BETA2)
+            # The square is what keeps the precision positive.
+            hess.add_(change).addcdiv_(change.square_(), precision, value=0.5)
+            towards = torch.add(momentum / (1 - BETA1 ** float(state["step"])), row, alpha=decay)
             row.addcdiv_(towards, hess + decay, value=-group["lr"] * (group["hess_init"] + decay))
 
     def _spread(self, group: dict[str, Any]) -> Tensor:
         """[P] the standard deviation of an agent's numbers."""
-        precision: Tensor = (self._hess(group) + group["weight_decay"]).mul_(group["ess"])
-        return precision.rsqrt_()
+        return self._precision(group).mul_(group["ess"]).rsqrt_()
 
-    def _hess(self, group: dict[str, Any]) -> Tensor:
+    def _precision(self, group: dict[str, Any]) -> Tensor:
+        """[P] that of an agent's numbers, for one example; in memory of its own."""
         (row,) = group["params"]
-        hess: Tensor = self.state[row]["hess"] if self.state.get(row) else torch.full_like(row, group["hess_init"])
-        return hess
+        if state := self.state.get(row):
+            return state["hess"] + group["weight_decay"]  # type: ignore[no-any-return]
+        return torch.full_like(row, group["hess_init"] + group["weight_decay"])

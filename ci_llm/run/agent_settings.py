@@ -66,20 +66,20 @@ def objective_of(config: Config, crowd: Crowd) -> Objective:
 def optimizer_of(config: Config, crowd: Crowd, rows: TrainingRows) -> torch.optim.Optimizer:
     """The optimizer of these agents."""
     groups = optimizer_groups(config, crowd, rows)
-    if config.optim == "ivon":
+    if config.optimizer == "ivon":
         return Ivon(groups, config.ivon_hess_init)
-    betas, fused = (config.adam_beta1, config.adam_beta2), config.optim == "adamw_torch_fused"
+    betas, fused = (config.adam_beta1, config.adam_beta2), config.fused_optimizer
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=fused)
 
 
 def optimizer_groups(config: Config, crowd: Crowd, rows: TrainingRows) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, one per agent."""
-    each = rows.each if isinstance(rows, AgentRows) else [rows] * crowd.num_agents
     groups: list[dict[str, Any]] = [
         {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
         for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
     ]
-    if config.optim == "ivon":
+    if config.optimizer == "ivon":
+        each = rows.each if isinstance(rows, AgentRows) else [rows] * crowd.num_agents
         for group, own_rows in zip(groups, each, strict=True):
             group["ess"] = config.ivon_ess or own_rows.num_targets
     return groups
@@ -123,11 +123,7 @@ def require_distinct_branches(config: Config) -> None:
     assert members is not None
     members, _ = members.after(config.num_agents, config)
     settings, agents = config_of(config, members).each_agent, crowd_settings(config, members).each()
-    noisy = config.optim == "ivon"
-    kinds = {
-        (training_of(own, agent), (agent.seed, agent.index) if agent.dropout or agent.dropconnect or noisy else None)
-        for own, agent in zip(settings, agents, strict=True)
-    }
+    kinds = {training_of(own, agent) for own, agent in zip(settings, agents, strict=True)}
     if len(kinds) < len(agents):
         raise ModelError(
             "some branches would stay equal to the last bit: nothing of their training differs",
@@ -138,5 +134,6 @@ def require_distinct_branches(config: Config) -> None:
 
 def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
     """What tells this agent's training from that of another with the same start."""
-    drawn = (agent.seed, agent.index) if own.row_weights == "bootstrap" else None
+    draws = agent.dropout or agent.dropconnect or own.row_weights == "bootstrap" or own.optimizer == "ivon"
+    drawn = (agent.seed, agent.index) if draws else None
     return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))

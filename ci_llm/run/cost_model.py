@@ -45,7 +45,7 @@ class Trace:
         base_parameters: numbers of the frozen base.
         base_bytes: what they take in the run's `model_dtype`, in one process.
         agent_parameters: trainable numbers of one agent.
-        agents_bytes: weights, gradients and both moments of all agents, and their last good copy.
+        agents_bytes: of all agents, see `agent_copies`.
         activation_bytes: the most that is allocated besides, at any moment of forward and backward.
         flops: floating-point operations, a multiplication and an addition being two.
     """
@@ -109,7 +109,7 @@ def trace(
 
 def agent_copies(config: Config) -> int:
     """How many numbers are in memory for each that an agent trains."""
-    drawn = 2 if config.optim == "ivon" else 0  # the noise of a step, and the weights with it
+    drawn = 2 if config.optimizer == "ivon" else 0  # the noise of a step, and the weights with it
     return 7 + drawn  # weights, gradients, two moments; the last good weights and moments
 
 

@@ -19,7 +19,6 @@ from ci_llm.core.attempts import record_attempt
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.answer_scores import AnswerScores, merge_records
-from ci_llm.crowd.ivon import LEAST_RATE
 from ci_llm.crowd.scoring import Scores, evaluation_record
 from ci_llm.distributed.process_group import ends_if_stopped
 from ci_llm.distributed.processes import Processes
@@ -278,8 +277,6 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     )
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in run.present_config.each_agent))
     logger.info(f"optimizer {type(run.optimizer).__name__}, learning_rate {run.present_config.learning_rates}, {kinds}")
-    if run.config.optim == "ivon" and any(own.learning_rate < LEAST_RATE for own in run.present_config.each_agent):
-        logger.warning("this learning_rate is one for AdamW: with IVON, whose rates are about 1, agents hardly move")
     if run.state.members is not None:
         _log_lines(run.state.members.outlook(run.total_steps))
     run.log.begin_progress(run.position())

@@ -233,12 +233,13 @@ class RunCheckpoint:
         self._require_same_settings(changes, where)
         self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
+        same_moments = not any(change.key == "optimizer" for change in changes)  # else they begin anew
         self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         for k, (name, row) in enumerate(self._named_rows()):
             self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
-            moments = saved["optimizer"].get(name, {})
+            moments = saved["optimizer"].get(name, {}) if same_moments else {}
             self.optimizer.state[row] = {name: like_moment(name, tensor, row) for name, tensor in moments.items()}
-        self.last_good.load(_in_episode(state), saved.get("guard", {}))
+        self.last_good.load(_in_episode(state), saved.get("guard", {}), with_moments=same_moments)
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes))
 
     def restore_environment(self, source: Source, state: TrainState) -> str:

@@ -84,11 +84,12 @@ class LastGood:
         snapshots = {f"agent{k}": self._snapshots[k] for k in agents}
         return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
 
-    def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
-        """The inverse of `state_of`."""
+    def load(self, agents: Iterable[int], saved: Mapping[str, Any], *, with_moments: bool = True) -> None:
+        """The inverse of `state_of`; without moments if they are those of another optimizer."""
         for k in agents:
             row, state = self._rows[k], saved[f"agent{k}"]
-            moments = {name: like_moment(name, tensor, row) for name, tensor in state["moments"].items()}
+            found = state["moments"] if with_moments else {}
+            moments = {name: like_moment(name, tensor, row) for name, tensor in found.items()}
             self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
 
 

@@ -601,6 +601,21 @@ def test_notices() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer=ivon"], "learning_rate 0.0002 is one for AdamW"),
+        (["optimizer=ivon", "learning_rate=[1,1e-3]"], "learning_rate 0.001 is one for AdamW"),
+        (["optimizer=ivon", "learning_rate=1", "fused_optimizer=false"], "fused_optimizer has no effect"),
+        (["ivon_ess=100"], "ivon_ess and ivon_hess_init have no effect"),
+        (["optimizer=ivon", "learning_rate=1", "ivon_ess=100"], None),
+    ],
+)
+def test_notices_about_the_optimizer(words: list[str], said: str | None) -> None:
+    found = load_config(None, words).notices()
+    assert [line.startswith(said) for line in found] == [True] if said else not found
+
+
+@pytest.mark.parametrize(
     ("words", "is_told"),
     [
         (["lambda_sw=0.5"], True),

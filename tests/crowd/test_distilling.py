@@ -168,7 +168,7 @@ def test_a_row_that_was_cut_does_not_say_how_answers_end() -> None:
 
 
 def test_after_ivon_a_learning_rate_must_be_given(saved: Pretrained) -> None:
-    after_ivon = CONFIG.model_copy(update={"optim": "ivon", "learning_rate": 1.0})
+    after_ivon = CONFIG.model_copy(update={"optimizer": "ivon", "learning_rate": 1.0})
     with pytest.raises(BadInput, match="is one for IVON") as raised:
         distilled(saved, after_ivon, replace(HOW, learning_rate=None))
     assert "--distill-rate" in str(raised.value)

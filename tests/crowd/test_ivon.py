@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
 
+from ci_llm.config import Config
+from ci_llm.crowd.base import load_base
 from ci_llm.crowd.ivon import BETA1, BETA2, Ivon
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
+from ci_llm.data.agent_rows import AgentRows, TrainingRows
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import tokenize
+from ci_llm.run.agent_settings import optimizer_of
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,6 +126,43 @@ def test_an_agent_that_is_left_out_keeps_its_bits() -> None:
     assert crowd.agents.rows[1] not in optimizer.state
 
 
+@pytest.mark.parametrize("dropconnect", [0.0, 0.3])
+def test_a_draw_that_memory_ran_out_for_is_repeated(dropconnect: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = crowd_of({**AGENT, "dropconnect": dropconnect})
+    crowd = Crowd(copy.deepcopy(base()), undisturbed.agents.settings, "toy").train()
+    optimizer, other = ivon_of(crowd), ivon_of(undisturbed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "bernoulli_" if dropconnect else "normal_", _no_memory)
+        with pytest.raises(MemoryError):
+            _draw_all(crowd, optimizer)
+    for one, its in ((crowd, optimizer), (undisturbed, other)):
+        its.draw(one.agents, 0)
+        backward(one, 0)  # which begins the step
+    assert torch.equal(crowd.agents.gradients, undisturbed.agents.gradients)
+    assert not torch.equal(gradient_at_rest(undisturbed), undisturbed.agents.gradients)
+
+
+def _draw_all(crowd: Crowd, optimizer: Ivon) -> None:
+    crowd.agents.begin_step(0)
+    optimizer.draw(crowd.agents, 0)
+
+
+def _no_memory(*_: object, **__: object) -> Tensor:
+    raise MemoryError
+
+
+def gradient_at_rest(crowd: Crowd) -> Tensor:
+    still = Crowd(copy.deepcopy(base()), crowd.agents.settings, "toy").train()
+    backward(still, 0)
+    return still.agents.gradients
+
+
+def test_a_step_without_a_draw_says_what_is_missing() -> None:
+    crowd = crowd_of(AGENT)
+    with pytest.raises(RuntimeError, match="call it first"):
+        ivon_of(crowd).step()
+
+
 def test_a_crowd_that_moves_draws_in_its_new_storage() -> None:
     crowd = crowd_of(AGENT)
     optimizer = ivon_of(crowd)
@@ -129,3 +173,21 @@ def test_a_crowd_that_moves_draws_in_its_new_storage() -> None:
     optimizer.step()
     assert crowd.agents.weights.dtype == torch.float32
     assert crowd.agents.weights.isfinite().all()
+
+
+def test_examples_are_the_tokens_that_an_agent_learns(tmp_path: Path) -> None:
+    """Of its own rows, if it has some, or what `ivon_ess` says."""
+    tokenizer, common = load_base("embedded").tokenizer, {"dataset_name": "embedded"}
+    few, more = (load_rows(Config(**common, max_train_samples=n), "train") for n in (2, 5))
+    each = [tokenize(rows, tokenizer, max_seq_length=256, cache_folder=tmp_path) for rows in (few, more)]
+    targets = [sum(int(rows[n].supervised.sum()) for n in range(len(rows))) for rows in each]
+    assert 0 < targets[0] < targets[1]
+    crowd = crowd_of(AGENT, {**AGENT, "seed": 6})
+    config = Config(optimizer="ivon", num_agents=2)
+
+    def ess(config: Config, rows: TrainingRows) -> list[float]:
+        return [group["ess"] for group in optimizer_of(config, crowd, rows).param_groups]
+
+    assert ess(config, AgentRows(tuple(each))) == targets
+    assert ess(config, each[1]) == [targets[1]] * 2
+    assert ess(config.model_copy(update={"ivon_ess": 7.0}), each[1]) == [7.0] * 2

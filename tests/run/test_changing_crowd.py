@@ -116,7 +116,7 @@ def test_a_branching_run_killed_around_its_branch_point(trials: Trials, branched
 
 
 def test_branches_of_ivon_go_on_with_its_moments(trials: Trials) -> None:
-    cell = Cell(accumulation=2, optim="ivon")
+    cell = Cell(accumulation=2, optimizer="ivon")
     folder = trials.new_folder()
     fate = Fate("SIGKILL", BRANCH_POINT + 1, 1, committed=BRANCH_POINT)
     assert trials.train(cell, folder, fate, save_steps=BRANCH_POINT, **BRANCHING) == [-signal.SIGKILL]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import read_status
@@ -158,14 +159,18 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rate", "doubted"), [("5e-3", True), ("1", False)])
-def test_ivon_with_a_rate_of_adamw(
-    rate: str, doubted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("before", "now"), [([], ["optimizer=ivon", "learning_rate=1"]), (["optimizer=ivon"], [])])
+def test_with_another_optimizer_the_moments_begin_anew(
+    before: list[str], now: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path / "run", "optim=ivon", f"learning_rate={rate}", "max_train_steps=1") == 0
-    told = capsys.readouterr().out
-    assert f"optimizer Ivon, learning_rate {float(rate):g}" in told
-    assert ("this learning_rate is one for AdamW" in told) == doubted
+    """It is refused, unless that is wanted."""
+    assert train(tmp_path, *before, "max_train_steps=2") == 0
+    assert train(tmp_path, *now, "max_train_steps=4") == 2
+    assert "optimizer was" in capsys.readouterr().err
+    assert train(tmp_path, *now, "max_train_steps=4", "allow_inexact_resume=true") == 0
+    saved: Any = load_checkpoint(tmp_path / "final_checkpoint").state["optimizer"]
+    names = {"step", "momentum", "hess"} if now else {"step", "exp_avg", "exp_avg_sq"}
+    assert all({*moments} == names and float(moments["step"]) == 2 for moments in saved.values())
 
 
 @pytest.mark.slow

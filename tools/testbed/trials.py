@@ -42,7 +42,7 @@ LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by
 WITNESSED = "witnessed: step"
 BY_THE_CLOCK = {"attempt", "slurm_restarts", "time", "tokens_per_s", "step_time_s"}
 BY_THE_CLOCK |= {"mirror/behind_s", "mirror/sent_bytes"}
-DEFAULTS = ("no", "none", "null", "adamw_torch_fused")  # words that leave something out
+DEFAULTS = ("no", "none", "null", "adamw")  # words that leave something out
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Cell:
     precision: str = "no"
     diversity: str = "none"
     quantization: str = "null"
-    optim: str = "adamw_torch_fused"
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         parts = [self.moment, f"accumulation {self.accumulation}", f"dropout {self.dropout:g}"]
         parts += [f"{self.workers} workers", f"{self.ranks} process{'es' * (self.ranks > 1)}"]
-        words = (self.precision, self.diversity, self.quantization, self.optim)
+        words = (self.precision, self.diversity, self.quantization, self.optimizer)
         parts += [word for word in words if word not in DEFAULTS]
         return ", ".join(parts)
 
@@ -99,10 +99,10 @@ class Cell:
             "mixed_precision": self.precision,
             "diversity": self.diversity,
             "quantization": self.quantization,
-            "optim": self.optim,
+            "optimizer": self.optimizer,
             "num_agents": 2,
             "lora_rank": 2,
-            "learning_rate": 1.0 if self.optim == "ivon" else 4e-3,
+            "learning_rate": 1.0 if self.optimizer == "ivon" else 4e-3,
             "logging_steps": 2,  # the checkpoints of two moments lie between two lines
             "eval_steps": 4,
             "eval_samples": 4,
