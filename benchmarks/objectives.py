@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.objectives --rows 100 --seeds 7
 
 The crowd of configs.yaml on so many rows of the embedded task, trained by the functions of the loop without
-checkpoints, is evaluated by teacher forcing on the 400 rows of the validation split. All take 1,040 agent-steps.
+checkpoints, is evaluated by teacher forcing on the 320 rows of the validation split. All take 1,040 agent-steps.
 
 crowd         cross-entropy of each agent, AdamW
 specialists   a row counts for agent k in proportion to p_k(row)^alpha, its mean over the agents being 1: alpha 0 is the

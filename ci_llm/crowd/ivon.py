@@ -63,7 +63,8 @@ class Ivon(torch.optim.Optimizer):
             change = estimate.sub_(hess).mul_(1 - BETA2)
             # The square is what keeps the precision positive.
             hess.add_(change).addcdiv_(change.square_(), precision, value=0.5)
-            towards = torch.add(momentum / (1 - BETA1 ** float(state["step"])), row, alpha=decay)
+            debias = 1 - BETA1 ** state["step"].double()  # a tensor: a number would wait for a GPU
+            towards = torch.add(momentum / debias, row, alpha=decay)
             row.addcdiv_(towards, hess + decay, value=-group["lr"] * (group["hess_init"] + decay))
 
     def _spread(self, group: dict[str, Any]) -> Tensor:
