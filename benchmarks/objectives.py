@@ -67,7 +67,7 @@ class Training:
         self.total_steps = STEPS * AGENTS // config.num_agents
         self.learning_rates = schedules(config, None, self.total_steps)
         self.max_grad_norms = [config.max_grad_norm] * config.num_agents
-        self.optimizerizer = optimizer_of(config, self.crowd, self.rows)
+        self.optimizer = optimizer_of(config, self.crowd, self.rows)
 
     def steps(self) -> Iterator[int]:
         """Train; yields the number of steps taken after each."""
