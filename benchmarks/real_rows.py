@@ -27,7 +27,7 @@ from benchmarks.gsm8k import LONGEST, texts, trained_tokenizer
 ROOT = Path(__file__).parent.parent
 VOCABULARY, WIDTH, LAYERS = 2048, 128, 4
 PASSES, TEXTS_PER_STEP, RATE = 5, 32, 3e-3
-SEED_OF_CHOICES, RATES = 7, ("1e-3", "4e-3", "1.6e-2")
+SEED_OF_CHOICES = 7
 SYSTEMS = {
     "the crowd": {"num_agents": "4", "max_train_steps": "100"},
     "one agent of 4x the steps": {"num_agents": "1", "max_train_steps": "400"},
@@ -102,15 +102,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the base and the runs")
     parser.add_argument("--rows", type=int, default=100, help="training rows (default: 100)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="default: 42 43 44")
-    parser.add_argument("--rates", nargs=2, default=["4e-3", "4e-3"], help="of the crowd and of one agent")
-    parser.add_argument("--learning-rates", action="store_true", help="compare them on rows of the training split")
+    parser.add_argument("--rates", nargs=2, default=["1.6e-2", "1e-3"], help="of the crowd and of one agent")
+    parser.add_argument("--learning-rates", nargs="+", default=[], help="compare these on rows of the training split")
     options = parser.parse_args()
     folder: Path = options.folder.absolute()
     common = {"model_name": str(base(options.data, folder / "base")), "dataset_name": str(options.data.absolute())}
     common |= {"max_seq_length": str(LONGEST), "max_train_samples": str(options.rows)}
     if options.learning_rates:
         for name in SYSTEMS:
-            for rate in RATES:
+            for rate in options.learning_rates:
                 own = {**common, "learning_rate": rate, "val_set_size": "300", "seed": str(SEED_OF_CHOICES)}
                 found = trained(name, own, folder / f"{options.rows}" / "rates" / name.replace(" ", "_") / rate)
                 print(f"{name} at {rate}: {found['crowd']:.4f}", flush=True)

@@ -83,16 +83,16 @@ class DrawnWeights:
             row.normal_(generator=generator).mul_(spread)
         return rows
 
-    @property
-    def _drops(self) -> bool:
-        return any(agent.dropconnect for agent in self._each)
-
-    def _own(self, storage: Tensor) -> list[Tensor]:
-        return [row[:size] for row, size in zip(storage, self._sizes, strict=True)]
-
     def applied(self) -> Tensor | None:
         """[K, P] the weights of the pass; None: as they are in the storage."""
         if self.masks is None and self.noise is None:
             return None
         found = self._weights if self.noise is None else self._weights + self.noise
         return found if self.masks is None else found * self.masks
+
+    @property
+    def _drops(self) -> bool:
+        return any(agent.dropconnect for agent in self._each)
+
+    def _own(self, storage: Tensor) -> list[Tensor]:
+        return [row[:size] for row, size in zip(storage, self._sizes, strict=True)]
