@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import __main__ as listing
@@ -26,7 +27,9 @@ from benchmarks import (
     growth,
     gsm8k,
     mirror_stall,
+    objectives,
     precision,
+    real_rows,
     record,
     sharded,
     step,
@@ -266,6 +269,50 @@ def test_growth_is_measured_with_the_step_that_waits(tmp_path: Path, monkeypatch
     assert (point.megabytes, point.tensors) == (1, 5)
     assert point.stall_ms > 0
     assert point.durable_ms > 0
+
+
+@pytest.mark.slow
+def test_every_way_to_train_a_crowd_trains_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objectives, "STEPS", 2)
+    evaluated = objectives.evaluated
+    monkeypatch.setattr(objectives, "evaluated", lambda rows: [next(iter(evaluated(rows)))])
+    bench = objectives.Bench.of(8, 7, "validation")
+    kinds = {name.split(",")[0].split(" at ")[0]: name for name in bench.ways()}
+    assert {"crowd", "specialists", "population", "snapshots", "ivon", "one agent"} <= {*kinds}
+    found = {name: bench.measured(name) for name in kinds.values()}
+    bench.processes.shutdown()
+    assert all(math.isfinite(sum(each["nll"])) and len(each["nll"]) == 50 for each in found.values())
+    assert {each["agents"] for name, each in found.items() if name.startswith("one agent")} == {1.0}
+
+
+@pytest.mark.slow
+def test_real_rows_are_learned_on_a_base_that_is_made_of_their_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": f"How much is {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(40)]
+    data = DatasetDict({"train": Dataset.from_list(rows[:32]), "test": Dataset.from_list(rows[32:])})
+    data.save_to_disk(tmp_path / "data")
+    monkeypatch.setattr(real_rows, "VOCABULARY", 300)
+    monkeypatch.setattr(real_rows, "WIDTH", 16)
+    monkeypatch.setattr(
+        real_rows, "SYSTEMS", {name: {**own, "max_train_steps": "2"} for name, own in real_rows.SYSTEMS.items()}
+    )
+    words = [
+        "real_rows",
+        str(tmp_path / "data"),
+        "--folder",
+        str(tmp_path / "runs"),
+        "--rows",
+        "8",
+        "--seeds",
+        "1",
+        "2",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    real_rows.main()
+    table = capsys.readouterr().out
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["agents, mean of 4", *real_rows.SYSTEMS]
+    assert table.count("±") == 3
 
 
 def test_turns_with_a_mirror_and_without_it_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
