@@ -239,7 +239,13 @@ class Measured:
 
 
 def measure(
-    size: str, inputs: Sequence[Batch], precision: str = "fp32", *, trunk: bool = False, parts: bool = False
+    size: str,
+    inputs: Sequence[Batch],
+    precision: str = "fp32",
+    *,
+    agents: int = K,
+    trunk: bool = False,
+    parts: bool = False,
 ) -> Measured:
     """Every trainer on every batch, in turns; for `trunk` and `parts` see --trunk and --parts.
 
@@ -248,16 +254,16 @@ def measure(
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     base = random_base(size).to(dtype)
-    ours = Ours(copy.deepcopy(base))
+    ours = Ours(copy.deepcopy(base), agents=agents)
     products = Products(ours.crowd, dtype)
     trainers = {
         OURS: ours,
         ORIGINAL: OriginalsWay(copy.deepcopy(base), ours.crowd),
         SEPARATE: SeparateRuns(base, ours.crowd),
-        **({BF16: Ours(random_base(size).bfloat16())} if precision == "fp32" else {}),
+        **({BF16: Ours(random_base(size).bfloat16(), agents=agents)} if precision == "fp32" else {}),
     }
     if trunk:
-        trainers[TRUNK] = upper = Ours(random_base(size).to(dtype), "upper_half")
+        trainers[TRUNK] = upper = Ours(random_base(size).to(dtype), "upper_half", agents)
         trainers[UPPER] = OriginalsWay(random_base(size).to(dtype), upper.crowd)
     if parts:
         trainers[TARGETS] = TargetsOnly(random_base(size).to(dtype), ours.crowd)
@@ -304,23 +310,20 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, help="a copy of GSM8K; by default rows of the same lengths are made up")
     parser.add_argument("--size", choices=SIZES, default="15M", help="parameters of the base (default: 15M)")
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 8], help="rows per step (default: 2 8)")
+    parser.add_argument("--agents", type=int, default=K, metavar="K", help=f"LoRA adapters (default: {K})")
     parser.add_argument("--precision", choices=LOSSES_AGREE_TO, default="fp32", help="of all trainers (default: fp32)")
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
     parser.add_argument("--trunk", action="store_true", help="measure adapters in the upper half of the layers as well")
     parser.add_argument("--parts", action="store_true", help="measure also what lies between ours and the others")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{options.size}, K = {K}, rank {RANK}, {options.precision}, one thread; medians of {options.rounds} batches,"
-    )
-    print("ratios of CPU time paired by batch: median (lowest to highest)\n")
+    print(f"{options.size}, K = {options.agents}, rank {RANK}, {options.precision}, one thread;")
+    print(f"medians of {options.rounds} batches, ratios of CPU time paired by batch: median (lowest to highest)\n")
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
     for rows in options.rows:
         inputs = batches(options.dataset, rows, options.rounds + 1)
-        print(
-            table(measure(options.size, inputs, options.precision, trunk=options.trunk, parts=options.parts), rows),
-            flush=True,
-        )
+        chosen = {"agents": options.agents, "trunk": options.trunk, "parts": options.parts}
+        print(table(measure(options.size, inputs, options.precision, **chosen), rows), flush=True)
 
 
 if __name__ == "__main__":
