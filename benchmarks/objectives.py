@@ -14,6 +14,7 @@ population    every ten steps the agents are drawn towards their mean: weights a
               control, alpha 1
 snapshots     one agent, four cycles of the cosine; the four states at their ends answer together (Huang et al.,
               "Snapshot Ensembles", 2017)
+average       the exponential moving average of the weights of one agent that takes all steps
 ivon          the optimizer IVON in place of AdamW, and for one agent that takes all steps (`optimizer: ivon`)
 """
 
@@ -128,6 +129,15 @@ class Bench:
     def alone(self, rate: float) -> Crowd:
         return self.training(num_agents=1, learning_rate=rate).to_the_end()
 
+    def average(self, rate: float, decay: float) -> Crowd:
+        training = self.training(num_agents=1, learning_rate=rate)
+        [row] = training.crowd.agents.rows
+        mean = row.detach().clone()
+        for _ in training.steps():
+            mean.lerp_(row.detach(), 1 - decay)
+        row.data.copy_(mean)
+        return training.crowd
+
     def specialists(self, alpha: float) -> Crowd:
         training = self.training()
         training.objective = Specialists(alpha)
@@ -173,6 +183,11 @@ class Bench:
             **{f"ivon at {rate}": (lambda rate=rate: self.ivon(rate)) for rate in (0.5, 1.0, 2.0, 3.0)},
             **{f"one agent, ivon at {rate}": (lambda rate=rate: self.ivon(rate, 1)) for rate in (0.5, 1.0, 2.0)},
             **{f"one agent at {rate}": (lambda rate=rate: self.alone(rate)) for rate in (2e-3, 4e-3)},
+            **{
+                f"average at {rate}, decay {decay}": (lambda r=rate, d=decay: self.average(r, d))
+                for rate in (2e-3, 4e-3)
+                for decay in (0.98, 0.99, 0.995)
+            },
         }
 
     def measured(self, name: str) -> Measured:

@@ -278,7 +278,7 @@ def test_every_way_to_train_a_crowd_trains_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(objectives, "evaluated", lambda rows: [next(iter(evaluated(rows)))])
     bench = objectives.Bench.of(8, 7, "validation")
     kinds = {name.split(",")[0].split(" at ")[0]: name for name in bench.ways()}
-    assert {"crowd", "specialists", "population", "snapshots", "ivon", "one agent"} <= {*kinds}
+    assert {"crowd", "specialists", "population", "snapshots", "ivon", "one agent", "average"} <= {*kinds}
     found = {name: bench.measured(name) for name in kinds.values()}
     bench.processes.shutdown()
     assert all(math.isfinite(sum(each["nll"])) and len(each["nll"]) == 50 for each in found.values())
