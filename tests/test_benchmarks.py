@@ -297,22 +297,12 @@ def test_real_rows_are_learned_on_a_base_that_is_made_of_their_questions(
     monkeypatch.setattr(
         real_rows, "SYSTEMS", {name: {**own, "max_train_steps": "2"} for name, own in real_rows.SYSTEMS.items()}
     )
-    words = [
-        "real_rows",
-        str(tmp_path / "data"),
-        "--folder",
-        str(tmp_path / "runs"),
-        "--rows",
-        "8",
-        "--seeds",
-        "1",
-        "2",
-    ]
-    monkeypatch.setattr(sys, "argv", words)
+    places = [str(tmp_path / "data"), "--folder", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["real_rows", *places, "--rows", "8", "--seeds", "1"])
     real_rows.main()
     table = capsys.readouterr().out
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["agents, mean of 4", *real_rows.SYSTEMS]
-    assert table.count("±") == 3
+    assert all(0 < float(line.split("|")[2]) < 10 for line in table.splitlines()[2:])
 
 
 def test_turns_with_a_mirror_and_without_it_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
