@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +30,8 @@ from ci_llm.checkpoints.mirror.writer import MirrorWriter
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
 from ci_llm.crowd.model import Crowd
-from tools.testbed.forkserver import DEADLINE_S, ForkServer
+from tools.testbed.events import wait_until
+from tools.testbed.forkserver import ForkServer
 
 STEPS = 12
 STEPS_PER_EPOCH = 5
@@ -153,11 +153,11 @@ class Witness:
 
     def __init__(self, folder: Path, fate: Fate | None = None) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
+        self._folder = folder
         self._file = (folder / f"process{self.rank}.jsonl").open("a", buffering=1)
         self._fate = fate if fate and fate.rank in (None, self.rank) else None
         self._steps = 0
         self._rows: list[list[int]] = []
-        self.committed = threading.Event()
         register_optimizer_step_post_hook(self._stepped)
 
     def sees(self, rows: list[int]) -> None:
@@ -174,9 +174,19 @@ class Witness:
         if fate is None or (fate.steps, fate.micro_step) != (self._steps, micro_step):
             return
         self._fate = None
-        if fate.committed is not None and self.rank == 0 and not self.committed.wait(DEADLINE_S / 2):
-            raise AssertionError(f"step {fate.committed} is not committed")
+        if fate.committed is not None:
+            wait_until(f"step {fate.committed} is committed", self._told(fate.committed).exists)
         os.kill(os.getpid(), signal.Signals[fate.signal])
+
+    def tell_committed(self, step: int) -> None:
+        """The checkpoint of this step is committed, as the first process knows; the others see the file.
+
+        One that died before might owe its part of the checkpoint to the first process.
+        """
+        self._told(step).touch()
+
+    def _told(self, step: int) -> Path:
+        return self._folder / f"committed{step}"
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
@@ -204,14 +214,14 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
 
     def commit_and_tell(store: CheckpointStore, step: int, *args: Any, **kwargs: Any) -> Any:
         result = commit(store, step, *args, **kwargs)
-        if fate and step == fate["committed"] and not fate["mirrored"]:
-            witness.committed.set()
+        if fate and step == fate["committed"] and not fate["mirrored"] and witness.rank == 0:
+            witness.tell_committed(step)
         return result
 
     def commit_head_and_tell(writer: MirrorWriter, head: Head) -> None:
         commit_head(writer, head)
         if fate and fate["mirrored"] and fate["committed"] in {entry.step for entry in head.line}:
-            witness.committed.set()
+            witness.tell_committed(fate["committed"])
 
     register_module_forward_pre_hook(look)
     CheckpointStore.save = commit_and_tell  # type: ignore[method-assign, assignment]
