@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
+from transformers import (
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup,
+)
 
-from benchmarks.crowd import BARE, over_seeds
+from benchmarks.crowd import over_seeds, train
 from benchmarks.gsm8k import LONGEST, texts, trained_tokenizer
 
-ROOT = Path(__file__).parent.parent
 VOCABULARY, WIDTH, LAYERS = 2048, 128, 4
 PASSES, TEXTS_PER_STEP, RATE = 5, 32, 3e-3
 SEED_OF_CHOICES = 7
@@ -49,13 +52,14 @@ def base(data: Path, folder: Path) -> Path:
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **shape, **heads, **ends))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), fused=True)
-    ids = [[1, *tokenizer(text)["input_ids"], 2] for text in questions]
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # which leaves padding out of the loss
+    ids = [[1, *tokenizer(text)["input_ids"], 2][:LONGEST] for text in questions]
     steps = PASSES * len(ids) // TEXTS_PER_STEP
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     order = torch.cat([torch.randperm(len(ids)) for _ in range(PASSES)]).tolist()
     for step in range(steps):
-        batch = padded([ids[number] for number in order[step * TEXTS_PER_STEP : (step + 1) * TEXTS_PER_STEP]])
-        loss = model(**batch).loss
+        chosen = order[step * TEXTS_PER_STEP : (step + 1) * TEXTS_PER_STEP]
+        loss = model(**collate([{"input_ids": ids[number]} for number in chosen])).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -68,29 +72,11 @@ def base(data: Path, folder: Path) -> Path:
     return folder
 
 
-def padded(rows: list[list[int]]) -> dict[str, Tensor]:
-    """A rectangle, what is padding masked."""
-    whole = [torch.tensor(row[:LONGEST]) for row in rows]
-    ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
-    real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in whole], batch_first=True)
-    return {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(real == 0, -100)}
-
-
 def trained(name: str, keys: dict[str, str], folder: Path) -> dict[str, float]:
-    """NLL of the agents' mean and of the crowd, from the run in `folder`, which is made if it is not there.
-
-    Raises:
-        RuntimeError: the training failed; with the end of its output.
-    """
-    found = folder / "evaluation.json"
-    if not found.exists():
-        own = {**BARE, **SYSTEMS[name], **keys, "batch_size": "8", "eval_samples": "null", "output_dir": str(folder)}
-        words = [f"{key}={value}" for key, value in (own | {"generation_eval_samples": "0"}).items()]
-        command = [sys.executable, "-m", "ci_llm", "train", "--config", str(ROOT / "configs.yaml"), *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"training into {folder} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    nll = json.loads(found.read_text())["nll"]
+    """NLL of the agents' mean and of the crowd, from the run in `folder`, which is made if it is not there."""
+    everything = {"batch_size": "8", "eval_samples": "null", "generation_eval_samples": "0"}
+    train({**SYSTEMS[name], **everything, **keys}, folder)
+    nll = json.loads((folder / "evaluation.json").read_text())["nll"]
     print(f"{folder.name} {name}: {nll}", file=sys.stderr, flush=True)
     return {"agents, mean": sum(nll["agents"]) / len(nll["agents"]), "crowd": nll["crowd"]}
 
