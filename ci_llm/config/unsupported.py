@@ -12,7 +12,7 @@ _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or acce
 _QUANTIZED = "quantization=nf4 or quantization=int8"
 _SHARDED = "base_sharding=layers: each process stores a part of the base's layers (docs/bases.md)"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
-_ADAMW = "leave it out: the optimizer is AdamW, and optimizer=ivon the other one that there is"
+_ADAMW = "leave it out: the optimizer is AdamW; optimizer=ivon is the only other one"
 _FUSED_KERNEL = "leave it out: packed rows take a fused kernel wherever it agrees with the base"
 _BATCH_SIZE = "leave it out: an evaluation derives it from batch_size"
 _STEPS = "write a number of optimizer steps: {}; the log says at the start how many steps an epoch has"

@@ -216,8 +216,9 @@ def _doubtful(c: Config) -> Iterator[str]:
         yield f"learning_rate {low:g} is one for AdamW: with IVON, whose rates are about 1, agents hardly move"
     if c.optimizer == "ivon" and not c.fused_optimizer:
         yield "fused_optimizer has no effect: it is about AdamW, and optimizer is ivon"
-    if c.optimizer != "ivon" and (c.ivon_ess, c.ivon_hess_init) != (None, 1.0):
-        yield "ivon_ess and ivon_hess_init have no effect: optimizer is adamw"
+    for key in ("ivon_ess", "ivon_hess_init"):
+        if c.optimizer != "ivon" and getattr(c, key) != type(c).model_fields[key].default:
+            yield f"{key} has no effect: optimizer is {c.optimizer}"
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:

@@ -233,7 +233,7 @@ class RunCheckpoint:
         self._require_same_settings(changes, where)
         self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
-        same_moments = not any(change.key == "optimizer" for change in changes)  # else they begin anew
+        same_moments = not _begins_moments_anew(changes)
         self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         for k, (name, row) in enumerate(self._named_rows()):
             self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
@@ -352,7 +352,14 @@ def _shown(changes: Sequence[Change]) -> list[str]:
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
     if any(c.kind == "schedule" and not c.keeps_bits for c in changes):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
+    if _begins_moments_anew(changes):
+        lines.append("the moments of the optimizer begin anew")
     return lines
+
+
+def _begins_moments_anew(changes: Sequence[Change]) -> bool:
+    """Whether the moments are those of another optimizer."""
+    return any(change.key == "optimizer" for change in changes)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
