@@ -141,9 +141,7 @@ TRANSLATIONS: Final[dict[str, dict[str, str]]] = {
         "32": "mixed_precision=no",
     },
     "optim": {
-        "adamw_torch": "fused_optimizer=false",
-        "adamw_torch_fused": "fused_optimizer=true",
-        "adamw": "optimizer=adamw",
+        **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused"), "optimizer=adamw"),
         "ivon": "optimizer=ivon",
     },
     "assistant_only_loss": {"true": "train_on_prompt=false", "false": "train_on_prompt=true"},
