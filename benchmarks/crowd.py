@@ -70,12 +70,24 @@ CROWD = System("crowd")
 #   crowd                  0.397  0.434  0.431  0.463  0.209   8e-3 is in configs.yaml
 #   one agent of rank 32   0.381  0.422  0.403  0.159  0.000
 #   one agent, 1040 steps  0.412  0.422  0.419  0.356  0.000
+# and at 1e-3, 2e-3, 4e-3, 8e-3 (rank 32 with 50 rows also at 5e-4: 0.291), with 50 rows and with 400:
+#   one agent of rank 32   0.278  0.272  0.228         , and 0.659  0.662  0.706  0.256
+#   one agent, 1040 steps  0.328  0.291  0.344  0.228  , and 0.806  0.863  0.922  0.781
+#   branches                      0.291  0.344  0.231  , and        0.856  0.922  0.766
 # and at 2e-3, 4e-3, 8e-3, with 100 rows and with 1,500:
-#   branches               0.422  0.466  0.344, and 0.978  0.978  (NLL 0.0054  0.0061)
-#   one agent, 1040 steps                       0.978  0.984  0.788
-RANK = System("one agent of rank 32", {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64"}, {100: "2e-3"})
-STEPS = System("one agent, 1040 steps", {"num_agents": "1", "max_train_steps": "1040"}, {100: "2e-3", 1500: "4e-3"})
-BRANCHES = System("branches", {"branch_at": "0.75"}, {100: "4e-3", 1500: "2e-3"})
+#   branches               0.422  0.466  0.344         , and 0.978  0.978  (NLL 0.0054  0.0061)
+#   one agent, 1040 steps                                    0.978  0.984  0.788
+RANK = System(
+    "one agent of rank 32",
+    {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64"},
+    {50: "5e-4", 100: "2e-3", 400: "4e-3", 1500: "2e-3"},
+)
+STEPS = System(
+    "one agent, 1040 steps",
+    {"num_agents": "1", "max_train_steps": "1040"},
+    {50: "4e-3", 100: "2e-3", 400: "4e-3", 1500: "4e-3"},
+)
+BRANCHES = System("branches", {"branch_at": "0.75"}, {100: "4e-3", 400: "4e-3", 1500: "2e-3"})
 # IVON at 0.5, 1, 2, with 100 rows, and at 1, 2 with 50:
 #   crowd                  0.325  0.497  0.509, and 0.400  0.197
 #   one agent, 1040 steps  0.516  0.553  0.384, and 0.328

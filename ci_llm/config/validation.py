@@ -214,6 +214,8 @@ def _doubtful(c: Config) -> Iterator[str]:
         yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
     if c.optimizer == "ivon" and (low := min(own.learning_rate for own in c.each_agent)) < LEAST_RATE_OF_IVON:
         yield f"learning_rate {low:g} is one for AdamW: with IVON, whose rates are about 1, agents hardly move"
+    if c.optimizer == "ivon" and c.crowd == "auto":
+        yield "crowd auto decides by a rule made for AdamW: with IVON, one agent has stayed alone in every trial"
     if c.optimizer == "ivon" and not c.fused_optimizer:
         yield "fused_optimizer has no effect: it is about AdamW, and optimizer is ivon"
     for key in ("ivon_ess", "ivon_hess_init"):

@@ -606,6 +606,7 @@ def test_notices() -> None:
         (["optimizer=ivon"], "learning_rate 0.0002 is one for AdamW"),
         (["optimizer=ivon", "learning_rate=[1,1e-3]"], "learning_rate 0.001 is one for AdamW"),
         (["optimizer=ivon", "learning_rate=1", "fused_optimizer=false"], "fused_optimizer has no effect"),
+        (["optimizer=ivon", "learning_rate=1", "crowd=auto"], "crowd auto decides by a rule made for AdamW"),
         (["ivon_ess=100"], "ivon_ess has no effect"),
         (["optimizer=ivon", "learning_rate=1", "ivon_ess=100"], None),
     ],
