@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "path", type=path_or_url, metavar="PATH", help="a checkpoint, the output_dir of a run, or a mirror's URL"
     )
     diff = verb("diff", "compare two checkpoints bit by bit")
-    diff.add_argument("one", type=path_or_url, metavar="A", help="a checkpoint, or a run or mirror for its newest")
+    diff.add_argument("one", type=path_or_url, metavar="A", help="a checkpoint; of a run or a mirror, its newest one")
     diff.add_argument("other", type=path_or_url, metavar="B", help="another")
     prune = verb("prune", "remove all but the newest checkpoints that verify; refused while a run writes")
     prune.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")

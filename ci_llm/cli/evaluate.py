@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 _DOES = """Ask agents and crowd the rows of a data set, score their answers, and keep every answer in a file.
 Without --data these are the rows of the run's own evaluation, and the figures those of its evaluation.json."""
-_EXAMPLES = """key=value changes a key of the run for this evaluation: aggregator, max_new_tokens_eval, max_seq_length,
-prompt_column, answer_column, text_column, messages_column, dataset_subset.
+_EXAMPLES = """key=value changes a key of the run for this evaluation: aggregator, dirichlet_alpha_aggregator,
+max_new_tokens_eval, max_seq_length, prompt_column, answer_column, text_column, messages_column, dataset_subset.
 
 A call that was killed goes on after its last row when it is called again.
 
 examples: ci-llm evaluate ci_llm_output
           ci-llm evaluate ci_llm_output --data my_test.jsonl --failed
 
-exit codes: 0 done; 1 out of memory; 2 bad call, no rows, no whole checkpoint, predictions of other rows"""
+exit codes: 0 done; 1 out of memory; 2 bad call, no rows, no whole checkpoint, predictions of other rows or that cannot
+be written"""
 _LISTED_FAILURES = 10
 
 

@@ -33,7 +33,7 @@ _EXAMPLES = """examples:
 
 merges:
 """
-_CODES = "\n\nexit codes: 0 done; 2 bad call, no checkpoint, a damaged one; 1 the disk failed"
+_CODES = "\n\nexit codes: 0 done; 1 the disk failed; 2 bad call, no checkpoint, a damaged one"
 
 
 def export(words: Sequence[str]) -> int:
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     distil.add_argument("--start", type=int, metavar="K", help="the agent that it begins as; default the best known")
     parser.add_argument("--into-base", action="store_true", help="merge the adapter into the weights of the base")
     parser.add_argument("--base-model", metavar="NAME", help="hub id or folder of the base, if it is elsewhere now")
-    parser.add_argument("--no-score", action="store_true", help="do not measure on the run's evaluation rows before")
+    parser.add_argument("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     return parser
 

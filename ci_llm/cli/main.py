@@ -16,9 +16,9 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
 
   python train.py [--config FILE] [key=value ...]     train, or resume where an earlier call stopped
   ci-llm train ...                                    the same
-  python dry_run_sanity_check.py [...]                try out whether it will work here (ci-llm check)
+  python dry_run_sanity_check.py [...]                check whether a run will work here (ci-llm check)
   python safe_train.py [...] [-- command ...]         supervise a training and relaunch it (ci-llm supervise)
-  ci-llm sweep [--dry-run] [...] 'key=[a,b,c]'         try settings of agents: the best go on, the others leave
+  ci-llm sweep [--dry-run] [...] 'key=[a,b,c]'        try settings of agents: the best go on, the others are pruned
   ci-llm status [RUN | key=value ...]                 the state of a run: exit code 0 completed,
                                                       75 interrupted, 3 running, 1 failed or vanished
   ci-llm watch RUN ...                                runs side by side while they train, until they end
@@ -27,8 +27,8 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm checkpoints verify PATH                      compare every byte with its digest
   ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
   ci-llm checkpoints prune RUN --keep N               remove all but the newest N
-  ci-llm checkpoints pull URL --to RUN                bring a run back from its mirror; list, verify and diff take
-  ci-llm checkpoints push RUN URL                     a mirror's URL too; push sends a folder to one
+  ci-llm checkpoints pull URL --to RUN                bring a run back from its mirror
+  ci-llm checkpoints push RUN URL                     send a run's folder to a mirror
   ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
   ci-llm generate RUN "prompt" | --file F | -         ask the crowd: its answer, how sure it is, each agent's
   ci-llm chat RUN                                     talk to the crowd
@@ -39,13 +39,14 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
 
-  ci-llm audit -- python THEIRS.py ...                run any training script again and again: does it resume
-                                                      exactly, and what diverges first
+  ci-llm audit -- python THEIRS.py ...                run any training script four times: does it resume exactly,
+                                                      and what diverges first
   ci-llm simulate [--config FILE] [key=value ...]     a job on nodes that fail: goodput, lost work, the best interval
 
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
 
---help after a command shows its options; --debug shows debug lines, and the traceback of an error."""
+--help after a command shows its options; --debug shows debug lines, and the traceback of an error. --version shows the
+version."""
 
 # Each command is a function of its words after the name; its module loads when it is called.
 COMMANDS: Final = {

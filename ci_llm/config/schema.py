@@ -111,8 +111,8 @@ class BaseModelKeys(Keys):
     model_name: PathText = free("embedded", "base model: embedded, a hub id, or a folder")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64", "auto"] | None = exact(
         None,
-        "precision of the frozen base; null: fp32 on CPU, that of the checkpoint on CUDA; auto: bf16 where the hardware"
-        " multiplies it faster, else fp32",
+        "precision of the frozen base: fp16, bf16, fp32 or fp64; null: fp32 on CPU, that of the checkpoint on CUDA;"
+        " auto: bf16 where the hardware multiplies it faster, else fp32",
     )
     quantization: Literal["nf4", "int8"] | None = exact(
         None, "store the linear layers of the base in 4 bits (nf4) or 8 (int8); needs the extra ci-llm[quantization]"
@@ -122,8 +122,8 @@ class BaseModelKeys(Keys):
     )
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] = exact(
         "no",
-        "autocast precision of the forward pass; auto: bf16 where the hardware multiplies it faster, else no, and a run"
-        " keeps what it began with; if not given, that of accelerate launch",
+        "autocast precision of the forward pass: no, fp16 or bf16; auto: bf16 where the hardware multiplies it faster,"
+        " else no, and a run keeps what it began with; if not given, that of accelerate launch",
     )
     use_gradient_checkpointing: bool | Literal["auto"] = rounding(
         False, "recompute layers in the backward pass: less memory, slower; auto: where they would not fit otherwise"
@@ -138,7 +138,7 @@ class AgentKeys(Keys):
     lora_alpha: Count = exact(16, "an adapter is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora")
     lora_dropout: Dropout = exact(0.0, "probability of dropping an input of an adapter; 0: off, which is faster")
     lora_target_modules: Literal["all-linear"] | Names = exact(
-        "all-linear", "Linear layers that get an adapter: all-linear, or a list of names as in PEFT"
+        "all-linear", "linear layers that get an adapter: all-linear, or a list of names as in PEFT"
     )
     agent_layers: Literal["all", "upper_half"] | Numbers = exact(
         "all", "layers that get adapters: all, upper_half, or a list of numbers; what is below runs once for all agents"
@@ -172,7 +172,7 @@ class ObjectiveKeys(Keys):
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
     swd_num_projections: Count = exact(64, "random directions of the sliced Wasserstein distance")
     swd_representation: Literal["last_token", "mean", "first_token"] = exact(
-        "last_token", "hidden state of a row that swd compares"
+        "last_token", "hidden state of a row that swd compares: last_token, first_token or mean"
     )
     aggregator: Aggregator = free(
         "probability",
@@ -203,10 +203,10 @@ class DataKeys(Keys):
         None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out"
     )
     val_set_size: Amount | None = exact(
-        None, "rows held out to evaluate on, below 1 their share; null: a tenth if no split is for it, 400 at most"
+        None, "rows held out to evaluate on, or below 1 their share; null: a tenth if no split is for it, 400 at most"
     )
-    prompt_column: Text | None = exact(None, "column that asks, with answer_column; null: found by its name")
-    answer_column: Text | None = exact(None, "column that answers; null: found by its name")
+    prompt_column: Text | None = exact(None, "column of the prompt, beside answer_column; null: found by its name")
+    answer_column: Text | None = exact(None, "column of the answer; null: found by its name")
     text_column: Text | None = exact(None, "column of plain text to learn; null: found by its name")
     messages_column: Text | None = exact(None, "column of chats; null: found by its name")
     chat_template: Text | None = exact(
@@ -223,7 +223,7 @@ class DataKeys(Keys):
 class TrainingKeys(Keys):
     """Training: length, batch, optimizer, schedule"""
 
-    epochs: Positive = schedule(3.0, "passes over the rows, 1.5 for instance; max_train_steps beside it decides")
+    epochs: Positive = schedule(3.0, "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it")
     max_train_steps: Count | None = schedule(None, "optimizer steps of the whole run; null: epochs decides")
     batch_size: Count = rounding(4, "rows per process and micro-step")
     gradient_accumulation_steps: Count = rounding(
@@ -232,7 +232,7 @@ class TrainingKeys(Keys):
     global_batch_size: Count | None = exact(
         None, "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps"
     )
-    optimizer: Literal["adamw", "ivon"] = exact("adamw", "AdamW, or IVON, which learns a distribution of weights")
+    optimizer: Literal["adamw", "ivon"] = exact("adamw", "adamw, or ivon, which learns a distribution of weights")
     learning_rate: Positive = exact(2e-4, "peak learning rate; IVON takes about 1")
     weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4")
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
@@ -256,7 +256,7 @@ class TrainingKeys(Keys):
         "warmup_stable_decay",
         "reduce_lr_on_plateau",
         "greedy",
-    ] = exact("cosine", "learning-rate schedule, by its name in Transformers")
+    ] = exact("cosine", "learning-rate schedule, by its name in Transformers, such as linear or constant")
     num_warmup_steps_ratio: Share = exact(0.05, "share of the run in which the learning rate rises to its peak")
     num_warmup_steps: Size | None = exact(
         None, "optimizer steps in which the learning rate rises; null: num_warmup_steps_ratio decides"
@@ -286,7 +286,7 @@ class EvaluationKeys(Keys):
     )
     early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
     metric_for_best_model: Literal["nll", "exact_match"] = ending(
-        "nll", "measure of the crowd that decides which evaluation is best"
+        "nll", "measure of the crowd that decides which evaluation is best: nll or exact_match"
     )
     greater_is_better: bool | None = free(
         None, "no effect; metric_for_best_model implies it: less nll or more exact_match is better"
