@@ -235,8 +235,8 @@ def test_the_controls_have_the_crowds_size_and_compute() -> None:
     assert "lora_rank: 8\n" in text
     assert "max_train_steps: 260 " in text
     assert (crowd.RANK.keys["lora_rank"], crowd.STEPS.keys["max_train_steps"]) == ("32", "1040")
-    rates = [crowd.STEPS.settings(rows)["learning_rate"] for rows in (50, 100, 400, 1500, 20_000)]
-    assert rates == ["2e-3", "2e-3", "4e-3", "4e-3", "4e-3"]
+    rates = [crowd.STEPS.settings(rows)["learning_rate"] for rows in (40, 120, 400, 1500, 20_000)]
+    assert rates == ["4e-3", "2e-3", "4e-3", "4e-3", "4e-3"]
     assert "learning_rate" not in crowd.CROWD.settings(100)
 
 
