@@ -17,7 +17,7 @@ from ci_llm.errors import CiLlmError
 from ci_llm.report import curves
 from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
 from ci_llm.report.facts import RunFacts, read_run, settings
-from ci_llm.report.scores import gains, scores, what_evaluated
+from ci_llm.report.scores import gains, scores
 from ci_llm.report.trials import read_trials
 
 NAME: Final = "report.html"
@@ -108,7 +108,6 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "scores": table,
         "scores_drawing": curves.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
-        "what_evaluated": what_evaluated(evaluation) if evaluation else "",
         "drawings": curves.draw_curves(facts.metrics, [attempt.first_step for attempt in attempts[1:]]),
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": curves.draw_timeline(attempts),
@@ -121,6 +120,7 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "memory": list(_memory(facts)),
         "solved": solved,
         "failed": failed,
+        "asked": _asked(facts),
         "settings": list(settings(facts.config)) if facts.config else [],
         "commands": list(_commands(facts)),
     }
@@ -148,7 +148,7 @@ def _verdict(facts: RunFacts) -> str:
 
 
 def _tiles(facts: RunFacts) -> Iterator[Tile]:
-    if facts.evaluation:
+    if facts.evaluation and not facts.has_gone_on:
         crowd = scores(facts.evaluation)[-1]
         note = f"{crowd.low:.3f} to {crowd.high:.3f}" if crowd.low is not None and crowd.high is not None else ""
         yield Tile("crowd, exact match", f"{crowd.exact_match:.3f}", note)
@@ -210,6 +210,15 @@ def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
     failed = [row for row in facts.predictions if not row["correct"]]
     failed.sort(key=lambda row: -row["confidence"] if isinstance(row.get("confidence"), int | float) else 0)
     return solved[:MOST_EXAMPLES], failed[:MOST_EXAMPLES]
+
+
+def _asked(facts: RunFacts) -> str:
+    """Who gave the answers, and to which rows; empty if that is not known."""
+    if not facts.asked:
+        return ""
+    told = f"Answers of {facts.asked.get('checkpoint')}, to rows of {facts.asked.get('data')}."
+    is_result = facts.asked.get("step") in (None, facts.result_step)
+    return told if is_result else f"{told} The result of this run is that of step {facts.result_step}."
 
 
 def _notable(attempt: Attempt) -> list[str]:
