@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their configurations, their scores, their curves."""
+"""Several runs, or the trials of a sweep, side by side: what differs in settings, scores, curves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ci_llm.core.run_status import Status
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
 from ci_llm.report.scores import Gain, Score, comparable, difference, scores
+from ci_llm.report.trials import Leaderboard
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
@@ -82,6 +83,19 @@ def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
             yield ""
             yield f"{title}, nats per token by optimizer step"
             yield drawn
+
+
+def trials_as_text(board: Leaderboard) -> Iterator[str]:
+    """The trials of a sweep side by side, in lines for a terminal."""
+    if board.best_run is None:
+        yield "no trial has a score yet"
+        return
+    rows = [
+        (str(id), status, str(step), "" if score is None else f"{score:.4f}", *settings)
+        for id, status, step, score, settings in board.rows
+    ]
+    yield from _table([("trial", "", "step", board.metric, *board.keys), *rows])
+    yield f"best: trial {board.best}, trained last in {board.best_run}, which ci-llm report and ci-llm compare take"
 
 
 def head(letter: str, folder: Path, status: Status) -> str:

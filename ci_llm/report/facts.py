@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from ci_llm.core.run_status import Status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.attempts import Attempt, read_attempts
 from ci_llm.report.scores import agents_of, gains, scores, what_evaluated
+from ci_llm.report.trials import NAME as SWEEP
 
 Points: TypeAlias = "list[tuple[int, float]]"
 
@@ -169,6 +171,10 @@ def run_folder(path: Path | str) -> Path:
         if folder.is_dir() and (place / "status.json").is_file():
             return place
     what = "this is no folder of a run: it has no status.json" if folder.is_dir() else "there is no such folder"
+    if (folder / SWEEP).is_file():  # of a program's own loop, which writes no status
+        raise BadInput(
+            what, where=str(path), hint=f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
+        )
     raise BadInput(what, where=str(path), hint="give the output_dir of a run")
 
 
