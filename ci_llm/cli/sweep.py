@@ -96,9 +96,10 @@ def _concluded(found: Sweep, launch: Launch) -> int:
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
     """The dry run of a pack that trains as many steps as all segments together."""
     from ci_llm.dry_run.plan import dry_run
-    from ci_llm.sweep.conduct import Conductor
+    from ci_llm.sweep.conduct import Conductor, known_sweep
     from ci_llm.sweep.cost import as_one_run, described
 
+    known_sweep(reading)  # refuses what the sweep itself would refuse
     plan = Conductor(reading, interrupts, launch, _say).plan()
     code = dry_run(as_one_run(reading, plan), interrupts, launch, debug=debug)
     if launch.is_main:
