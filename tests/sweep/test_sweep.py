@@ -270,7 +270,7 @@ def test_another_space_in_the_same_folder_is_refused(server: ForkServer, undistu
     assert (undisturbed / "run/sweep.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["in earnest", "dry run"])
+@pytest.mark.parametrize("dry", [[], ["--dry-run"], ["--dry_run"]], ids=["in earnest", "dry run", "underscore"])
 def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
     dry: list[str], server: ForkServer, new_folder: Folder
 ) -> None:
