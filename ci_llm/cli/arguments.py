@@ -11,12 +11,23 @@ from ci_llm.errors import ConfigError
 class Parser(argparse.ArgumentParser):
     """As argparse's, for the words behind `ci-llm COMMAND`; `--debug` is of all commands.
 
+    Options may be typed with underscores, as those of Transformers are; help shows hyphens alone.
+
     Raises:
         ConfigError: from `parse_args`, for a wrong call.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args([word for word in args or () if word != "--debug"], namespace)
+        words = [word for word in args or () if word != "--debug"]
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([*map(self._with_hyphens, words[:end]), *words[end:]], namespace)
+
+    def _with_hyphens(self, word: str) -> str:
+        """An option of this parser in its own spelling; any other word as it was typed."""
+        typed, equals, value = word.partition("=")
+        name = typed.replace("_", "-")
+        is_known = any(name in action.option_strings for action in self._actions)
+        return f"{name}{equals}{value}" if is_known else word
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", hint=f"{self.prog} --help")

@@ -37,7 +37,7 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm export RUN --to DIR [--merge svd]            write PEFT folders, or one adapter made of all agents
   ci-llm push RUN --to hub:user/name                  publish the agents on the Hugging Face Hub, with their card
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
-  ci-llm compare RUN RUN ...                          compare configurations, scores and curves of runs
+  ci-llm compare RUN RUN ... | SWEEP                  compare configurations, scores and curves of runs, or trials
 
   ci-llm audit -- python THEIRS.py ...                run any training script four times: does it resume exactly,
                                                       and what diverges first

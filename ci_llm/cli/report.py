@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ci_llm.cli.arguments import make_parser
 from ci_llm.core.imports import importing
-from ci_llm.errors import ConfigError
+from ci_llm.errors import BadInput, ConfigError
+
+if TYPE_CHECKING:
+    from ci_llm.report.trials import Leaderboard
 
 _REPORT_EXAMPLE = (
     "example: ci-llm report ci_llm_output\n\n"
     "exit codes: 0 done; 1 the disk refuses the page; 2 bad call, no run, or a damaged file"
 )
 _COMPARE_EXAMPLE = (
-    "example: ci-llm compare ci_llm_output/a ci_llm_output/b\n\n"
+    "example: ci-llm compare ci_llm_output/a ci_llm_output/b\n"
+    "         ci-llm compare ci_llm_output/rates      the trials of a sweep\n\n"
     "exit codes: 0 done; 2 bad call, no run, or a damaged file"
 )
 
@@ -40,7 +47,7 @@ def report_run(words: Sequence[str]) -> int:
 
 
 def compare_runs(words: Sequence[str]) -> int:
-    """Print what differs between runs: configurations, scores with intervals, curves.
+    """Print what differs between runs: configurations, scores with intervals, curves. Or the trials of one sweep.
 
     Raises:
         BadInput: the call is wrong, there is no run, or a file of one is damaged.
@@ -48,13 +55,19 @@ def compare_runs(words: Sequence[str]) -> int:
     """
     does = "Show what differs between runs: configurations, scores with intervals against the first run, curves."
     parser = make_parser("ci-llm compare", does, _COMPARE_EXAMPLE)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts; of a sweep its sweep.json")
     call = parser.parse_args(words)
     from ci_llm.core.run_status import read_status
     from ci_llm.report.compare import LETTERS, as_json, as_text, head
     from ci_llm.report.facts import read_run, run_folder
+    from ci_llm.report.trials import read_trials
 
+    for path in call.runs:
+        if (board := read_trials(Path(path))) is not None:
+            return _show_trials(Path(path), board, is_alone=len(call.runs) == 1, as_json=call.json)
     if not 2 <= len(call.runs) <= len(LETTERS):
         raise ConfigError(
             f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}",
@@ -67,5 +80,22 @@ def compare_runs(words: Sequence[str]) -> int:
             print(head(letter, folder, read_status(folder)), flush=True)
     runs = [read_run(folder) for folder in folders]
     for line in [json.dumps(as_json(runs), indent=2)] if call.json else as_text(runs):
+        print(line)
+    return 0
+
+
+def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: bool) -> int:
+    """What a comparison says about the folder of a sweep; returns the exit code."""
+    from ci_llm.report.compare import trials_as_text
+    from ci_llm.report.trials import NAME
+
+    if not is_alone:
+        best = f"give {board.best_run}, the run of the best trial so far; " if board.best_run else ""
+        raise BadInput(
+            "this is a sweep, whose runs lie in segments/",
+            where=str(folder),
+            hint=f"{best}ci-llm compare {shlex.quote(str(folder))} compares its trials",
+        )
+    for line in [(folder / NAME).read_text().rstrip()] if as_json else trials_as_text(board):
         print(line)
     return 0

@@ -47,7 +47,8 @@ def sweep(words: list[str]) -> int:
     from ci_llm.interrupts import Interrupts, die_with_parent
 
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
-        keys = [word for word in words if word != "--dry-run"]
+        is_dry = not {"--dry-run", "--dry_run"}.isdisjoint(words)
+        keys = [word for word in words if word not in ("--dry-run", "--dry_run")]
         reading = read_sweep(default_file(), keys, accelerate_settings(os.environ))
         config = reading.config
         interrupts.set_signals(config.stop_signals, config.save_signals)
@@ -57,7 +58,7 @@ def sweep(words: list[str]) -> int:
         if launch.is_main:
             print_line(f"ci_llm {__version__}   sweep {config.run_folder}   loading...")
         _go_offline_if_unreachable(reading, launch)
-        if "--dry-run" in words:
+        if is_dry:
             return _dry_run(reading, interrupts, launch, debug="--debug" in words)
         return _train(reading, interrupts, launch)
 
@@ -96,9 +97,10 @@ def _concluded(found: Sweep, launch: Launch) -> int:
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
     """The dry run of a pack that trains as many steps as all segments together."""
     from ci_llm.dry_run.plan import dry_run
-    from ci_llm.sweep.conduct import Conductor
+    from ci_llm.sweep.conduct import Conductor, known_sweep
     from ci_llm.sweep.cost import as_one_run, described
 
+    known_sweep(reading)  # refuses what the sweep itself would refuse
     plan = Conductor(reading, interrupts, launch, _say).plan()
     code = dry_run(as_one_run(reading, plan), interrupts, launch, debug=debug)
     if launch.is_main:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ci_llm.data.messages import messages_of, text_of, tools_of
+from ci_llm.config.suggest import nearest
+from ci_llm.data.messages import ROLES, messages_of, text_of, tools_of
 from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Form, Message, RawRow, Row, Tokens
 from ci_llm.errors import DataError
 
@@ -26,8 +27,14 @@ from ci_llm.errors import DataError
 
 
 def _chat(messages: tuple[Message, ...], trained_from: int = 0, tools: tuple[Any, ...] = ()) -> Chat | None:
-    said = [m for m in messages[trained_from:] if m.role == "assistant" and (m.content.strip() or m.tool_calls)]
-    return Chat(messages, trained_from, tools) if said else None
+    spoken = [m for m in messages[trained_from:] if m.content.strip() or m.tool_calls]
+    if any(m.role == "assistant" for m in spoken):
+        return Chat(messages, trained_from, tools)
+    for role in dict.fromkeys(m.role for m in spoken if m.role not in ROLES):
+        # Templates may know other roles, so that only one which hides the answer is refused.
+        if ROLES.get(meant := nearest(role, ROLES) or "") == "assistant":
+            raise ValueError(f"no turn is of the assistant, and the role {role!r} may be a misspelt {meant!r}")
+    return None
 
 
 def _system(row: RawRow) -> tuple[Message, ...]:

@@ -328,6 +328,7 @@ def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
         metric=job.request.metric,
         aggregator=_aggregator_name(job),
         max_new_tokens=job.config.max_new_tokens_eval,
+        step=manifest.step,
     )
 
 

@@ -35,6 +35,7 @@ class Source:
         questions: fingerprint of the questions and their reference answers.
         checkpoint, data: where both came from, for people; they are not compared.
         metric, aggregator, max_new_tokens: how answers were generated and judged.
+        step: of the checkpoint, for reports; it is not compared. Older releases did not write it.
         format: raised when the lines of a later version say something else.
     """
 
@@ -47,6 +48,7 @@ class Source:
     aggregator: str
     max_new_tokens: int
     format: int = 2
+    step: int | None = None
 
     def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
         """What another source has that is not the same, in words."""

@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their configurations, their scores, their curves."""
+"""Several runs, or the trials of a sweep, side by side: what differs in settings, scores, curves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
-from ci_llm.report.scores import Gain, Score, comparable, difference, scores, what_evaluated
+from ci_llm.report.scores import Gain, Score, comparable, difference, scores
+from ci_llm.report.trials import Leaderboard
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
 _CURVES: Final = ("train/task_loss", "eval/crowd/nll")
 _WIDTH: Final = 80
+_UNPAIRED: Final = "not both have predictions of the step that was evaluated"
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -83,6 +85,19 @@ def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
             yield drawn
 
 
+def trials_as_text(board: Leaderboard) -> Iterator[str]:
+    """The trials of a sweep side by side, in lines for a terminal."""
+    if board.best_run is None:
+        yield "no trial has a score yet"
+        return
+    rows = [
+        (str(id), status, str(step), "" if score is None else f"{score:.4f}", *settings)
+        for id, status, step, score, settings in board.rows
+    ]
+    yield from _table([("trial", "", "step", board.metric, *board.keys), *rows])
+    yield f"best: trial {board.best}, trained last in {board.best_run}, which ci-llm report and ci-llm compare take"
+
+
 def head(letter: str, folder: Path, status: Status) -> str:
     """One line about a run, before anything large is read."""
     reason = f" ({status.reason})" if status.reason else ""
@@ -121,9 +136,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
         yield f"{pair}: {_told(gain) if gain else f'not compared ({why})'}"
     yield from dict.fromkeys(
-        f"{letter}: {what_evaluated(run.evaluation)}"
-        for letter, run in zip(LETTERS, runs, strict=False)
-        if run.evaluation
+        f"{letter}: {run.what_evaluated}" for letter, run in zip(LETTERS, runs, strict=False) if run.evaluation
     )
 
 
@@ -136,13 +149,14 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
         elif why := comparable(first.evaluation, run.evaluation):
             yield number, None, why
         else:
-            yield number, difference(run.evaluation, first.evaluation, run.predictions, first.predictions), None
+            rows = run.evaluated_predictions, first.evaluated_predictions
+            yield number, difference(run.evaluation, first.evaluation, *rows), None
 
 
 def _told(gain: Gain) -> str:
     if gain.interval95 is None:
         return f"{gain.value:+.3f} exact match (too few rows for an interval)"
-    how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: no predictions of both"
+    how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: {_UNPAIRED}"
     verdict = "a difference" if abs(gain.value) > gain.interval95 else "no difference shown"
     return f"{gain.value:+.3f} ± {gain.interval95:.3f} exact match (95 %, {how}): {verdict}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,13 @@ from ci_llm.core.recovery import read_recovery
 from ci_llm.core.run_status import Status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.attempts import Attempt, read_attempts
-from ci_llm.report.scores import agents_of, gains, scores
+from ci_llm.report.scores import agents_of, gains, scores, what_evaluated
+from ci_llm.report.trials import NAME as SWEEP
 
 Points: TypeAlias = "list[tuple[int, float]]"
 
 PREDICTIONS: Final = "predictions.jsonl"
+_ASKED: Final = "predictions.source.json"
 _HARDWARE: Final = "gpu_stats.json"
 _AGENT: Final = re.compile(r"agent\d+")
 
@@ -79,6 +82,7 @@ class RunFacts:
         config: that of the newest checkpoint; None before the first.
         evaluation: evaluation.json; None before the end.
         predictions: one mapping per answered row; empty if the run left none.
+        asked: what they are answers of, as the evaluation wrote it; empty if that is not known.
         hardware: the peaks of gpu_stats.json.
         because: what the supervisor changed between attempts, in its words.
     """
@@ -90,6 +94,7 @@ class RunFacts:
     config: Config | None
     evaluation: Mapping[str, Any] | None
     predictions: tuple[Mapping[str, Any], ...]
+    asked: Mapping[str, Any]
     hardware: Mapping[str, float]
     because: tuple[str, ...]
 
@@ -101,6 +106,30 @@ class RunFacts:
     def wall_s(self) -> float:
         """From the launch of the first attempt to the last sign of life."""
         return max(0.0, self.attempts[-1].ended - self.attempts[0].launched)
+
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether the run was trained on after the evaluation that it has."""
+        return self.evaluation is not None and self.evaluation.get("last_step", self.status.step) < self.status.step
+
+    @property
+    def result_step(self) -> int:
+        """The step that is the result so far: the one that was evaluated, unless the run has gone on."""
+        evaluated = None if self.evaluation is None or self.has_gone_on else self.evaluation.get("step")
+        return self.status.step if evaluated is None else int(evaluated)
+
+    @property
+    def what_evaluated(self) -> str:
+        """What the scores are of, for people; empty without an evaluation."""
+        if self.evaluation is None:
+            return ""
+        since = f", after step {self.evaluation['last_step']}: the run has gone on since" if self.has_gone_on else ""
+        return what_evaluated(self.evaluation) + since
+
+    @property
+    def evaluated_predictions(self) -> tuple[Mapping[str, Any], ...]:
+        """The predictions, unless they are known to be of another step than the scores."""
+        return self.predictions if self.asked.get("step") in (None, (self.evaluation or {}).get("step")) else ()
 
 
 def read_run(path: Path | str) -> RunFacts:
@@ -123,6 +152,7 @@ def read_run(path: Path | str) -> RunFacts:
         config=read_config(folder),
         evaluation=evaluation,
         predictions=tuple(_read_predictions(folder / PREDICTIONS)),
+        asked=_read_object(folder / _ASKED) or {},
         hardware=_read_peaks(folder / _HARDWARE),
         because=_because(folder),
     )
@@ -141,6 +171,10 @@ def run_folder(path: Path | str) -> Path:
         if folder.is_dir() and (place / "status.json").is_file():
             return place
     what = "this is no folder of a run: it has no status.json" if folder.is_dir() else "there is no such folder"
+    if (folder / SWEEP).is_file():  # of a program's own loop, which writes no status
+        raise BadInput(
+            what, where=str(path), hint=f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
+        )
     raise BadInput(what, where=str(path), hint="give the output_dir of a run")
 
 

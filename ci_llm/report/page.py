@@ -17,8 +17,8 @@ from ci_llm.errors import CiLlmError
 from ci_llm.report import curves
 from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
 from ci_llm.report.facts import RunFacts, read_run, settings
-from ci_llm.report.scores import gains, scores, what_evaluated
-from ci_llm.report.trials import read_trials
+from ci_llm.report.scores import gains, scores
+from ci_llm.report.trials import Leaderboard, read_trials
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -98,17 +98,17 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
     table = scores(evaluation) if evaluation else []
     by_kind = {kind: seconds for kind, seconds in seconds_by_kind(attempts).items() if seconds > 0}
     solved, failed = _examples(facts)
+    leaderboard = read_trials(facts.folder)
     return {
         "facts": facts,
         "now": datetime.now().timestamp(),
         "version": __version__,
         "verdict": _verdict(facts),
         "tiles": list(_tiles(facts)),
-        "leaderboard": read_trials(facts.folder),
+        "leaderboard": leaderboard,
         "scores": table,
         "scores_drawing": curves.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
-        "what_evaluated": what_evaluated(evaluation) if evaluation else "",
         "drawings": curves.draw_curves(facts.metrics, [attempt.first_step for attempt in attempts[1:]]),
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": curves.draw_timeline(attempts),
@@ -121,8 +121,9 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "memory": list(_memory(facts)),
         "solved": solved,
         "failed": failed,
+        "asked": _asked(facts),
         "settings": list(settings(facts.config)) if facts.config else [],
-        "commands": list(_commands(facts)),
+        "commands": list(_commands(facts, leaderboard)),
     }
 
 
@@ -148,7 +149,8 @@ def _verdict(facts: RunFacts) -> str:
 
 
 def _tiles(facts: RunFacts) -> Iterator[Tile]:
-    if facts.evaluation:
+    has_lines = bool(facts.metrics.lines)  # a sweep has none: each of its runs has its own
+    if facts.evaluation and not facts.has_gone_on:
         crowd = scores(facts.evaluation)[-1]
         note = f"{crowd.low:.3f} to {crowd.high:.3f}" if crowd.low is not None and crowd.high is not None else ""
         yield Tile("crowd, exact match", f"{crowd.exact_match:.3f}", note)
@@ -161,10 +163,11 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
     yield Tile(
         "attempts",
         str(len(facts.attempts)),
-        f"{count(redone, 'step')} lost and taken again" if redone else "no step was lost",
+        f"{count(redone, 'step')} lost and taken again" if redone else "no step was lost" if has_lines else "",
     )
     yield Tile("time", duration(facts.wall_s), "from first launch to last sign of life")
-    yield Tile("goodput", share(goodput(facts)), "of that time went into steps that count")
+    if has_lines:
+        yield Tile("goodput", share(goodput(facts)), "of that time went into steps that count")
     if (memory := _peak_bytes(facts)) is not None:
         yield Tile("memory, peak", f"{memory / 2**30:.2f} GiB")
 
@@ -212,18 +215,32 @@ def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
     return solved[:MOST_EXAMPLES], failed[:MOST_EXAMPLES]
 
 
+def _asked(facts: RunFacts) -> str:
+    """Who gave the answers, and to which rows; empty if that is not known."""
+    if not facts.asked:
+        return ""
+    told = f"Answers of {facts.asked.get('checkpoint')}, to rows of {facts.asked.get('data')}."
+    is_result = facts.asked.get("step") in (None, facts.result_step)
+    return told if is_result else f"{told} The result of this run is that of step {facts.result_step}."
+
+
 def _notable(attempt: Attempt) -> list[str]:
     return [" ".join(line.split()) for line in attempt.log if _NOTABLE.search(line)][:12]
 
 
-def _commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
+def _commands(facts: RunFacts, leaderboard: Leaderboard | None = None) -> Iterator[tuple[str, str]]:
     """What a person may type next: (what it does, the command)."""
     folder = facts.folder
     if facts.status.next_command and facts.status.status != "running":
         yield "go on from here", facts.status.next_command
     yield "how the run stands", shlex.join(["ci-llm", "status", str(folder)])
-    yield "its checkpoints", shlex.join(["ci-llm", "checkpoints", "list", str(folder)])
-    yield "beside another run", shlex.join(["ci-llm", "compare", str(folder), "OTHER_RUN"])
+    if leaderboard is None:
+        yield "its checkpoints", shlex.join(["ci-llm", "checkpoints", "list", str(folder)])
+        yield "beside another run", shlex.join(["ci-llm", "compare", str(folder), "OTHER_RUN"])
+    else:
+        yield "its trials in the terminal", shlex.join(["ci-llm", "compare", str(folder)])
+        if leaderboard.best_run is not None:
+            yield "the run of the best trial", shlex.join(["ci-llm", "report", str(leaderboard.best_run)])
     if (folder / "tensorboard").is_dir():
         yield "all curves", curves_command(folder)
     if (folder / "final_checkpoint").is_dir():

@@ -1,4 +1,4 @@
-"""The trials of a sweep for its page: read from sweep.json, the best first."""
+"""The trials of a sweep, for its page and for a terminal: read from sweep.json, the best first."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class Leaderboard:
         keys: the columns of settings.
         rows: of every trial its id, status, last step, score and settings; those that went furthest first.
         best: the id of the best one; None before there is one.
+        best_run: the folder of the run that trained it last.
     """
 
     metric: str
     keys: tuple[str, ...]
     rows: tuple[tuple[int, str, int, float | None, tuple[str, ...]], ...]
     best: int | None
+    best_run: Path | None
 
 
 def read_trials(folder: Path) -> Leaderboard | None:
@@ -46,7 +48,9 @@ def read_trials(folder: Path) -> Leaderboard | None:
             (each["id"], each["status"], steps[each["rung"] - 1], each["score"], _told(each["settings"], keys))
             for each in scored
         ]
-        return Leaderboard(metric, keys, tuple(rows), record["best"])
+        best = next((trial for trial in scored if trial["id"] == record["best"]), None)
+        best_run = folder / "segments" / str(best["segment"]) if best else None
+        return Leaderboard(metric, keys, tuple(rows), record["best"], best_run)
     except FileNotFoundError:
         return None
     except (TypeError, KeyError, IndexError, ValueError) as error:

@@ -28,8 +28,8 @@ from ci_llm.run.shutdown import command_line, end_at_once, reason_of
 from ci_llm.sweep.best import leave_best
 from ci_llm.sweep.cost import described, trials_per_pass
 from ci_llm.sweep.curves import Curves
-from ci_llm.sweep.record import read_record, require_same_sweep
-from ci_llm.sweep.sweep import Pack, Sweep
+from ci_llm.sweep.record import read_record
+from ci_llm.sweep.sweep import Pack, Sweep, known_record
 from ci_llm.sweep.trials import Plan
 
 
@@ -198,10 +198,8 @@ def known_sweep(reading: SweepReading) -> Sweep | None:
     """The sweep in the folder, if there is one: without processes, base and rows.
 
     Raises:
-        BadInput: it is another sweep.
+        BadInput: the folder holds another sweep, or a run.
     """
-    record = read_record(reading.config.run_folder)
-    if record is None:
+    if known_record(reading) is None:
         return None
-    require_same_sweep(record, reading, reading.config.run_folder)
     return Sweep.of(reading, lambda work: work(), lambda: (0, 0))

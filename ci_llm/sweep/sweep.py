@@ -103,7 +103,7 @@ class Sweep:
         #: Whether trackers get a run per trial from a command; else segments report, to all but TensorBoard.
         self.tracks_trials = False
         self.folder = reading.config.run_folder
-        record: Record | None = on_main(lambda: _known(reading))
+        record: Record | None = on_main(lambda: known_record(reading))
         if record is None:
             steps, per_pass = (plan or _default_plan(reading))()
             keys = reading.keys
@@ -266,8 +266,12 @@ def _here(work: Callable[[], T]) -> T:
     return work()
 
 
-def _known(reading: SweepReading) -> Record | None:
-    """The record in the folder, if it is of this sweep."""
+def known_record(reading: SweepReading) -> Record | None:
+    """The record in the folder; None if the sweep can begin there.
+
+    Raises:
+        BadInput: the folder holds another sweep, or a run.
+    """
     folder = reading.config.run_folder
     record = read_record(folder)
     if record is not None:

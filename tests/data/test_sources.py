@@ -61,6 +61,11 @@ FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
         {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
         chat("hi", "yes", "hi", "yes", trained_from=3),
     ),
+    "messages of a role of the template": ({"messages": [USER, {"role": "critic", "content": "no"}]}, None),
+    "messages of it beside an answer": (
+        {"messages": [{"role": "assistant1", "content": "hi"}, ASSISTANT]},
+        Chat((Message("assistant1", "hi"), Message("assistant", "yes"))),
+    ),
     "question + answer": ({"question": "hi", "answer": "yes", "id": 3}, chat("hi", "yes")),
     "question + number": ({"question": "2+2?", "answer": 4}, chat("2+2?", "4")),
     "question + nothing": ({"question": "hi", "answer": None}, None),
@@ -104,6 +109,10 @@ def test_what_is_asked_and_answered() -> None:
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no role": ({"messages": [{"content": "hi"}]}, "a message has no role; its keys are content"),
+    "misspelt role": (
+        {"messages": [USER, {"role": "asistant", "content": "yes"}]},
+        "no turn is of the assistant, and the role 'asistant' may be a misspelt 'assistant'",
+    ),
     "not messages": ({"messages": ["hi"]}, "expected a message with role and content, found 'hi'"),
     "not a list": ({"messages": "hi"}, "expected a list of messages, found str"),
     "tools": (

@@ -102,6 +102,7 @@ def test_the_report_shows_what_an_evaluation_left(run: Path, capsys: pytest.Capt
     assert "<h3>Failed</h3>" in page
     assert wrong["prompt"] in page
     assert f"(confidence {right['confidence']})" in page
+    assert f"Answers of step {facts.status.step} of {run}, to rows of " in page
 
 
 # Other rows

@@ -407,6 +407,29 @@ def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.S
     assert len(lines(tmp_path)) == 2
 
 
+def test_a_folder_that_is_moved_away_from_tensorboard_is_one_line(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracebacks: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    others = {*threading.enumerate()}
+    log = make_log(tmp_path, screen)
+    log.start_trackers(make_accelerator(tmp_path, "tensorboard"), ("tensorboard",))
+    [writer] = {*threading.enumerate()} - others
+    (tmp_path / "tensorboard").rename(tmp_path / "moved")
+    log.metrics(1, {"loss": 1.0})
+    writer.join()
+    log.close()
+    said = screen.getvalue()
+    assert said.count("tensorboard failed and is left out from here on: FileNotFoundError") == 1
+    assert "Traceback" not in said
+    assert tracebacks == []
+    stranger = threading.Thread(target=lambda: 1 / 0)
+    stranger.start()
+    stranger.join()
+    assert [each.exc_type for each in tracebacks] == [ZeroDivisionError], "other threads have theirs"
+
+
 def test_a_tracker_that_is_not_installed_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     with pytest.raises(ConfigError, match="mlflow, which is not installed") as caught:

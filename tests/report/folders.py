@@ -24,6 +24,7 @@ def leave_run(
     agents: int = 2,
     status: str = "completed",
     predictions: Sequence[Mapping[str, Any]] = (),
+    predictions_step: int | None = None,
     rows: int = 40,
     right: float = 0.5,
     **keys: Any,
@@ -31,6 +32,7 @@ def leave_run(
     """A run of one attempt; returns its folder.
 
     Args:
+        predictions_step: the one that gave its predictions; None: as of a release that did not write it.
         rows: of its evaluation.
         right: share that its crowd answers right.
         keys: of its configuration.
@@ -43,6 +45,9 @@ def leave_run(
         write_json(folder / "evaluation.json", evaluation(agents, rows, right, steps))
     if predictions:
         (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in predictions))
+    if predictions_step is not None:
+        asked = {"checkpoint": f"step {predictions_step} of {folder}", "data": "my.jsonl", "step": predictions_step}
+        write_json(folder / "predictions.source.json", asked)
     return folder
 
 

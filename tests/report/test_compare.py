@@ -77,6 +77,18 @@ def test_settings_scores_and_curves_are_shown(two: list[str], capsys: pytest.Cap
     assert re.search(r"└─+\n +1 +20\n", said), "the axis of the training loss"
 
 
+def test_answers_of_another_step_than_the_scores_are_not_paired(
+    two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [prediction(number, correct=False) for number in range(40)]
+    longer = leave_run(tmp_path / "longer", predictions=rows, predictions_step=10, right=0.75)
+    assert main(["compare", two[0], str(longer)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "crowd B - crowd A: +0.250 ± 0.205 exact match (95 %, unpaired, 40 rows: not both have predictions of" in said
+    )
+
+
 def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *two, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

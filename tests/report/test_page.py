@@ -98,6 +98,27 @@ def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> 
     assert "reference 19" in failed
 
 
+def test_a_run_that_has_gone_on_says_of_which_step_scores_and_answers_are(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)], predictions_step=20)
+    answers = f"Answers of step 20 of {run}, to rows of my.jsonl."
+    told = text_of(write_report(run))
+    assert f"{answers} Solved" in told
+    assert "has gone on" not in told
+    leave_status(run, "interrupted", 30)
+    told = text_of(write_report(run))
+    assert f"{answers} The result of this run is that of step 30." in told
+    assert "data set embedded, after step 20: the run has gone on since." in told
+    assert "crowd, exact match" not in told, "no key figure of what the run is now"
+
+
+def test_answers_of_the_best_step_are_those_of_the_result(tmp_path: Path) -> None:
+    run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)], predictions_step=10)
+    assert "The result of this run is that of step 20." in text_of(write_report(run))
+    record = json.loads((run / "evaluation.json").read_text()) | {"step": 10}
+    (run / "evaluation.json").write_text(json.dumps(record))
+    assert "The result of this run" not in text_of(write_report(run))
+
+
 @pytest.mark.parametrize(
     ("status", "told"),
     [
@@ -158,6 +179,7 @@ DAMAGE = [
     ("metrics.jsonl", "\x00\x00\n\x00", "no line of this file is a record of a run"),
     ("predictions.jsonl", '{"prompt": "?"}\n', "no prediction: prompt, answer or correct is missing"),
     ("predictions.jsonl", '["prompt", "answer", "correct"]\n', "no prediction"),
+    ("predictions.source.json", "{", "predictions.source.json cannot be read"),
     ("recovery.json", "{", "the recovery state cannot be read"),
     ("gpu_stats.json", "{", "gpu_stats.json cannot be read"),
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ci_llm.cli.main import main
 from ci_llm.errors import BadInput
 from ci_llm.report.page import write_report
 from ci_llm.report.trials import read_trials
@@ -26,6 +27,7 @@ def trial(id: int, scores: list[float | None], status: str = "pruned", **setting
         "rung": len(scores),
         "score": last,
         "status": status,
+        "segment": id // 2,
     }
 
 
@@ -69,6 +71,40 @@ def test_the_page_of_a_sweep_has_a_table_of_its_trials(tmp_path: Path) -> None:
     [table] = re.findall(r'<h2 id="trials">.*?</table>', page, re.DOTALL)
     assert [*re.findall(r'<td class="n">(\d+)</td><td>(\w+)</td>', table)][:2] == [("2", "completed"), ("0", "pruned")]
     assert "Agents and crowd are evaluated" not in page
+    for untrue in ("No step has been logged", "Every step was finite", "first checkpoint", "Goodput", "OTHER_RUN"):
+        assert untrue not in page, "its runs log, and not the sweep"
+    assert f"ci-llm report {tmp_path / 'run/segments/1'}" in page
+
+
+def test_compare_shows_the_trials_of_one_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = leave(tmp_path / "sweep", "nll")
+    assert main(["compare", str(sweep)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["trial", "step", "nll", "learning_rate", "lora_target_modules"]
+    assert lines[1].split() == ["2", "completed", "16", "0.3000", "0.002", "q_proj,", "v_proj"]
+    assert lines[-1].startswith(f"best: trial 2, trained last in {sweep / 'segments/1'}, ")
+    assert main(["compare", str(sweep), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == 2
+
+
+def test_before_the_first_scores_compare_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((leave(tmp_path, "nll") / "sweep.json").read_text()) | {"trials": [], "best": None}
+    (tmp_path / "sweep.json").write_text(json.dumps(record))
+    assert main(["compare", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no trial has a score yet\n"
+
+
+@pytest.mark.parametrize("words", [["compare", "run"], ["report"]], ids=["beside a run", "without a status"])
+def test_what_takes_no_sweep_names_what_does(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave_status(Path("run"), "completed", 12)
+    leave(Path("sweep"), "nll")
+    assert main([*words, "sweep"]) == 2
+    told = capsys.readouterr().err
+    assert "ci-llm compare sweep" in told
+    assert ("give sweep/segments/1, the run of the best trial so far" in told) == (words[0] == "compare")
 
 
 def test_no_sweep_is_none_and_a_broken_record_is_named(tmp_path: Path) -> None:

@@ -270,6 +270,18 @@ def test_another_space_in_the_same_folder_is_refused(server: ForkServer, undistu
     assert (undisturbed / "run/sweep.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry-run"], ["--dry_run"]], ids=["in earnest", "dry run", "underscore"])
+def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
+    dry: list[str], server: ForkServer, new_folder: Folder
+) -> None:
+    folder = new_folder()
+    (folder / "run").mkdir()
+    (folder / "run/beginning.json").write_text("{}")
+    assert call(server, folder, arguments=[*dry, *words()]) == [2]
+    assert "this folder holds a run, and no sweep" in (folder / "log").read_text()
+    assert not (folder / LOADED).exists()
+
+
 def test_a_second_call_of_a_complete_sweep_says_so(server: ForkServer, undisturbed: Path) -> None:
     complete(server, undisturbed)
     assert "This sweep is complete" in (undisturbed / "log").read_text()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.logs.trackers import TrackerKind
 
+logger = logging.getLogger(__name__)
+
+#: The module of the thread that writes events.
+_WRITERS: Final = "tensorboard.summary.writer.event_file_writer"
 #: The tab CUSTOM SCALARS: group -> chart -> patterns of the curves in it, for any number of agents.
 LAYOUT: Final = {
     "the crowd and its agents, while they train": {
@@ -29,12 +35,31 @@ class TensorBoard(TrackerKind):
         return {"purge_step": resumed_from + 1 if resumed_from else 0}
 
     def on_start(self, tracker: Any) -> None:
+        _leave_errors_of_writers_to_their_callers()
         tracker.writer.add_custom_scalars(LAYOUT)  # in every attempt: a resumed run may begin in a new folder
 
     def show_hyperparameters(self, tracker: Any, values: Mapping[str, object]) -> None:
         # Accelerate's own method opens a second run beside the first.
         rows = "\n".join(f"    {key}: {value}" for key, value in values.items())
         tracker.writer.add_text("config", rows, global_step=0)
+
+
+def _leave_errors_of_writers_to_their_callers() -> None:
+    """Print no traceback of a thread that writes, such as one whose folder was moved away or whose disk is full.
+
+    The thread keeps its error, the next call to the writer raises it, and for a run that is one line of the log.
+    """
+    before = threading.excepthook
+    if getattr(before, "__module__", None) == __name__:
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__module__ != _WRITERS:
+            before(args)
+        else:
+            logger.debug("the thread of TensorBoard has ended", exc_info=args.exc_value)
+
+    threading.excepthook = hook
 
 
 kind = TensorBoard()

@@ -1,0 +1,37 @@
+"""Options of all commands: typed with hyphens or with underscores, and shown with hyphens alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ci_llm.cli.arguments import Parser, make_parser
+from ci_llm.cli.main import main
+from ci_llm.errors import ConfigError
+
+
+@pytest.fixture
+def parser() -> Parser:
+    made = make_parser("ci-llm ask", "Ask.", "")
+    made.add_argument_group("answers").add_argument("--max-new-tokens", type=int)
+    made.add_argument("words", nargs="*")
+    return made
+
+
+@pytest.mark.parametrize("typed", [["--max_new_tokens", "8"], ["--max_new_tokens=8"], ["--max-new_tokens=8"]])
+def test_underscores_are_hyphens(typed: list[str], parser: Parser) -> None:
+    assert parser.parse_args(typed).max_new_tokens == 8
+    assert parser.parse_intermixed_args(["a_b", *typed, "c_d"]).words == ["a_b", "c_d"]
+    assert "max_new_tokens" not in parser.format_help()
+
+
+def test_other_words_stay_as_they_were_typed(parser: Parser) -> None:
+    assert parser.parse_args(["top_p=1", "--", "--max_new_tokens"]).words == ["top_p=1", "--max_new_tokens"]
+    with pytest.raises(ConfigError, match="unrecognized arguments: --max_tokens"):
+        parser.parse_args(["--max_tokens=8"])
+
+
+def test_a_verb_of_a_verb_takes_them_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "prune", str(tmp_path), "--keep", "1", "--dry_run"]) == 2
+    assert "unrecognized" not in capsys.readouterr().err
