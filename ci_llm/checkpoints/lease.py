@@ -90,11 +90,10 @@ class Owner:
         Args:
             silent_s: seconds since its last heartbeat; negative if the clock was set back since.
         """
-        same_machine = self.machine == me.machine
-        if same_machine and not is_alive(self.pid, self.started):
+        if self.machine == me.machine and not is_alive(self.pid, self.started):
             return f"process {self.pid} is gone"
-        restarted = self.slurm_restarts != me.slurm_restarts
-        if self.slurm_job and self.slurm_job == me.slurm_job and (restarted or not same_machine):
+        # Without a restart, the other process of the same job may be alive on another node of it, or in a container.
+        if self.slurm_job and self.slurm_job == me.slurm_job and self.slurm_restarts != me.slurm_restarts:
             return f"SLURM job {self.slurm_job} was started again"
         if self.elastic_job and self.elastic_job == me.elastic_job and self.elastic_round != me.elastic_round:
             return f"torchrun has begun another round of {self.elastic_job}"
