@@ -36,7 +36,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.run.members import config_of
 from ci_llm.run.new_run import other_ways
-from ci_llm.run.rollback import LastGood, like_moment
+from ci_llm.run.rollback import LastGood, placed
 from ci_llm.run.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class RunCheckpoint:
         for k, (name, row) in enumerate(self._named_rows()):
             self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
             moments = saved["optimizer"].get(name, {}) if same_moments else {}
-            self.optimizer.state[row] = {name: like_moment(name, tensor, row) for name, tensor in moments.items()}
+            self.optimizer.state[row] = placed(moments, row, self.optimizer)
         self.last_good.load(_in_episode(state), saved.get("guard", {}), with_moments=same_moments)
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes))
 

@@ -89,10 +89,18 @@ class LastGood:
         for k in agents:
             row, state = self._rows[k], saved[f"agent{k}"]
             found = state["moments"] if with_moments else {}
-            moments = {name: like_moment(name, tensor, row) for name, tensor in found.items()}
+            moments = placed(found, row, self._optimizer)
             self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
 
 
-def like_moment(name: str, tensor: Tensor, row: Tensor) -> Tensor:
-    """One of the optimizer's tensors where the weights `row` are; its step counter stays an fp32 scalar."""
-    return tensor.to(row.device) if name == "step" else tensor.to(row)
+def placed(moments: Mapping[str, Tensor], row: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """An agent's saved moments where the optimizer keeps those of the weights `row`.
+
+    The step counter stays an fp32 scalar, on the CPU unless the optimizer is fused, as in torch's `load_state_dict`: a
+    plain AdamW reads its number in every step, which would wait for a GPU.
+    """
+    on_device = optimizer.defaults.get("fused")
+    return {
+        name: tensor.to(row) if name != "step" else tensor.to(row.device if on_device else "cpu")
+        for name, tensor in moments.items()
+    }

@@ -1,4 +1,4 @@
-"""A run resumes where the base is loaded in another precision: it is not refused, and named as not bitwise."""
+"""A run resumes on another device: where the moments lie, and a base in another precision, which is not bitwise."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ci_llm.crowd import base
 from ci_llm.distributed import processes
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
+from ci_llm.run.rollback import placed
 from tests.support.small_run import WORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
@@ -120,3 +121,19 @@ def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back
     assert hindrance.startswith("CUDA generators")
     assert torch.equal(torch.rand(3), wanted)
     assert determinism.restore(determinism.capture()) is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_plain_adamw_reads_its_step_on_the_cpu(fused: bool) -> None:
+    """On a GPU it would wait for the device in every step; `meta` stands for the GPU."""
+    weights = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([weights], fused=fused)
+    weights.grad = torch.ones(3)
+    optimizer.step()
+    moments = placed(optimizer.state[weights], weights.to("meta"), optimizer)
+    assert {name: tensor.device.type for name, tensor in moments.items()} == {
+        "step": "meta" if fused else "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
+    assert moments["step"].dtype == torch.float32
