@@ -399,8 +399,8 @@ def _signal_numbers(stop: Iterable[str], save: Iterable[str]) -> tuple[frozenset
 
 
 def _number(name: str) -> int:
-    number = signal.Signals.__members__.get(name)
-    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+    number = signal_number(name)
+    if number in (signal.SIGKILL, signal.SIGSTOP):
         raise ConfigError(f"{name!r} is not a signal that a program can catch", hint=f"for instance {STOP_SIGNALS[0]}")
     return number
 

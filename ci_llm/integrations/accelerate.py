@@ -45,13 +45,12 @@ from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
-from ci_llm.integrations.saver import gathered, restore_generators
+from ci_llm.integrations.saver import OWN_CHECKPOINTS, gathered, restore_generators
 
 FOLDER = HOOKS_FOLDER
 # Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
 # last of those. What the other processes write is in our folder as well.
 LAST_FILE = "random_states_0.pkl"
-OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 
 logger = logging.getLogger(__name__)
 

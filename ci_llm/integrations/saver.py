@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from ci_llm.core import determinism
 from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, run_collectively
 from ci_llm.errors import ForeignCheckpoint
 from ci_llm.interrupts import Interrupts
+
+#: What leaves checkpoints to itself, by the names of Accelerate's `DistributedType`.
+OWN_CHECKPOINTS: Final = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 
 
 class Saver:

@@ -29,6 +29,7 @@ from ci_llm.core import determinism
 from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import (
+    OWN_CHECKPOINTS,
     Saver,
     frozen_digest,
     gathered,
@@ -40,7 +41,6 @@ from ci_llm.integrations.saver import (
 
 logger = logging.getLogger(__name__)
 
-OWN_CHECKPOINTS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 #: The arguments on which the rows of a step depend.
 LOOP = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "dataloader_drop_last")
 MAKE_LOADERS = ("get_train_dataloader", "get_eval_dataloader")
