@@ -68,17 +68,17 @@ class Verdict:
         first = self.first
         return {
             "exact": self.exact,
-            "first_divergence": None if first is None else {"check": first[0].name, **self._told(first[1])},
+            "first_divergence": None if first is None else {"check": first[0].name, **self._record_of(first[1])},
             "framework": self.framework,
             "steps": self.steps,
             "saves": list(self.saves),
             "checks": [
-                {**vars(check), "divergences": [self._told(each) for each in check.divergences]}
+                {**vars(check), "divergences": [self._record_of(each) for each in check.divergences]}
                 for check in self.checks
             ],
         }
 
-    def _told(self, divergence: Divergence) -> dict[str, Any]:
+    def _record_of(self, divergence: Divergence) -> dict[str, Any]:
         return {
             "kind": divergence.kind,
             "step": divergence.step,

@@ -116,13 +116,13 @@ def _named(straight: Trace, other: Trace, offset: int, number: int, unstable: fr
         what = "the masks of dropout differ: " if kind == "dropout" else "random numbers differ: "
         yield Divergence(kind, step, f"{what}the generator of {' and '.join(drawn)} stands elsewhere")
         found = True
-    for name, kind, told in (
+    for name, kind, what in (
         ("scale", "scaler", "loss scale and steps since it grew"),
         ("lr", "scheduler", "learning rate"),
         ("settings", "settings", "settings of the optimizer"),
     ):
         if name in differing:
-            yield Divergence(kind, step, f"{told}: {_shown(own, name)} became {_shown(theirs, name)}")
+            yield Divergence(kind, step, f"{what}: {_shown(own, name)} became {_shown(theirs, name)}")
             found = True
     if not found and {"losses", "grads"} & differing:
         yield Divergence("gradients", step, "another loss or gradient from the same data, weights and random numbers")
@@ -157,8 +157,8 @@ def _rows(straight: Trace, other: Trace, offset: int, number: int, drawn: Sequen
         return Divergence("data order", step, "no rows were seen in this step")
     if sum(row in set(all_rows) for row in seen) < len(seen) / 2:
         if drawn:
-            told = f"the rows themselves differ, and the generator of {' and '.join(drawn)} stands elsewhere"
-            return Divergence("generator", step, told)
+            what = f"the rows themselves differ, and the generator of {' and '.join(drawn)} stands elsewhere"
+            return Divergence("generator", step, what)
         return Divergence("data order", step, "the rows are none that the straight run saw")
     window = seen + [row for each in other.steps[number + 1 : number + 3] for row in each.rows]
     others = [at for at in range(len(all_rows)) if at != here]

@@ -58,12 +58,12 @@ def execute(
     os.close(control_end)
     os.close(report_end)
     try:
-        told, over_time = _listen(report, control, limit_s)
+        said, over_time = _listen(report, control, limit_s)
     finally:
         os.close(control)  # where this is interrupted, the shim ends the command
         os.close(report)
         shim.wait()
-    facts = [fact for line in told.splitlines() if isinstance(fact := load_json(line), dict)]
+    facts = [fact for line in said.splitlines() if isinstance(fact := load_json(line), dict)]
     if error := next((fact["error"] for fact in facts if "error" in fact), None):
         raise ConfigError(f"the command cannot be started: {error}", where=command[0], hint="is it on the path?")
     code = next((fact["returncode"] for fact in facts if "returncode" in fact), None)
@@ -180,14 +180,14 @@ class Place:
 
 def _listen(report: int, control: int, limit_s: float) -> tuple[bytes, bool]:
     """What the shim reports until it is gone; after `limit_s` it is told to kill."""
-    until, told, over_time = time.monotonic() + limit_s, b"", False
+    until, output, over_time = time.monotonic() + limit_s, b"", False
     while True:
         left_s = None if over_time else max(0.0, until - time.monotonic())
         if select.select([report], [], [], left_s)[0]:
             data = os.read(report, 4096)
-            told += data
+            output += data
             if not data:
-                return told, over_time
+                return output, over_time
         else:
             over_time = True
             os.write(control, bytes([signal_number("SIGKILL")]))

@@ -331,7 +331,7 @@ def _describe_damage(path: Path, name: str, record: FileRecord) -> list[str]:
         spans = {}
     lost = (0, 0)
     view = memoryview(data)
-    hurt = [t for t, told in record.tensors.items() if digest([view[slice(*spans.get(t, lost))]]) != told]
+    hurt = [t for t, known in record.tensors.items() if digest([view[slice(*spans.get(t, lost))]]) != known]
     return [f"tensor {tensor} of {name} has another digest" for tensor in hurt] or [f"{name} has another digest"]
 
 

@@ -172,12 +172,12 @@ class Config(AllKeys):
         """
         changes = []
         for key, field in Config.model_fields.items():
-            old, new = (each._told(key, self, other) for each in (self, other))
+            old, new = (each._common_or_list(key, self, other) for each in (self, other))
             if old != new and key != "agents":
                 changes.append(Change(key, old, new, **field.json_schema_extra))  # type: ignore[arg-type]
         return changes
 
-    def _told(self, key: str, *both: Config) -> object:
+    def _common_or_list(self, key: str, *both: Config) -> object:
         """The value of a key, or the list of all agents' values if any of `both` lets them differ."""
         if key not in OWN_KEYS or not any(key in own for each in both for own in map(overriding, each.agents)):
             return getattr(self, key)

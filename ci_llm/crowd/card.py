@@ -169,8 +169,8 @@ def _gguf(facts: CardFacts, folder: str) -> list[str]:
     if facts.use_rslora:
         return ["For llama.cpp, export with `--into-base`: its converter of adapters knows no `use_rslora`."]
     command = f"python llama.cpp/convert_lora_to_gguf.py --base $BASE --outfile {folder}/adapter.gguf {folder}"
-    told = "llama.cpp, with its own converter; `--base` is a folder, of which the configuration is read:"
-    return [told, _block("bash", f"{facts.set_base}\n{command}")]
+    note = "llama.cpp, with its own converter; `--base` is a folder, of which the configuration is read:"
+    return [note, _block("bash", f"{facts.set_base}\n{command}")]
 
 
 def _quoted(text: str) -> str:

@@ -198,8 +198,8 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
             agents.begin_step(step)
             batch = pack([lesson.student[n] for n in numbers], numbers).to(crowd.device)
             with torch.no_grad():
-                told = crowd.states(batch)[:teachers, batch.predict_from]
-            _learn(crowd, student, batch, how, (told, aggregator))
+                states = crowd.states(batch)[:teachers, batch.predict_from]
+            _learn(crowd, student, batch, how, (states, aggregator))
             batch = pack([lesson.control[n] for n in numbers], numbers).to(crowd.device)
             _learn(crowd, control, batch, how, None)
             agents.clip([config.max_grad_norm] * crowd.num_agents)
@@ -217,9 +217,9 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, how: Distillation, teachers: 
         own = crowd.head.logits(leaf[chunk])
         loss = torch.nn.functional.cross_entropy(own, batch.targets[chunk], reduction="sum")
         if teachers is not None:
-            told, aggregator = teachers
+            theirs, aggregator = teachers
             with torch.no_grad():
-                wanted = aggregate(crowd.head.logits(told[:, chunk]).log_softmax(-1), aggregator, crowd.learned)
+                wanted = aggregate(crowd.head.logits(theirs[:, chunk]).log_softmax(-1), aggregator, crowd.learned)
                 wanted = (wanted / how.temperature).softmax(-1)
             soft = -(wanted * (own / how.temperature).log_softmax(-1)).sum()
             loss = how.soft * how.temperature**2 * soft + (1 - how.soft) * loss

@@ -216,12 +216,12 @@ def _no_common_start(merge: Merge) -> ModelError:
 
 
 def _details(merge: Merge, count: int) -> str:
-    told = [merge.method.does]
+    parts = [merge.method.does]
     if merge.weights:
-        told.append("with the weights " + ", ".join(f"{share:.3g}" for share in merge.shares(count)))
+        parts.append("with the weights " + ", ".join(f"{share:.3g}" for share in merge.shares(count)))
     if merge.density:
-        told.append(f"density {merge.density:g}")
-    return ", ".join(told)
+        parts.append(f"density {merge.density:g}")
+    return ", ".join(parts)
 
 
 def _peft_files(adapter: Adapter) -> dict[str, bytes]:

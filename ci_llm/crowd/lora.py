@@ -107,7 +107,7 @@ class LoraSettings:
         """The settings of every agent, or of the first if all are like it."""
         return self.each() if self.agents else [self.of(0)]
 
-    def told(self, key: str) -> Any:
+    def common_or_list(self, key: str) -> Any:
         """The value of `key` as a message says it: one for all agents, or the list of theirs where they differ."""
         values = [list(value) if isinstance(value := getattr(agent, key), tuple) else value for agent in self.kinds()]
         return values[0] if all(value == values[0] for value in values) else values

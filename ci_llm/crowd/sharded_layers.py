@@ -212,7 +212,7 @@ def stored_here(tensor: Tensor) -> int:
     return local.nbytes
 
 
-def shards_told(model: PreTrainedModel) -> str:
+def describe_shards(model: PreTrainedModel) -> str:
     """What this process stores of a base, for people: the end of a line."""
     parameters = [*model.parameters()]
     if not any(map(is_sharded, parameters)):

@@ -56,10 +56,10 @@ def template(context: CheckContext) -> str:
     if not context.shape.offline:
         context.lengths = _lengths(context.examples)
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
-    return "\n".join(line for found in different.values() for line in _told(context, wanted, *found))
+    return "\n".join(line for found in different.values() for line in _description(context, wanted, *found))
 
 
-def _told(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
+def _description(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
     """What became of the rows of one data set."""
     source, *lines = examples.description[len(rows.description) :]
     if context.shape.offline:

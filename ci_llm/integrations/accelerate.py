@@ -217,7 +217,7 @@ class _Hooks:
         there, here = state[META], self._crowd.meta(self._fingerprint)
         pairs = {"agents": (there["num_agents"], here["num_agents"])}
         pairs |= {
-            name: tuple(LoraSettings.from_dict(each["lora"]).told(name) for each in (there, here))
+            name: tuple(LoraSettings.from_dict(each["lora"]).common_or_list(name) for each in (there, here))
             for name in SHAPE.values()
         }
         pairs["fingerprint of the base"] = (there["base_fingerprint"], here["base_fingerprint"])

@@ -134,7 +134,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield "agent-steps: " + ", ".join(f"{letter} {taken:,}" for letter, taken in steps)
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
-        yield f"{pair}: {_told(gain) if gain else f'not compared ({why})'}"
+        yield f"{pair}: {_as_text(gain) if gain else f'not compared ({why})'}"
     yield from dict.fromkeys(
         f"{letter}: {run.what_evaluated}" for letter, run in zip(LETTERS, runs, strict=False) if run.evaluation
     )
@@ -153,7 +153,7 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
             yield number, difference(run.evaluation, first.evaluation, *rows), None
 
 
-def _told(gain: Gain) -> str:
+def _as_text(gain: Gain) -> str:
     if gain.interval95 is None:
         return f"{gain.value:+.3f} exact match (too few rows for an interval)"
     how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: {_UNPAIRED}"

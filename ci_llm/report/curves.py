@@ -81,10 +81,10 @@ def draw_scores(scores: Sequence[Score]) -> str:
     )
     for place, score in places.items():
         colour = "crowd" if score.who == "crowd" else "ink"
-        told = f"{score.who}: {score.exact_match:.3f}"
+        label = f"{score.who}: {score.exact_match:.3f}"
         if score.low is not None and score.high is not None:
-            plot.line([(score.low, place), (score.high, place)], colour, told, width=2.5)
-        plot.dot(score.exact_match, place, colour, told)
+            plot.line([(score.low, place), (score.high, place)], colour, label, width=2.5)
+        plot.dot(score.exact_match, place, colour, label)
     return plot.svg()
 
 
@@ -104,8 +104,8 @@ def draw_timeline(attempts: Sequence[Attempt]) -> str:
     for place, attempt in lanes.items():
         for span in _merged(attempt):
             start, stop = ((each - begin) / scale for each in (span.start, span.end))
-            told = f"{span.kind}: {stop - start:.3g} {unit}"
-            plot.bar(start, stop, place, f"kind-{span.kind.replace(' ', '-')}", told, thickness=0.62)
+            label = f"{span.kind}: {stop - start:.3g} {unit}"
+            plot.bar(start, stop, place, f"kind-{span.kind.replace(' ', '-')}", label, thickness=0.62)
     return plot.svg()
 
 

@@ -219,9 +219,9 @@ def _asked(facts: RunFacts) -> str:
     """Who gave the answers, and to which rows; empty if that is not known."""
     if not facts.asked:
         return ""
-    told = f"Answers of {facts.asked.get('checkpoint')}, to rows of {facts.asked.get('data')}."
+    answers = f"Answers of {facts.asked.get('checkpoint')}, to rows of {facts.asked.get('data')}."
     is_result = facts.asked.get("step") in (None, facts.result_step)
-    return told if is_result else f"{told} The result of this run is that of step {facts.result_step}."
+    return answers if is_result else f"{answers} The result of this run is that of step {facts.result_step}."
 
 
 def _notable(attempt: Attempt) -> list[str]:
@@ -296,5 +296,5 @@ def number(value: float | None) -> str:
 
 def cut(text: object) -> str:
     """A text that may be long, shortened."""
-    told = str(text)
-    return told if len(told) <= MOST_CHARACTERS else f"{told[:MOST_CHARACTERS]} ..."
+    shown = str(text)
+    return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]} ..."

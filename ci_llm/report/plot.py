@@ -56,7 +56,7 @@ class Axis:
             return dict(self.names), ""
         if self.log:
             return {value: f"{value:,.10g}" for value in _round_on_log(self.low, self.high)}, ""
-        return _told(_round_values(self.low, self.high, most, whole=self.whole))
+        return _labelled(_round_values(self.low, self.high, most, whole=self.whole))
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _round_on_log(low: float, high: float) -> Iterator[float]:
     return (value for power in powers for digit in digits if low <= (value := digit * 10.0**power) <= high)
 
 
-def _told(values: Sequence[float]) -> tuple[dict[float, str], str]:
+def _labelled(values: Sequence[float]) -> tuple[dict[float, str], str]:
     """The values with labels of equally many decimals, and the power of ten taken out of very small or large ones."""
     power = math.floor(math.log10(max(map(abs, values)))) if any(values) else 0
     power = power if not -4 < power < 6 else 0

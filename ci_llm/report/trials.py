@@ -45,7 +45,7 @@ def read_trials(folder: Path) -> Leaderboard | None:
         keys = tuple(dict.fromkeys(key for trial in scored for key in trial["settings"]))
         scored.sort(key=lambda trial: place_of_trial(trial["id"], trial["scores"], metric))
         rows = [
-            (each["id"], each["status"], steps[each["rung"] - 1], each["score"], _told(each["settings"], keys))
+            (each["id"], each["status"], steps[each["rung"] - 1], each["score"], _cells(each["settings"], keys))
             for each in scored
         ]
         best = next((trial for trial in scored if trial["id"] == record["best"]), None)
@@ -57,6 +57,6 @@ def read_trials(folder: Path) -> Leaderboard | None:
         raise BadInput(f"no record of a sweep: {error}", where=str(path), hint="move it away") from error
 
 
-def _told(settings: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...]:
+def _cells(settings: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...]:
     values = [settings.get(key, "") for key in keys]
     return tuple(", ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)

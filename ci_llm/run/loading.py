@@ -10,7 +10,7 @@ from ci_llm.config import Config
 from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
 from ci_llm.crowd.prompts import PromptForm, form_of
 from ci_llm.crowd.quantized import stored_quantization
-from ci_llm.crowd.sharded_layers import ShardedLayers, shards_told
+from ci_llm.crowd.sharded_layers import ShardedLayers, describe_shards
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.chat_template import use_chat_template
 from ci_llm.data.order import AgentPlans, Plan
@@ -56,7 +56,7 @@ def load(config: Config, processes: Processes) -> Loaded:
     base = open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
-    shared = shards_told(base.model) if config.base_sharding == "layers" else ""
+    shared = describe_shards(base.model) if config.base_sharding == "layers" else ""
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )

@@ -278,7 +278,7 @@ class RunCheckpoint:
         own = self.crowd.meta(self.base.fingerprint)
         pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
         pairs |= {
-            key: tuple(LoraSettings.from_dict(each["lora"]).told(name) for each in (meta, own))
+            key: tuple(LoraSettings.from_dict(each["lora"]).common_or_list(name) for each in (meta, own))
             for key, name in SHAPE.items()
         }
         if not self._is_same_base(source):

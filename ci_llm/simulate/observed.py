@@ -63,9 +63,9 @@ def _saves(facts: RunFacts) -> dict[str, float]:
     for _, folder in committed(facts.folder)[:1]:
         size_mb = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
         known["state_mb"] = size_mb
-    told = [found for attempt in facts.attempts for line in attempt.log if (found := _SAVE.search(line))]
-    if told:
-        stall_s, durable_s = map(float, told[-1].groups())
+    saves = [found for attempt in facts.attempts for line in attempt.log if (found := _SAVE.search(line))]
+    if saves:
+        stall_s, durable_s = map(float, saves[-1].groups())
         known["stall"] = stall_s
         if size_mb and durable_s:
             known["storage_mb_per_s"] = size_mb / durable_s

@@ -18,7 +18,7 @@ from ci_llm.simulate.text import conclusions, duration, head, percent
 Points = Sequence[tuple[float, float]]
 
 
-def write_page(path: Path, told: Study, by_nodes: Mapping[str, Points]) -> None:
+def write_page(path: Path, study: Study, by_nodes: Mapping[str, Points]) -> None:
     """Write the page of a study.
 
     Args:
@@ -31,10 +31,13 @@ def write_page(path: Path, told: Study, by_nodes: Mapping[str, Points]) -> None:
         "figures.html.j2",
         {
             "title": "A simulated job",
-            "subtitle": head(told.cluster),
-            "sentences": list(conclusions(told)),
-            "drawings": list(_drawings(told, by_nodes)),
-            "tables": [("Ways to save", _rows(told.lines)), ("If it were otherwise", _rows([*told.what_if.values()]))],
+            "subtitle": head(study.cluster),
+            "sentences": list(conclusions(study)),
+            "drawings": list(_drawings(study, by_nodes)),
+            "tables": [
+                ("Ways to save", _rows(study.lines)),
+                ("If it were otherwise", _rows([*study.what_if.values()])),
+            ],
             "version": __version__,
         },
     )
@@ -46,15 +49,15 @@ def write_page(path: Path, told: Study, by_nodes: Mapping[str, Points]) -> None:
         ) from error
 
 
-def _drawings(told: Study, by_nodes: Mapping[str, Points]) -> Iterator[tuple[str, str]]:
-    cluster, own = told.cluster, told.lines[0]
-    simulated = sorted((line.interval_s, line.goodput) for line in told.lines[1:] if math.isfinite(line.interval_s))
+def _drawings(study: Study, by_nodes: Mapping[str, Points]) -> Iterator[tuple[str, str]]:
+    cluster, own = study.cluster, study.lines[0]
+    simulated = sorted((line.interval_s, line.goodput) for line in study.lines[1:] if math.isfinite(line.interval_s))
     cost_s, back_s = save_cost_s(cluster), recovery_s(cluster)
     predicted = [(at, daly_goodput(at, cost_s, back_s, cluster.mtbf_s)) for at, _ in simulated]
     lines = {"simulated": simulated, "Daly": predicted, own.name: [(own.interval_s, own.goodput)]}
     yield "Goodput by the time between saves", draw_lines("interval", lines, across="seconds", unit="goodput", log=True)
     lost = {
-        name: sorted((line.interval_s, line.shares[name]) for line in told.lines[1:])
+        name: sorted((line.interval_s, line.shares[name]) for line in study.lines[1:])
         for name in ("lost steps", "saving")
     }
     yield "What saving and not saving cost", draw_lines("costs", lost, across="seconds", unit="share of time", log=True)

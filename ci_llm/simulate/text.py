@@ -14,13 +14,13 @@ from ci_llm.simulate.study import AIM, Line, Study
 _SAID = {"lost steps": "lost", "saving": "saving", "start-up": "start"}
 
 
-def show(told: Study, console: Console) -> None:
+def show(study: Study, console: Console) -> None:
     """Print the study."""
-    console.print(head(told.cluster), style="bold")
-    console.print(_table("ways to save", told.lines, told.best, priced=told.cluster.price > 0))
-    others = [told.lines[0], *told.what_if.values()]
-    console.print(_table(f"{told.lines[0].name}, if it were otherwise", others, None, priced=told.cluster.price > 0))
-    for line in conclusions(told):
+    console.print(head(study.cluster), style="bold")
+    console.print(_table("ways to save", study.lines, study.best, priced=study.cluster.price > 0))
+    others = [study.lines[0], *study.what_if.values()]
+    console.print(_table(f"{study.lines[0].name}, if it were otherwise", others, None, priced=study.cluster.price > 0))
+    for line in conclusions(study):
         console.print(line, highlight=False)
 
 
@@ -33,19 +33,19 @@ def head(cluster: Cluster) -> str:
     )
 
 
-def conclusions(told: Study) -> Iterator[str]:
+def conclusions(study: Study) -> Iterator[str]:
     """What the tables say, in sentences."""
-    cluster, own, best = told.cluster, told.lines[0], told.best
-    yield f"best: {best.name}, goodput {percent(best.goodput)}; Daly's formula predicts {percent(told.predicted)}"
+    cluster, own, best = study.cluster, study.lines[0], study.best
+    yield f"best: {best.name}, goodput {percent(best.goodput)}; Daly's formula predicts {percent(study.predicted)}"
     recovery_s = closed_forms.recovery_s(cluster)
     yield (
-        f"bound: {percent(told.bound)}. A failure every {duration(cluster.mtbf_s)} costs {duration(recovery_s)}"
+        f"bound: {percent(study.bound)}. A failure every {duration(cluster.mtbf_s)} costs {duration(recovery_s)}"
         " until the first step, however often the job saves"
     )
-    if own.goodput < AIM and told.longest_recovery_s < recovery_s:
+    if own.goodput < AIM and study.longest_recovery_s < recovery_s:
         yield (
-            f"{percent(AIM)} would need a recovery of at most {duration(told.longest_recovery_s)}"
-            if told.longest_recovery_s > 0
+            f"{percent(AIM)} would need a recovery of at most {duration(study.longest_recovery_s)}"
+            if study.longest_recovery_s > 0
             else f"{percent(AIM)} is out of reach, however short the recovery: saves, preemptions and limits cost more"
         )
     if own.endings:

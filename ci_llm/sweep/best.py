@@ -49,10 +49,10 @@ def leave_best(sweep: Sweep) -> Path | None:
 def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -> str:
     standings = sweep.standings
     shared = sweep.config
-    told = ", ".join(f"`{key}` {as_typed(value)}" for key, value in trial.settings.items())
+    settings = ", ".join(f"`{key}` {as_typed(value)}" for key, value in trial.settings.items())
     what = (
         f"This LoRA adapter is the best of {len(standings.trials)} trials of a sweep, by {standings.plan.metric}"
-        f" {trial.score:.4f} on the rows that the trials were compared on: {told}."
+        f" {trial.score:.4f} on the rows that the trials were compared on: {settings}."
     )
     facts = CardFacts(
         base=str(config["base_model_name_or_path"]),

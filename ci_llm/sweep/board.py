@@ -49,7 +49,7 @@ def commands(standings: Standings, folder: Path, arguments: Sequence[str]) -> li
     if best is None or best.failed:
         return []
     steps = standings.plan.steps[-1]
-    lines = [f"best       {folder / BEST}   trial {best.id}, plain PEFT: {_told(best.settings)}"]
+    lines = [f"best       {folder / BEST}   trial {best.id}, plain PEFT: {_as_text(best.settings)}"]
     own = [f"{key}={as_typed(value)}" for key, value in best.settings.items()]
     start = [f"init_from={folder / BEST}", f"max_train_steps={steps}", "experiment_name=longer"]
     lines.append(f"longer     {_train(arguments, best.settings, ['num_agents=1', *own, *start])}")
@@ -80,5 +80,5 @@ def _in_yaml(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else as_typed(value)
 
 
-def _told(settings: Mapping[str, Any]) -> str:
+def _as_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {as_typed(value)}" for key, value in settings.items())

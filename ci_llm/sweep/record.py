@@ -134,7 +134,7 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
     spaces = plain_spaces(reading.spaces)
     for key in dict.fromkeys([*record.spaces, *spaces]):
         if record.spaces.get(key) != spaces.get(key):
-            odd.append(f"the space of {key} was {_told(record.spaces, key)}, is {_told(spaces, key)}")
+            odd.append(f"the space of {key} was {_space_of(record.spaces, key)}, is {_space_of(spaces, key)}")
     for key, value in reading.keys.model_dump().items():
         if value != (before := getattr(record.keys, key)) and key != "agents_per_pass":
             odd.append(f"{key} was {before}, is {value}")
@@ -150,5 +150,5 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
         )
 
 
-def _told(spaces: Mapping[str, Any], key: str) -> str:
+def _space_of(spaces: Mapping[str, Any], key: str) -> str:
     return json.dumps(spaces[key]) if key in spaces else "none"

@@ -166,13 +166,13 @@ class Sweep:
                 where="Sweep.tell",
                 hint="tell what ask() returned last, with one score for each of its trials",
             )
-        told = {
+        found = {
             id: (math.nan if not math.isfinite(score) else float(score), place)
             for place, (id, score) in enumerate(zip(segment.trials, scores, strict=True))
         }
         trials = [
-            replace(trial, scores=(*trial.scores, told[trial.id][0]), segment=segment.number, place=told[trial.id][1])
-            if trial.id in told
+            replace(trial, scores=(*trial.scores, found[trial.id][0]), segment=segment.number, place=found[trial.id][1])
+            if trial.id in found
             else trial
             for trial in self.standings.trials
         ]

@@ -144,8 +144,8 @@ class RemoteObjects:
 
         try:
             found = obstore.get(self._store, key)
-            told = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
-            return bytes(found.bytes()), {name: value for name, value in told.items() if value is not None}
+            version = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
+            return bytes(found.bytes()), {name: value for name, value in version.items() if value is not None}
         except FileNotFoundError as error:
             raise Missing(key) from error
         except self._failures as error:
