@@ -205,8 +205,8 @@ class CheckpointManager(FolderAccess):
                 return False
         began = time.perf_counter()
         manifest_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
-        entries: list[StateEntry] = []
-        contributions = self._exchange(step, state, manifest_info, entries)
+        entries, spared = list[StateEntry](), set(keep)
+        contributions = self._exchange(step, state, manifest_info, entries, spared)
         votes = add_up(contributions)
         if force:
             self._save_vote.record(step, votes)
@@ -217,7 +217,7 @@ class CheckpointManager(FolderAccess):
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
         manifest_info |= self._endurance(left=votes.stop > 0)
-        return self._write(step, entries, manifest_info, keep, waited_s=time.perf_counter() - began)
+        return self._write(step, entries, manifest_info, spared, waited_s=time.perf_counter() - began)
 
     def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
         """Commit `step` at once and without a collective, as the last of this attempt. Raises as `save` does.
@@ -311,9 +311,9 @@ class CheckpointManager(FolderAccess):
         return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
 
     def _exchange(
-        self, step: int, state: Any, info: Mapping[str, object], entries: list[StateEntry]
+        self, step: int, state: Any, info: Mapping[str, object], entries: list[StateEntry], spared: set[int]
     ) -> list[Contribution]:
-        """What every process tells the others before `step` is saved; `entries` are then this process's part.
+        """What every process tells the others before `step` is saved; fills `entries`, and on process 0 `spared`.
 
         Everything that may fail on one process alone is tried before the exchange, which makes it an error of all.
         """
@@ -324,8 +324,10 @@ class CheckpointManager(FolderAccess):
                 self._log_if_busy(step)
                 self.wait_until_finished()
                 entries.extend(hand_off({**state, **own} if own else state))
-                copy_info(info)
+                metrics = copy_info(info).get(METRICS)  # a copy: the loop may change its own
                 self._endurance(left=False)  # reads the manifest before this one
+                if self._is_main:
+                    spared.update(self._retention.spared(self.directory, step, metrics))
             return Contribution(votes, self._gradients.are_waiting(state), own).pack()
 
         self._channel = self._channel or SideChannel()
@@ -346,8 +348,6 @@ class CheckpointManager(FolderAccess):
     def _write(
         self, step: int, entries: list[StateEntry], info: Mapping[str, object], keep: Collection[int], waited_s: float
     ) -> bool:
-        if self._is_main:
-            keep = {*keep, *self._retention.spared(self.directory, step, info.get(METRICS), self._begun)}
         asynchronous = self._async_saver is not None
         task = self._backend.prepare(SaveRequest(self._store, step, entries, copy_info(info), keep, asynchronous))
         saved = True

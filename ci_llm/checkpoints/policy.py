@@ -224,17 +224,12 @@ class RetentionPolicy:
         """How many of the newest stay whatever they measure; None: all."""
         return 1 if self._best_fn is not None and self._most is not None and self._most >= 1 else self._most
 
-    def spared(self, directory: Path, step: int, metrics: Any, in_flight: int | None) -> frozenset[int]:
-        """The steps that stay when `step` is saved.
-
-        Args:
-            metrics: of `step`.
-            in_flight: a step that is being saved and not in the folder yet.
-        """
+    def spared(self, directory: Path, step: int, metrics: Any) -> frozenset[int]:
+        """The steps that stay when `step` is saved, with `metrics`. No other save is in flight."""
         if self._most is None or (self._period is None and self._best_fn is None):
             return frozenset()
         self._known[step] = metrics
-        steps = {*numbered_steps(directory), step} | ({in_flight} if in_flight is not None else set())
+        steps = {*numbered_steps(directory), step}
         by_period = {each for each in steps if self._period and each % self._period == 0}
         if self._best_fn is None:
             return frozenset(by_period)

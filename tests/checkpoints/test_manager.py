@@ -519,6 +519,17 @@ def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_pa
     assert said == ["checkpoint_step_1 is dropped: [Errno 28] No space left on device"]
 
 
+def test_a_step_that_was_dropped_behind_takes_the_place_of_no_other(managers: Any) -> None:
+    disk = FailingDisk(10**9, 28)
+    manager = managers(disk=disk, async_save=True, max_to_keep=1, best_fn=lambda metrics: metrics["score"])
+    manager.save(1, {"a": 1}, metrics={"score": 5})
+    manager.wait_until_finished()
+    disk.lives = disk.changes + 2
+    manager.save(2, {"a": 2}, metrics={"score": 9})
+    manager.save(3, {"a": 3}, metrics={"score": 1})
+    assert manager.all_steps() == [1, 3]
+
+
 def test_a_step_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
     manager = managers()
     manager.save(1, {"a": 1})
@@ -620,9 +631,11 @@ def test_each_process_gets_its_own_back_and_saves_it_again(server: ForkServer, t
     assert alone.restore(1)["own"].keys() == own.keys()
 
 
-def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hopeless", [True, False], ids=["state", "measure"])
+def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: Path, hopeless: bool) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
-    assert server.run(loops.failing_together, log, ranks=2, directory=directory) == [0, 0], log.read_text()
+    codes = server.run(loops.failing_together, log, ranks=2, directory=directory, hopeless=hopeless)
+    assert codes == [0, 0], log.read_text()
     assert CheckpointManager(directory).all_steps() == [1]
 
 
