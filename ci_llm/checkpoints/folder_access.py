@@ -239,6 +239,7 @@ class FolderAccess:
         self.wait_until_finished()
         self._known_newest, self._opened = [], None
         self._save_vote.forget()
+        self._retention.forget()
 
     @property
     def _is_main(self) -> bool:

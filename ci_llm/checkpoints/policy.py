@@ -226,9 +226,9 @@ class RetentionPolicy:
 
     def spared(self, directory: Path, step: int, metrics: Any) -> frozenset[int]:
         """The steps that stay when `step` is saved, with `metrics`. No other save is in flight."""
+        self._known[step] = metrics
         if self._most is None or (self._period is None and self._best_fn is None):
             return frozenset()
-        self._known[step] = metrics
         steps = {*numbered_steps(directory), step}
         by_period = {each for each in steps if self._period and each % self._period == 0}
         if self._best_fn is None:
@@ -236,6 +236,10 @@ class RetentionPolicy:
         measured = {each: self._measure(directory, each) for each in steps}
         best = sorted((each for each in steps if measured[each] is not None), key=lambda each: (measured[each], each))
         return frozenset(by_period | {each for each in steps if measured[each] is None} | {*best[-self._most :]})
+
+    def forget(self) -> None:
+        """Forget what steps were saved with: other checkpoints may have their numbers."""
+        self._known.clear()
 
     def best_of(self, directory: Path, steps: Collection[int]) -> int | None:
         """The best of `steps`, the newer of two alike; the newest where nothing is measured."""

@@ -405,6 +405,33 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         assert manager.restore(4) == {"step": 40}
 
 
+@pytest.mark.parametrize("max_to_keep", [None, 3])
+def test_the_best_step_is_found_anew_after_going_back(managers: Any, max_to_keep: int | None) -> None:
+    manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=max_to_keep)
+    manager.save(1, {"a": 1}, metrics={"score": 5})
+    manager.save(2, {"a": 2}, metrics={"score": 9})
+    assert manager.best_step() == 2
+    manager.supersede(1)
+    manager.save(2, {"a": 3}, metrics={"score": 1})
+    assert manager.best_step() == 1
+    stranger = managers()
+    manager.close()
+    stranger.supersede(0)
+    stranger.save(1, {"a": 4}, metrics={"score": 0})
+    stranger.save(2, {"a": 5}, metrics={"score": 2})
+    manager.reload()
+    assert manager.best_step() == 2
+
+
+def test_a_loop_may_use_one_dict_for_the_metrics_of_all_steps(managers: Any) -> None:
+    manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=1)
+    metrics = {}
+    for step, metrics["score"] in enumerate([9, 5, 7]):
+        manager.save(step, {"a": 1}, metrics=metrics)
+    assert manager.all_steps() == [0, 2]
+    assert manager.best_step() == 0
+
+
 def test_the_loop_may_work_in_another_folder_while_a_save_is_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
