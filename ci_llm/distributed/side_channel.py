@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ci_llm.errors import CheckpointError, PeerLost
+from ci_llm.errors import CheckpointError, PeerLost, first_line
 
 MAX_VOTES: Final = 8
 #: Bytes that a message may have before it costs a second collective; generators of one process have about 20,000.
@@ -93,7 +93,7 @@ class SideChannel:
         try:
             return self._gather(message)
         except RuntimeError as error:  # gloo has no narrower class
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
         # Outside of the `except`: the error's traceback holds the group, and a group that is held stays connected.
         raise self._disconnect(reason)
 
