@@ -75,11 +75,10 @@ class SideChannel:
     def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo") if _distributed() else None
         self._lost: PeerLost | None = None
-        self._capacity = FIRST_CAPACITY
         self.index, self.count = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all processes, by index; one collective, and a second one for a message of record length.
+        """The messages of all processes, by index; one collective, and a second one where a message is long.
 
         Nothing that is received is executed.
 
@@ -119,19 +118,20 @@ class SideChannel:
         return [each[1:] for each in received]
 
     def _gather(self, message: bytes) -> list[bytes]:
+        capacity = FIRST_CAPACITY
         while True:
             # All processes send equally many bytes, as `all_gather` wants it: so no size has to be agreed on first.
-            sent = torch.zeros(_LENGTH_BYTES + self._capacity, dtype=torch.uint8)
-            head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[: self._capacity]
+            sent = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
+            head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:capacity]
             sent[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             received = [torch.empty_like(sent) for _ in range(self.count)]
             dist.all_gather(received, sent, group=self._group)
             lengths = [int.from_bytes(each[:_LENGTH_BYTES].numpy().tobytes(), "little") for each in received]
-            if max(lengths) <= self._capacity:
+            if max(lengths) <= capacity:
                 ends = [_LENGTH_BYTES + length for length in lengths]
                 return [each[_LENGTH_BYTES:end].numpy().tobytes() for each, end in zip(received, ends, strict=True)]
             # Every process sees the same lengths, so all of them come to the same capacity and gather once more.
-            self._capacity = 1 << (max(lengths) - 1).bit_length()
+            capacity = max(lengths)
 
     def _disconnect(self, reason: str) -> PeerLost:
         """Close every connection of the group, so that a process that waits for this one gets an error as well."""

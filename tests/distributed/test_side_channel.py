@@ -1,14 +1,16 @@
-"""The side channel: an error without a message."""
+"""The side channel: an error without a message, and what a long message costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from ci_llm.distributed.process_group import peer_errors
-from ci_llm.distributed.side_channel import SideChannel
+from ci_llm.distributed.side_channel import FIRST_CAPACITY, SideChannel
 from ci_llm.errors import PeerLost
 
 
@@ -32,3 +34,18 @@ def test_an_error_without_a_message_is_a_lost_peer_too(channel: SideChannel, mon
         with pytest.raises(PeerLost) as told:
             channel.exchange(b"")
         assert told.value.where == "RuntimeError"
+
+
+def test_only_the_exchange_of_a_long_message_is_large(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    gather = dist.all_gather
+
+    def watched(received: list[Tensor], sent: Tensor, **options: Any) -> Any:
+        sizes.append(sent.numel())
+        return gather(received, sent, **options)
+
+    monkeypatch.setattr(dist, "all_gather", watched)
+    short, long = b"short", bytes(range(256)) * 1000
+    assert [channel.exchange(message) for message in (short, long, short)] == [[short], [long], [short]]
+    assert sizes[0] == sizes[1] == sizes[3] < 2 * FIRST_CAPACITY
+    assert len(long) <= sizes[2] <= 2 * len(long) + 8
