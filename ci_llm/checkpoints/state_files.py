@@ -210,7 +210,7 @@ class _Collector:
         if isinstance(value, Tensor):
             return {"$tensor": self._keep(value, where)}
         if isinstance(value, np.ndarray):
-            return {"$array": self._keep(torch.from_numpy(np.ascontiguousarray(value)), where)}
+            return {"$array": self._keep(torch.from_numpy(np.asarray(value, order="C")), where)}
         if hasattr(value, "state_dict"):
             return encode(value.state_dict(), self, where)
         return reject(value, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -176,6 +177,14 @@ def test_what_was_saved_comes_back_the_same(managers: Any) -> None:
     manager = managers()
     manager.save(1, state)
     assert same(manager.restore(1), state)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_an_array_keeps_its_shape(managers: Any, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape, order="F")
+    manager = managers()
+    manager.save(1, {"array": array, "list": [array]})
+    assert same(manager.restore(1), {"array": array, "list": [array]})
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
