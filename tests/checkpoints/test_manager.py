@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -179,10 +180,11 @@ def test_what_was_saved_comes_back_the_same(managers: Any) -> None:
     assert same(manager.restore(1), state)
 
 
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_an_array_keeps_its_shape(managers: Any, shape: tuple[int, ...]) -> None:
+def test_an_array_keeps_its_shape(managers: Any, shape: tuple[int, ...], async_save: bool) -> None:
     array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape, order="F")
-    manager = managers()
+    manager = managers(async_save=async_save)
     manager.save(1, {"array": array, "list": [array]})
     assert same(manager.restore(1), {"array": array, "list": [array]})
 
@@ -389,6 +391,30 @@ def test_lists_tuples_and_tensors_are_filled_where_they_are(managers: Any) -> No
     assert into["pair"][0] is mine
     assert into["pair"][1] == 4
     assert mine.tolist() == [1, 1, 1]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_containers_of_other_types_take_the_state_that_was_saved_from_them(managers: Any) -> None:
+    def objects(value: float) -> dict[str, Any]:
+        weight = torch.full((2,), value)
+        plain = {"ordered": OrderedDict(a=value), "counted": Counter(a=1), "named": Pair(value, 1)}
+        return {**plain, "ordered_weights": OrderedDict(w=weight), "named_weights": Pair(weight, value)}
+
+    manager = managers()
+    manager.save(1, objects(1.0))
+    into = objects(0.0)
+    manager.restore(1, into=into)
+    assert into["ordered"] == {"a": 1.0}
+    assert into["counted"] == {"a": 1}
+    assert into["named"] == (1.0, 1)
+    assert isinstance(into["ordered_weights"], OrderedDict)
+    assert into["ordered_weights"]["w"].tolist() == [1, 1]
+    assert into["named_weights"].first.tolist() == [1, 1]
+    assert into["named_weights"].second == 1.0
 
 
 def test_a_path_that_is_missing_or_damaged_is_an_error(managers: Any, tmp_path: Path) -> None:
