@@ -717,6 +717,14 @@ def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path:
     assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
 
 
+def test_a_save_that_fails_behind_is_an_error_of_all_in_the_loop_of_a_library(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    assert server.run(loops.failing_behind_together, log, ranks=2, directory=tmp_path / "run") == [0, 0]
+    assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
+
+
 def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert server.run(loops.forking, log, directory=tmp_path / "run") == [0], log.read_text()

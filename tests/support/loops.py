@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
+from ci_llm.integrations.saver import Saver
 from tools.testbed.events import DEADLINE_S
 
 
@@ -84,6 +85,25 @@ def busy_together(directory: str) -> int:
     manager = CheckpointManager(directory)
     try:
         manager.save(0, {"fine": 1})
+    except CheckpointError as error:
+        print(f"{type(error).__name__}\n", end="", flush=True)  # at once: another process writes here too
+        return 0
+    return 1
+
+
+def failing_behind_together(directory: str) -> int:
+    """A save that fails in its thread is an error of every process at the next step of a library's loop."""
+    dist.init_process_group("gloo")
+    saver = Saver(directory, {}, torch.device("cpu"))
+    saver.save(0, lambda: {"a": 1})
+    saver.manager.wait_until_finished()
+    if dist.get_rank() == 0:
+        Path(directory, ".attempt-1").rename(Path(directory, ".attempt-9"))
+    saver.save(1, lambda: {"a": 1})
+    if dist.get_rank() == 0:
+        saver.manager._async_saver._job.exception(DEADLINE_S)  # type: ignore[union-attr]
+    try:
+        saver.save(2, lambda: {"a": 1})
     except CheckpointError as error:
         print(f"{type(error).__name__}\n", end="", flush=True)  # at once: another process writes here too
         return 0
