@@ -33,7 +33,8 @@ class FolderAccess:
     _save_vote: SaveVote
     _read_only: bool
     _closed: bool
-    _known_newest: list[int | None]
+    _has_looked: bool
+    _newest_step: int | None
     _opened: Opened | None
     _verified_step: int | None
     _begun: int | None
@@ -74,7 +75,7 @@ class FolderAccess:
             self._opened = None  # the old one goes first: never two in memory
             self._opened = self._store.open_newest(heal=self._is_main and not self._read_only, at_most=at_most)
         newest = None if self._opened is None else self._opened.manifest.step
-        self._known_newest = [newest]
+        self._has_looked, self._newest_step = True, newest
         return newest
 
     def read(self, step: int | None = None) -> Checkpoint:
@@ -183,7 +184,7 @@ class FolderAccess:
         verified = self._verified_step
         self._forget_newest()
         if verified == after_step:  # it was read byte by byte, and is the newest now: no save has to look again
-            self._known_newest = [after_step]
+            self._has_looked, self._newest_step = True, after_step
         return self._store.supersede(after_step) if self._is_main else []
 
     def set_aside(self, entries: Sequence[Path]) -> Path:
@@ -237,7 +238,7 @@ class FolderAccess:
 
     def _forget_newest(self) -> None:
         self.wait_until_finished()
-        self._known_newest, self._opened = [], None
+        self._has_looked, self._opened = False, None
         self._save_vote.forget()
         self._retention.forget()
 

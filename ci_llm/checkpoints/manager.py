@@ -143,9 +143,9 @@ class CheckpointManager(FolderAccess):
         if self._async_saver is not None:
             weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
         self._clock, self._tried_at = clock, clock()
-        #: The newest step as this manager knows it, in a list; an empty list where it has to look.
-        self._known_newest: list[int | None] = []
-        self._opened = self._verified_step = self._begun = None
+        #: Whether `_newest_step` is the newest in the folder; otherwise the manager has to look.
+        self._has_looked = False
+        self._newest_step = self._opened = self._verified_step = self._begun = None
 
     # Saving
 
@@ -356,7 +356,7 @@ class CheckpointManager(FolderAccess):
         elif task is not None:
             self._async_saver.begin(task, self._note, waited_s=waited_s)
         if saved:
-            self._known_newest, self._begun = [step], step
+            self._has_looked, self._newest_step, self._begun = True, step, step
             self._save_vote.note_saved(step)
         return saved
 
@@ -379,12 +379,12 @@ class CheckpointManager(FolderAccess):
         if self._begun is not None and not self.is_saving_in_progress():
             last, begun, self._begun = self.last_result, self._begun, None
             if last is None or (last.step, last.saved) != (begun, True):
-                self._known_newest = []
-        if not self._known_newest and self._is_main:
+                self._has_looked = False
+        if not self._has_looked and self._is_main:
             self._store.acquire_lease()
-            self._known_newest = [self._store.latest()]
+            self._has_looked, self._newest_step = True, self._store.latest()
         # Process 0 decides, and has verified them; on the others this is for `should_save` only.
-        return self._known_newest[0] if self._known_newest else max(self._store.all_steps(), default=None)
+        return self._newest_step if self._has_looked else max(self._store.all_steps(), default=None)
 
     def _log_if_saved(self, step: int, votes: Votes) -> None:
         if not votes.newer and self._is_main and step == self._newest():
