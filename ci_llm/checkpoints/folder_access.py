@@ -11,8 +11,8 @@ from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.checkpoints.orbax_arguments import state_of
-from ci_llm.checkpoints.policy import Metrics, RetentionPolicy, metrics_of
 from ci_llm.checkpoints.restore import put
+from ci_llm.checkpoints.retention import Metrics, RetentionPolicy, metrics_of
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import SaveVote, give_own_parts
 from ci_llm.distributed.side_channel import ProcessGroup

@@ -32,9 +32,11 @@ from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
 from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.folder_access import FolderAccess
 from ci_llm.checkpoints.gradients import KEY, Gradients
+from ci_llm.checkpoints.interval import BestInterval
 from ci_llm.checkpoints.manifest import copy_info
 from ci_llm.checkpoints.orbax_arguments import Rules, state_of
-from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy
+from ci_llm.checkpoints.policy import SavePolicy
+from ci_llm.checkpoints.retention import METRICS, Metrics, RetentionPolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import Contribution, EachProcess, SaveVote, Votes, add_up, own_parts, replace_entries
@@ -62,7 +64,7 @@ class CheckpointManager(FolderAccess):
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None: never by steps.
         save_interval_seconds: and when so much time has passed since the last; None: never by time; "auto": the
-            interval that loses the least time, from what saves cost here and how often the run failed (policy.py).
+            interval that loses the least time, from what saves cost here and how often the run failed (interval.py).
         save_on_steps: and at these steps.
         max_to_keep: numbered checkpoints to keep; None keeps all.
         keep_period: multiples of it are not pruned.
@@ -371,9 +373,8 @@ class CheckpointManager(FolderAccess):
     # On process 0
 
     def _stop_waiting(self, paused_s: float) -> bool:
-        return self._interrupts.stop_reason is not None or (
-            paused_s >= LONGEST_PAUSE_S and side_channel.has_other_processes()
-        )
+        others_wait = paused_s >= LONGEST_PAUSE_S and side_channel.has_other_processes()
+        return others_wait or self._interrupts.stop_reason is not None
 
     def _newest(self) -> int | None:
         if self._begun is not None and not self.is_saving_in_progress():
@@ -392,9 +393,8 @@ class CheckpointManager(FolderAccess):
 
     def _log_if_busy(self, step: int) -> None:
         if self._is_main and self.is_saving_in_progress():
-            logger.warning(
-                "saving step %d waits for the save before it: saves are due faster than they are written", step
-            )
+            told = "saving step %d waits for the save before it: saves are due faster than they are written"
+            logger.warning(told, step)
 
     def _endurance(self, *, left: bool) -> dict[str, Any]:
         """What the manifest says about the failures of the run, where the interval follows from them."""

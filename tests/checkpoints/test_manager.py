@@ -25,7 +25,8 @@ from torch import Tensor
 from ci_llm.checkpoints.arena import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.folders import numbered_steps
-from ci_llm.checkpoints.manager import CheckpointManager, SavePolicy
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.restore import load_into
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
