@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,31 +20,40 @@ from ci_llm.distributed.side_channel import ProcessGroup
 from ci_llm.errors import CheckpointError
 
 
-class FolderAccess:
+class FolderAccess(ABC):
     """What a `CheckpointManager` does with its folder apart from saving. Reading waits for a save in flight.
 
     `latest_step` reads every byte of the newest checkpoint, and `restore` needs the same bytes right after. So the
     manager keeps what it has read and verified until it is restored or something newer is written.
     """
 
-    _store: CheckpointStore
-    _retention: RetentionPolicy
-    _gradients: Gradients
-    _processes: ProcessGroup
-    _save_vote: SaveVote
-    _read_only: bool
-    _closed: bool
-    _has_looked: bool
-    _newest_step: int | None
-    _opened: Opened | None
-    _verified_step: int | None
-    _begun: int | None
     #: Called with every result, in the thread that saved: a mirror looks at the folder then.
     after_save: Callable[[SaveResult], object] = staticmethod(lambda result: None)
 
-    def wait_until_finished(self) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        store: CheckpointStore,
+        processes: ProcessGroup,
+        retention: RetentionPolicy,
+        gradients: Gradients,
+        *,
+        read_only: bool,
+    ) -> None:
+        self._store, self._processes = store, processes
+        self._retention, self._gradients = retention, gradients
+        self._save_vote = SaveVote(processes)
+        self._read_only, self._closed = read_only, False
+        self._opened: Opened | None = None
+        self._verified_step: int | None = None
+        #: Whether `_newest_step` is the newest in the folder; otherwise the manager has to look.
+        self._has_looked = False
+        self._newest_step: int | None = None
 
+    @abstractmethod
+    def wait_until_finished(self) -> None:
+        """Return when no save is in flight."""
+
+    @abstractmethod
     def _note_restored(self) -> None:
         """Called when a state has been read."""
 

@@ -39,7 +39,7 @@ from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.retention import METRICS, Metrics, RetentionPolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Contribution, EachProcess, SaveVote, Votes, add_up, own_parts, replace_entries
+from ci_llm.checkpoints.votes import Contribution, EachProcess, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
@@ -122,32 +122,29 @@ class CheckpointManager(FolderAccess):
         self._interval = BestInterval(clock) if save_interval_seconds == "auto" else None
         seconds = None if save_interval_seconds == "auto" else save_interval_seconds
         self._policy = SavePolicy(rules.save_interval_steps, seconds, frozenset(rules.save_on_steps), rules.initially)
-        self._retention = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
-        self._read_only, self._closed = rules.read_only, False
+        retention = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
-        self._store = CheckpointStore(
+        store = CheckpointStore(
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
-            save_total_limit=self._retention.newest,
+            save_total_limit=retention.newest,
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
             stop_waiting=self._stop_waiting,
             sleep=self._interrupts.wait,
         )
-        self._processes: ProcessGroup = processes or TorchProcessGroup(getattr(accelerator, "device", None))
+        processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
-        self._channel: SideChannel | None = None
-        self._backend = open_backend(checkpoint_backend, self._processes)
-        self._save_vote = SaveVote(self._processes)
+        self._backend = open_backend(checkpoint_backend, processes)
         optimizers = list(optimizers)
-        self._gradients = Gradients(self._processes, optimizers, accelerator)
+        gradients = Gradients(processes, optimizers, accelerator)
+        super().__init__(store, processes, retention, gradients, read_only=rules.read_only)
+        self._channel: SideChannel | None = None
         self._async_saver = AsyncSaver(optimizers) if rules.async_save else None
         if self._async_saver is not None:
             weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
         self._clock, self._tried_at = clock, clock()
-        #: Whether `_newest_step` is the newest in the folder; otherwise the manager has to look.
-        self._has_looked = False
-        self._newest_step = self._opened = self._verified_step = self._begun = None
+        self._begun: int | None = None  # the step of the save that was begun last
 
     # Saving
 
