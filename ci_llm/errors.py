@@ -45,6 +45,11 @@ class CiLlmError(Exception):
         return "\n".join(lines)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class BadInput(CiLlmError):
     """The call, the configuration or the data must change; nothing was created or lost."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
-from ci_llm.checkpoints.manifest import MANIFEST, FileImage, FileRecord, Manifest, verify_folder
+from ci_llm.checkpoints.manifest import MANIFEST, FileImage, FileRecord, Manifest, verify_files, verify_folder
 from ci_llm.core.durable import Filesystem, commit_folder, remove_tree, sync_tree, write_new
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 BLOCK_BYTES = 4096
 MARGIN_BYTES = 1 << 20
@@ -78,9 +79,21 @@ def commit(
             undo.callback(disk.rename, old, target)
         undo.callback(_take_back, target, draft, disk)
         commit_folder(draft, target, disk=disk)
-        verify_folder(target, from_disk=True, but=others.records)
+        with _reading_back():
+            verify_folder(target, from_disk=True, but=others.records)
         undo.pop_all()
     return old
+
+
+@contextlib.contextmanager
+def _reading_back() -> Iterator[None]:
+    """What keeps this process from reading what it has written is an error of the disk, as in writing."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except CheckpointError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
 
 
 def draft_in(work: Path) -> Path:
@@ -100,6 +113,19 @@ def _write_folder(
         write_files(draft, files, disk)
     write_new(draft / MANIFEST, [manifest.dump()], disk=disk)
     sync_tree(draft, disk=disk)
+
+
+def write_part(
+    draft: Path, files: Mapping[str, FileImage], records: Mapping[str, FileRecord], disk: Filesystem
+) -> None:
+    """Write files of a draft that another process commits, and read them back from the device.
+
+    Raises:
+        OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
+    """
+    write_files(draft, files, disk)
+    with _reading_back():
+        verify_files(draft, records)
 
 
 def write_files(draft: Path, files: Mapping[str, FileImage], disk: Filesystem) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,38 +12,48 @@ from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.checkpoints.orbax_arguments import state_of
-from ci_llm.checkpoints.policy import Metrics, RetentionPolicy, metrics_of
 from ci_llm.checkpoints.restore import put
+from ci_llm.checkpoints.retention import Metrics, RetentionPolicy, metrics_of
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
 from ci_llm.checkpoints.votes import SaveVote, give_own_parts
 from ci_llm.distributed.side_channel import ProcessGroup
 from ci_llm.errors import CheckpointError
 
 
-class FolderAccess:
+class FolderAccess(ABC):
     """What a `CheckpointManager` does with its folder apart from saving. Reading waits for a save in flight.
 
     `latest_step` reads every byte of the newest checkpoint, and `restore` needs the same bytes right after. So the
     manager keeps what it has read and verified until it is restored or something newer is written.
     """
 
-    _store: CheckpointStore
-    _retention: RetentionPolicy
-    _gradients: Gradients
-    _processes: ProcessGroup
-    _save_vote: SaveVote
-    _read_only: bool
-    _closed: bool
-    _known_newest: list[int | None]
-    _opened: Opened | None
-    _verified_step: int | None
-    _begun: int | None
     #: Called with every result, in the thread that saved: a mirror looks at the folder then.
     after_save: Callable[[SaveResult], object] = staticmethod(lambda result: None)
 
-    def wait_until_finished(self) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        store: CheckpointStore,
+        processes: ProcessGroup,
+        retention: RetentionPolicy,
+        gradients: Gradients,
+        *,
+        read_only: bool,
+    ) -> None:
+        self._store, self._processes = store, processes
+        self._retention, self._gradients = retention, gradients
+        self._save_vote = SaveVote(processes)
+        self._read_only, self._closed = read_only, False
+        self._opened: Opened | None = None
+        self._verified_step: int | None = None
+        #: Whether `_newest_step` is the newest in the folder; otherwise the manager has to look.
+        self._has_looked = False
+        self._newest_step: int | None = None
 
+    @abstractmethod
+    def wait_until_finished(self) -> None:
+        """Return when no save is in flight."""
+
+    @abstractmethod
     def _note_restored(self) -> None:
         """Called when a state has been read."""
 
@@ -74,7 +85,7 @@ class FolderAccess:
             self._opened = None  # the old one goes first: never two in memory
             self._opened = self._store.open_newest(heal=self._is_main and not self._read_only, at_most=at_most)
         newest = None if self._opened is None else self._opened.manifest.step
-        self._known_newest = [newest]
+        self._has_looked, self._newest_step = True, newest
         return newest
 
     def read(self, step: int | None = None) -> Checkpoint:
@@ -183,7 +194,7 @@ class FolderAccess:
         verified = self._verified_step
         self._forget_newest()
         if verified == after_step:  # it was read byte by byte, and is the newest now: no save has to look again
-            self._known_newest = [after_step]
+            self._has_looked, self._newest_step = True, after_step
         return self._store.supersede(after_step) if self._is_main else []
 
     def set_aside(self, entries: Sequence[Path]) -> Path:
@@ -237,8 +248,9 @@ class FolderAccess:
 
     def _forget_newest(self) -> None:
         self.wait_until_finished()
-        self._known_newest, self._opened = [], None
+        self._has_looked, self._opened = False, None
         self._save_vote.forget()
+        self._retention.forget()
 
     @property
     def _is_main(self) -> bool:

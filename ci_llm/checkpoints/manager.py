@@ -32,12 +32,14 @@ from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
 from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.folder_access import FolderAccess
 from ci_llm.checkpoints.gradients import KEY, Gradients
+from ci_llm.checkpoints.interval import BestInterval
 from ci_llm.checkpoints.manifest import copy_info
 from ci_llm.checkpoints.orbax_arguments import Rules, state_of
-from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy
+from ci_llm.checkpoints.policy import SavePolicy
+from ci_llm.checkpoints.retention import METRICS, Metrics, RetentionPolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Contribution, EachProcess, SaveVote, Votes, add_up, own_parts, replace_entries
+from ci_llm.checkpoints.votes import Contribution, EachProcess, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
@@ -62,7 +64,7 @@ class CheckpointManager(FolderAccess):
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None: never by steps.
         save_interval_seconds: and when so much time has passed since the last; None: never by time; "auto": the
-            interval that loses the least time, from what saves cost here and how often the run failed (policy.py).
+            interval that loses the least time, from what saves cost here and how often the run failed (interval.py).
         save_on_steps: and at these steps.
         max_to_keep: numbered checkpoints to keep; None keeps all.
         keep_period: multiples of it are not pruned.
@@ -120,32 +122,29 @@ class CheckpointManager(FolderAccess):
         self._interval = BestInterval(clock) if save_interval_seconds == "auto" else None
         seconds = None if save_interval_seconds == "auto" else save_interval_seconds
         self._policy = SavePolicy(rules.save_interval_steps, seconds, frozenset(rules.save_on_steps), rules.initially)
-        self._retention = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
-        self._read_only, self._closed = rules.read_only, False
+        retention = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
-        self._store = CheckpointStore(
+        store = CheckpointStore(
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
-            save_total_limit=self._retention.newest,
+            save_total_limit=retention.newest,
             on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
             stop_waiting=self._stop_waiting,
             sleep=self._interrupts.wait,
         )
-        self._processes: ProcessGroup = processes or TorchProcessGroup(getattr(accelerator, "device", None))
+        processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
-        self._channel: SideChannel | None = None
-        self._backend = open_backend(checkpoint_backend, self._processes)
-        self._save_vote = SaveVote(self._processes)
+        self._backend = open_backend(checkpoint_backend, processes)
         optimizers = list(optimizers)
-        self._gradients = Gradients(self._processes, optimizers, accelerator)
+        gradients = Gradients(processes, optimizers, accelerator)
+        super().__init__(store, processes, retention, gradients, read_only=rules.read_only)
+        self._channel: SideChannel | None = None
         self._async_saver = AsyncSaver(optimizers) if rules.async_save else None
         if self._async_saver is not None:
             weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
         self._clock, self._tried_at = clock, clock()
-        #: The newest step as this manager knows it, in a list; an empty list where it has to look.
-        self._known_newest: list[int | None] = []
-        self._opened = self._verified_step = self._begun = None
+        self._begun: int | None = None  # the step of the save that was begun last
 
     # Saving
 
@@ -205,8 +204,8 @@ class CheckpointManager(FolderAccess):
                 return False
         began = time.perf_counter()
         manifest_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
-        entries: list[StateEntry] = []
-        contributions = self._exchange(step, state, manifest_info, entries)
+        entries, spared = list[StateEntry](), set(keep)
+        contributions = self._exchange(step, state, manifest_info, entries, spared)
         votes = add_up(contributions)
         if force:
             self._save_vote.record(step, votes)
@@ -217,7 +216,7 @@ class CheckpointManager(FolderAccess):
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
         manifest_info |= self._endurance(left=votes.stop > 0)
-        return self._write(step, entries, manifest_info, keep, waited_s=time.perf_counter() - began)
+        return self._write(step, entries, manifest_info, spared, waited_s=time.perf_counter() - began)
 
     def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
         """Commit `step` at once and without a collective, as the last of this attempt. Raises as `save` does.
@@ -311,9 +310,9 @@ class CheckpointManager(FolderAccess):
         return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
 
     def _exchange(
-        self, step: int, state: Any, info: Mapping[str, object], entries: list[StateEntry]
+        self, step: int, state: Any, info: Mapping[str, object], entries: list[StateEntry], spared: set[int]
     ) -> list[Contribution]:
-        """What every process tells the others before `step` is saved; `entries` are then this process's part.
+        """What every process tells the others before `step` is saved; fills `entries`, and on process 0 `spared`.
 
         Everything that may fail on one process alone is tried before the exchange, which makes it an error of all.
         """
@@ -324,8 +323,10 @@ class CheckpointManager(FolderAccess):
                 self._log_if_busy(step)
                 self.wait_until_finished()
                 entries.extend(hand_off({**state, **own} if own else state))
-                copy_info(info)
+                metrics = copy_info(info).get(METRICS)  # a copy: the loop may change its own
                 self._endurance(left=False)  # reads the manifest before this one
+                if self._is_main:
+                    spared.update(self._retention.spared(self.directory, step, metrics))
             return Contribution(votes, self._gradients.are_waiting(state), own).pack()
 
         self._channel = self._channel or SideChannel()
@@ -346,8 +347,6 @@ class CheckpointManager(FolderAccess):
     def _write(
         self, step: int, entries: list[StateEntry], info: Mapping[str, object], keep: Collection[int], waited_s: float
     ) -> bool:
-        if self._is_main:
-            keep = {*keep, *self._retention.spared(self.directory, step, info.get(METRICS), self._begun)}
         asynchronous = self._async_saver is not None
         task = self._backend.prepare(SaveRequest(self._store, step, entries, copy_info(info), keep, asynchronous))
         saved = True
@@ -356,7 +355,7 @@ class CheckpointManager(FolderAccess):
         elif task is not None:
             self._async_saver.begin(task, self._note, waited_s=waited_s)
         if saved:
-            self._known_newest, self._begun = [step], step
+            self._has_looked, self._newest_step, self._begun = True, step, step
             self._save_vote.note_saved(step)
         return saved
 
@@ -371,20 +370,19 @@ class CheckpointManager(FolderAccess):
     # On process 0
 
     def _stop_waiting(self, paused_s: float) -> bool:
-        return self._interrupts.stop_reason is not None or (
-            paused_s >= LONGEST_PAUSE_S and side_channel.has_other_processes()
-        )
+        others_wait = paused_s >= LONGEST_PAUSE_S and side_channel.has_other_processes()
+        return others_wait or self._interrupts.stop_reason is not None
 
     def _newest(self) -> int | None:
         if self._begun is not None and not self.is_saving_in_progress():
             last, begun, self._begun = self.last_result, self._begun, None
             if last is None or (last.step, last.saved) != (begun, True):
-                self._known_newest = []
-        if not self._known_newest and self._is_main:
+                self._has_looked = False
+        if not self._has_looked and self._is_main:
             self._store.acquire_lease()
-            self._known_newest = [self._store.latest()]
+            self._has_looked, self._newest_step = True, self._store.latest()
         # Process 0 decides, and has verified them; on the others this is for `should_save` only.
-        return self._known_newest[0] if self._known_newest else max(self._store.all_steps(), default=None)
+        return self._newest_step if self._has_looked else max(self._store.all_steps(), default=None)
 
     def _log_if_saved(self, step: int, votes: Votes) -> None:
         if not votes.newer and self._is_main and step == self._newest():
@@ -392,9 +390,8 @@ class CheckpointManager(FolderAccess):
 
     def _log_if_busy(self, step: int) -> None:
         if self._is_main and self.is_saving_in_progress():
-            logger.warning(
-                "saving step %d waits for the save before it: saves are due faster than they are written", step
-            )
+            told = "saving step %d waits for the save before it: saves are due faster than they are written"
+            logger.warning(told, step)
 
     def _endurance(self, *, left: bool) -> dict[str, Any]:
         """What the manifest says about the failures of the run, where the interval follows from them."""

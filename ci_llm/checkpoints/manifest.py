@@ -31,8 +31,13 @@ MAX_MANIFEST_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".joblib"})
 OWN_KEYS = ("format_version", "step", "attempt", "wall_time", "forms", "files", "digest")
-# Errors of this process and not of the checkpoint, which must not be quarantined for them.
-NOT_DAMAGE = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+# Errors of this process, or of its way to the disk, and not of the checkpoint, which must not be quarantined for them.
+# EIO is damage: it is what a bad block gives.
+NOT_DAMAGE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+    | {errno.ESTALE, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN}
+    | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH}
+)
 
 JsonObject: TypeAlias = "dict[str, Json]"
 _SEAL = partial(hashlib.blake2b, digest_size=32)

@@ -42,7 +42,7 @@ def _check_fit(target: object, saved: object, where: str) -> None:
         if not same:
             raise _misfit(where, _describe(target), _describe(saved))
     elif not _holds_objects(target):
-        if isinstance(target, (dict, list, tuple)) and type(saved) is not type(target):
+        if _is_of_other_kind(saved, target):
             raise _misfit(where, _describe(target), _describe(saved))
     elif isinstance(target, MutableMapping):
         if not isinstance(saved, dict) or saved.keys() != target.keys():
@@ -50,10 +50,15 @@ def _check_fit(target: object, saved: object, where: str) -> None:
         for key, item in target.items():
             _check_fit(item, saved[key], f"{where}.{key}")
     elif isinstance(target, (list, tuple)):
-        if type(saved) is not type(target) or len(saved) != len(target):
+        if not isinstance(saved, (list, tuple)) or _is_of_other_kind(saved, target) or len(saved) != len(target):
             raise _misfit(where, _describe(target), _describe(saved))
         for i, item in enumerate(target):
             _check_fit(item, saved[i], f"{where}[{i}]")
+
+
+def _is_of_other_kind(saved: object, target: object) -> bool:
+    """Whether `target` is a container and `saved` is none of its kind; a checkpoint does not hold the exact type."""
+    return any(isinstance(target, kind) and not isinstance(saved, kind) for kind in (Mapping, list, tuple))
 
 
 def _holds_objects(value: object) -> bool:
@@ -97,7 +102,7 @@ def _put(target: Any, saved: Any, where: str) -> Any:
         return target
     filled = [_put(item, value, f"{where}[{i}]") for i, (item, value) in enumerate(zip(target, saved, strict=True))]
     if isinstance(target, tuple):
-        return tuple(filled)
+        return type(target)(*filled) if hasattr(target, "_fields") else tuple(filled)
     target[:] = filled
     return target
 

@@ -210,7 +210,7 @@ class _Collector:
         if isinstance(value, Tensor):
             return {"$tensor": self._keep(value, where)}
         if isinstance(value, np.ndarray):
-            return {"$array": self._keep(torch.from_numpy(np.ascontiguousarray(value)), where)}
+            return {"$array": self._keep(torch.from_numpy(np.asarray(value, order="C")), where)}
         if hasattr(value, "state_dict"):
             return encode(value.state_dict(), self, where)
         return reject(value, where)
@@ -275,6 +275,8 @@ def _require_plain_bytes(tensor: Tensor, where: str = "") -> None:
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
     _require_plain_bytes(tensor)
+    if not tensor.numel():
+        return memoryview(b"")  # that of an empty array has a stride of 0, and so no view as bytes
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view

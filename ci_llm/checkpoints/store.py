@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ci_llm.checkpoints.commit import NO_OTHERS, OtherWriters, commit, draft_in, require_space, write_files
+from ci_llm.checkpoints.commit import NO_OTHERS, OtherWriters, commit, draft_in, require_space, write_part
 from ci_llm.checkpoints.folders import (
     FINAL,
     Opened,
@@ -33,7 +33,7 @@ from ci_llm.checkpoints.folders import (
     step_folder,
 )
 from ci_llm.checkpoints.lease import Lease, Owner, acquire_lease, leftovers
-from ci_llm.checkpoints.manifest import FileImage, FileRecord, Manifest, read_manifest, verify_files, verify_folder
+from ci_llm.checkpoints.manifest import FileImage, FileRecord, Manifest, read_manifest, verify_folder
 from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED, finish_moves, move_to_shelf, set_aside
 from ci_llm.core.durable import DISK, Filesystem, remove_tree
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
@@ -221,8 +221,8 @@ class CheckpointStore:
         return self._newest(look, heal, at_most) if set(committed(self.directory)) - set(seen) else None
 
     def _look_twice(self, folder: Path, heal: bool, look: Callable[[Path], T]) -> T | None:
-        """What `look` returns; None if it finds the folder damaged twice, because a disk may fail once."""
-        with contextlib.suppress(DamagedCheckpoint):
+        """What `look` returns; None if it finds the folder damaged twice, because a disk or a network may fail once."""
+        with contextlib.suppress(CheckpointError):
             return look(folder)
         try:
             return look(folder)
@@ -275,8 +275,7 @@ class CheckpointStore:
         Raises:
             OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
         """
-        write_files(self.directory / draft, files, self._disk)
-        verify_files(self.directory / draft, records)
+        write_part(self.directory / draft, files, records, self._disk)
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> SaveResult:
         """Make `final_checkpoint` anew from a committed step, with `extra` files beside its own.

@@ -41,7 +41,7 @@ class SaveVote:
     def count(self, step: int, own: Callable[[], Votes]) -> Votes:
         """The votes of all processes. A collective, unless this step is counted already: all processes know that."""
         if self._counted is None or self._counted[0] != step:
-            self._counted = step, Votes(*run_collectively(self._processes, lambda: own()))
+            self._counted = step, Votes(*run_collectively(self._processes, own))
         return self._counted[1]
 
     def record(self, step: int, votes: Votes) -> None:

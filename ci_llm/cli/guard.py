@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ci_llm.core.imports import set_library_defaults
-from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.errors import BadInput, CiLlmError, first_line
 from ci_llm.interrupts import ABORTED_EXIT_CODE
 
 _LOGGER = logging.getLogger(__name__)
@@ -133,6 +133,6 @@ def print_error(error: CiLlmError) -> None:
     from ci_llm.cluster.launch import own_process_index
 
     number = own_process_index()
-    told = f"error: {error}" if number == 0 else f"process {number}: error: {error.what.splitlines()[0]}"
+    told = f"error: {error}" if number == 0 else f"process {number}: error: {first_line(error)}"
     with contextlib.suppress(OSError):  # the exit code remains
         print(told, file=sys.stderr, flush=True)

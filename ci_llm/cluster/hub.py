@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ci_llm.errors import BadInput
+from ci_llm.errors import BadInput, first_line
 
 OFFLINE: Final = "HF_HUB_OFFLINE"
 TIMEOUT_S: Final = 5.0
@@ -93,7 +93,7 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=list(patterns), local_files_only=offline is not None))
     except LocalEntryNotFoundError as error:
-        reason = offline or str(error).splitlines()[0]
+        reason = offline or first_line(error)
         what = f"there is no such folder, the hub cannot be asked ({reason}), and its local cache does not hold it"
         raise BadInput(what, where=name, hint="give a folder that exists, or connect to the hub") from error
     except GatedRepoError as error:
@@ -101,5 +101,5 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise BadInput("there is no such folder, and no such model on the hub", where=name, hint=login) from error
     except HfHubHTTPError as error:
-        what = f"the hub refuses: {str(error).splitlines()[0]}"
+        what = f"the hub refuses: {first_line(error)}"
         raise BadInput(what, where=name, hint="try again later, or give a folder") from error

@@ -33,6 +33,9 @@ def why_no_mirror(url: str) -> tuple[str, str] | None:
     if has_user or parts.query or parts.password is not None:
         hint = "set them in the environment, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         return f"the URL of a mirror must not carry credentials: {without_secrets(url)}", hint
+    if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
+        what = f"{parts.netloc!r} stands where a file URL has a machine, not a folder: {without_secrets(url)}"
+        return what, "give the whole path of the folder, after three slashes: file:///path/of/the/mirror"
     if parts.scheme == "file" and not parts.path.strip("/"):
         return "the mirror must have a folder of its own", "give file:///path/of/the/mirror"
     return None

@@ -35,7 +35,7 @@ from ci_llm.crowd.quantized import Quantization, QuantizedLinear, quantized_load
 from ci_llm.crowd.sharded_layers import ShardedLayers, gathered, is_sharded
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import ConfigError, ModelError
+from ci_llm.errors import ConfigError, ModelError, first_line
 
 #: What loading an incomplete or damaged folder raises. RuntimeError is left out: it also stands for exhausted memory.
 _UNREADABLE = (
@@ -311,11 +311,11 @@ def load_error(model_name: str, error: Exception) -> ModelError:
         model_name: as it was given.
         error: what Transformers raised.
     """
-    text = str(error).strip()
+    text = str(error)
     if "Unrecognized configuration class" in text:
         kind = re.search(r"<class '[\w.]*?(\w+)'>", text)
         return _not_causal(model_name, kind.group(1) if kind else "unknown")
-    what = f"the base model cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}"
+    what = f"the base model cannot be loaded: {first_line(error)}"
     place = Path(model_name)
     if place.exists():
         hint = "the folder needs config.json, model.safetensors and a tokenizer"

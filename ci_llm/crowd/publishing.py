@@ -21,7 +21,7 @@ from ci_llm.checkpoints.mirror.pace import backoff_s
 from ci_llm.cluster.hub import OFFLINE, why_unreachable
 from ci_llm.crowd.pretrained import FILES
 from ci_llm.crowd.recognise import require_checkpoint
-from ci_llm.errors import BadInput, CheckpointError
+from ci_llm.errors import BadInput, CheckpointError, first_line
 
 if TYPE_CHECKING:
     from ci_llm.crowd.merge_methods import Merge
@@ -145,15 +145,15 @@ class _Hub:
             try:
                 return ask()
             except (HFValidationError, LocalTokenNotFoundError) as error:
-                raise BadInput(_first_line(error), where=where, hint=_LOGIN) from error
+                raise BadInput(first_line(error), where=where, hint=_LOGIN) from error
             except failing as error:
                 response = getattr(error, "response", None)
                 if response is not None and response.status_code in _REFUSALS:
-                    what = f"the hub refuses ({response.status_code}): {_first_line(error)}"
+                    what = f"the hub refuses ({response.status_code}): {first_line(error)}"
                     raise BadInput(what, where=where, hint=_LOGIN) from error
                 failures += 1
                 if failures == TRIES:
-                    what = f"the hub does not take it: {_first_line(error)}"
+                    what = f"the hub does not take it: {first_line(error)}"
                     raise CheckpointError(what, where=where, hint="call it again later: it goes on") from error
             self._sleep(backoff_s(failures, hurry=False))
 
@@ -165,7 +165,3 @@ def _is_published(name: str) -> bool:
 
 _REFUSALS: Final = frozenset({400, 401, 403, 404, 422})
 _LOGIN: Final = f"log in with `hf auth login`, or set HF_TOKEN to a token that may write; {OFFLINE} must not be set"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 
 from ci_llm.cluster.elastic import has_rounds, names_of_round
 from ci_llm.cluster.launch import Launch
-from ci_llm.errors import LaunchError, PeerLost
+from ci_llm.errors import LaunchError, PeerLost, first_line
 from ci_llm.interrupts import Interrupts
 
 # A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
@@ -54,7 +54,7 @@ def rendezvous_errors(launch: Launch) -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         raise LaunchError(
-            f"the {launch.num_processes} processes cannot meet: {str(error).splitlines()[0]}",
+            f"the {launch.num_processes} processes cannot meet: {first_line(error)}",
             where=f"{address}:{port}",
             hint="export a free MASTER_PORT, and a MASTER_ADDR that every machine can reach",
         ) from error
@@ -101,6 +101,6 @@ def peer_errors() -> Iterator[None]:
     except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
         raise PeerLost(
             "a process of this run is gone or silent",
-            where=str(error).splitlines()[0],
+            where=first_line(error),
             hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
         ) from error

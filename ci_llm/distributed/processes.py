@@ -42,7 +42,7 @@ from ci_llm.distributed.precision import (
     speed_of_bf16,
 )
 from ci_llm.distributed.process_group import join, leave, peer_errors, rendezvous_errors
-from ci_llm.errors import CiLlmError, LaunchError
+from ci_llm.errors import CiLlmError, LaunchError, first_line
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ def check_process_group() -> str:
         dist.all_reduce(torch.ones(1, device="cpu" if runs_on_cpu() else "cuda"))
     except (RuntimeError, OSError) as error:
         raise LaunchError(
-            f"processes of this machine cannot communicate: {str(error).splitlines()[0]}",
+            f"processes of this machine cannot communicate: {first_line(error)}",
             where=f"{backend}, 127.0.0.1",
             hint="let this machine's name resolve (/etc/hosts), or export GLOO_SOCKET_IFNAME=lo",
         ) from error

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ci_llm.errors import CheckpointError, PeerLost
+from ci_llm.errors import CheckpointError, PeerLost, first_line
 
 MAX_VOTES: Final = 8
 #: Bytes that a message may have before it costs a second collective; generators of one process have about 20,000.
 FIRST_CAPACITY: Final = 1 << 16
+#: A message of up to so many bytes costs the second collective once, because its size is kept for the next ones.
+MOST_KEPT: Final = 1 << 20
 _LENGTH_BYTES: Final = 8
 #: First byte of a message that says whether its sender has failed.
 _FAILED, _FINE = b"\0", b"\1"
@@ -93,7 +95,7 @@ class SideChannel:
         try:
             return self._gather(message)
         except RuntimeError as error:  # gloo has no narrower class
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
         # Outside of the `except`: the error's traceback holds the group, and a group that is held stays connected.
         raise self._disconnect(reason)
 
@@ -119,19 +121,22 @@ class SideChannel:
         return [each[1:] for each in received]
 
     def _gather(self, message: bytes) -> list[bytes]:
+        capacity = self._capacity
         while True:
             # All processes send equally many bytes, as `all_gather` wants it: so no size has to be agreed on first.
-            sent = torch.zeros(_LENGTH_BYTES + self._capacity, dtype=torch.uint8)
-            head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[: self._capacity]
+            sent = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
+            head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:capacity]
             sent[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             received = [torch.empty_like(sent) for _ in range(self.count)]
             dist.all_gather(received, sent, group=self._group)
             lengths = [int.from_bytes(each[:_LENGTH_BYTES].numpy().tobytes(), "little") for each in received]
-            if max(lengths) <= self._capacity:
+            if max(lengths) <= capacity:
                 ends = [_LENGTH_BYTES + length for length in lengths]
                 return [each[_LENGTH_BYTES:end].numpy().tobytes() for each, end in zip(received, ends, strict=True)]
             # Every process sees the same lengths, so all of them come to the same capacity and gather once more.
-            self._capacity = 1 << (max(lengths) - 1).bit_length()
+            capacity = 1 << (max(lengths) - 1).bit_length()
+            if capacity <= MOST_KEPT:
+                self._capacity = capacity
 
     def _disconnect(self, reason: str) -> PeerLost:
         """Close every connection of the group, so that a process that waits for this one gets an error as well."""

@@ -20,7 +20,7 @@ from ci_llm.dry_run.architecture import find_shape
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.report import count, size
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import ConfigError, ModelError
+from ci_llm.errors import ConfigError, ModelError, first_line
 from ci_llm.run.cost_model import Trace, Untraceable, trace_longest
 from ci_llm.run.recomputation import recompute_on_all
 
@@ -82,7 +82,7 @@ def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"the base's tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}",
+            f"the base's tokenizer cannot be loaded: {first_line(error)}",
             where=f"model_name: {name}",
             hint="put tokenizer.json and tokenizer_config.json beside config.json",
         ) from error

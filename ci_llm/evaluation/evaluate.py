@@ -30,7 +30,7 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
 from ci_llm.distributed.precision import autocast_dtype
-from ci_llm.errors import OutOfMemory
+from ci_llm.errors import OutOfMemory, first_line
 from ci_llm.evaluation.loading import (
     Job,
     Request,
@@ -153,7 +153,7 @@ def _fits(batch_size: int) -> Iterator[None]:
         if not is_out_of_memory(cause):
             raise
         raise OutOfMemory(
-            f"memory ran out: {cause}".splitlines()[0],
+            f"memory ran out: {first_line(cause)}",
             where=f"--batch-size {batch_size}",
             hint=f"--batch-size {max(1, batch_size // 2)} goes on after the rows that are answered",
         ) from error

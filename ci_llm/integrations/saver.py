@@ -59,9 +59,11 @@ class Saver:
         if step == self._saved:
             return
         if not force:
-            asked = self.manager.should_save(step) or self._interrupts.save_requested
-            [due] = run_collectively(self._processes, lambda: [asked])
-            if not due:
+            # In the vote, because `should_save` raises the error of the save before, which one process has alone.
+            [asked] = run_collectively(
+                self._processes, lambda: [self.manager.should_save(step) or self._interrupts.save_requested]
+            )
+            if not asked:
                 return
         self.manager.save(step, contents(), force=True)
         self._saved = step

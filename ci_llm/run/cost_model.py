@@ -29,6 +29,7 @@ from ci_llm.crowd.sharded_layers import layers_of, weights_to_shard
 from ci_llm.data.batches import Batch
 from ci_llm.data.lengths import Lengths
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
+from ci_llm.errors import first_line
 from ci_llm.run.agent_settings import lora_settings
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
@@ -128,7 +129,7 @@ def _fake_tensors() -> Iterator[None]:
         with FakeTensorMode():
             yield
     except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
-        raise Untraceable((str(error) or type(error).__name__).splitlines()[0]) from error
+        raise Untraceable(first_line(error)) from error
 
 
 def _quantized(config: Config, crowd: Crowd) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.errors import OutOfMemory
+from ci_llm.errors import OutOfMemory, first_line
 from ci_llm.run.state import TrainState
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        complaint = str(error).splitlines()[0] if str(error) else "out of memory"
+        complaint = first_line(error)
     return None, complaint
 
 

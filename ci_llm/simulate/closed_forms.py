@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ci_llm.checkpoints.policy import best_interval_s
+from ci_llm.checkpoints.interval import best_interval_s
 from ci_llm.simulate.cluster import Cluster
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from ci_llm.checkpoints.policy import best_interval_s
+from ci_llm.checkpoints.interval import best_interval_s
 from ci_llm.simulate import closed_forms
 from ci_llm.simulate.cluster import HOUR, Cluster
 from ci_llm.simulate.world import SPENT, Story, simulate

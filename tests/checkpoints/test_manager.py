@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -23,7 +25,8 @@ from torch import Tensor
 from ci_llm.checkpoints.arena import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.folders import numbered_steps
-from ci_llm.checkpoints.manager import CheckpointManager, SavePolicy
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.restore import load_into
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
@@ -176,6 +179,15 @@ def test_what_was_saved_comes_back_the_same(managers: Any) -> None:
     manager = managers()
     manager.save(1, state)
     assert same(manager.restore(1), state)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_an_array_keeps_its_shape(managers: Any, shape: tuple[int, ...], async_save: bool) -> None:
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape, order="F")
+    manager = managers(async_save=async_save)
+    manager.save(1, {"array": array, "list": [array]})
+    assert same(manager.restore(1), {"array": array, "list": [array]})
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
@@ -382,6 +394,30 @@ def test_lists_tuples_and_tensors_are_filled_where_they_are(managers: Any) -> No
     assert mine.tolist() == [1, 1, 1]
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_containers_of_other_types_take_the_state_that_was_saved_from_them(managers: Any) -> None:
+    def objects(value: float) -> dict[str, Any]:
+        weight = torch.full((2,), value)
+        plain = {"ordered": OrderedDict(a=value), "counted": Counter(a=1), "named": Pair(value, 1)}
+        return {**plain, "ordered_weights": OrderedDict(w=weight), "named_weights": Pair(weight, value)}
+
+    manager = managers()
+    manager.save(1, objects(1.0))
+    into = objects(0.0)
+    manager.restore(1, into=into)
+    assert into["ordered"] == {"a": 1.0}
+    assert into["counted"] == {"a": 1}
+    assert into["named"] == (1.0, 1)
+    assert isinstance(into["ordered_weights"], OrderedDict)
+    assert into["ordered_weights"]["w"].tolist() == [1, 1]
+    assert into["named_weights"].first.tolist() == [1, 1]
+    assert into["named_weights"].second == 1.0
+
+
 def test_a_path_that_is_missing_or_damaged_is_an_error(managers: Any, tmp_path: Path) -> None:
     managers().save(1, {"a": 1})
     assert load_checkpoint(tmp_path / "run" / "checkpoint_step_1").state == {"a": 1}
@@ -403,6 +439,33 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         manager.delete(2)
         assert manager.all_steps() == [3, 4]
         assert manager.restore(4) == {"step": 40}
+
+
+@pytest.mark.parametrize("max_to_keep", [None, 3])
+def test_the_best_step_is_found_anew_after_going_back(managers: Any, max_to_keep: int | None) -> None:
+    manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=max_to_keep)
+    manager.save(1, {"a": 1}, metrics={"score": 5})
+    manager.save(2, {"a": 2}, metrics={"score": 9})
+    assert manager.best_step() == 2
+    manager.supersede(1)
+    manager.save(2, {"a": 3}, metrics={"score": 1})
+    assert manager.best_step() == 1
+    stranger = managers()
+    manager.close()
+    stranger.supersede(0)
+    stranger.save(1, {"a": 4}, metrics={"score": 0})
+    stranger.save(2, {"a": 5}, metrics={"score": 2})
+    manager.reload()
+    assert manager.best_step() == 2
+
+
+def test_a_loop_may_use_one_dict_for_the_metrics_of_all_steps(managers: Any) -> None:
+    manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=1)
+    metrics = {}
+    for step, metrics["score"] in enumerate([9, 5, 7]):
+        manager.save(step, {"a": 1}, metrics=metrics)
+    assert manager.all_steps() == [0, 2]
+    assert manager.best_step() == 0
 
 
 def test_the_loop_may_work_in_another_folder_while_a_save_is_in_flight(
@@ -519,6 +582,17 @@ def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_pa
     assert said == ["checkpoint_step_1 is dropped: [Errno 28] No space left on device"]
 
 
+def test_a_step_that_was_dropped_behind_takes_the_place_of_no_other(managers: Any) -> None:
+    disk = FailingDisk(10**9, 28)
+    manager = managers(disk=disk, async_save=True, max_to_keep=1, best_fn=lambda metrics: metrics["score"])
+    manager.save(1, {"a": 1}, metrics={"score": 5})
+    manager.wait_until_finished()
+    disk.lives = disk.changes + 2
+    manager.save(2, {"a": 2}, metrics={"score": 9})
+    manager.save(3, {"a": 3}, metrics={"score": 1})
+    assert manager.all_steps() == [1, 3]
+
+
 def test_a_step_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
     manager = managers()
     manager.save(1, {"a": 1})
@@ -620,9 +694,11 @@ def test_each_process_gets_its_own_back_and_saves_it_again(server: ForkServer, t
     assert alone.restore(1)["own"].keys() == own.keys()
 
 
-def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hopeless", [True, False], ids=["state", "measure"])
+def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: Path, hopeless: bool) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
-    assert server.run(loops.failing_together, log, ranks=2, directory=directory) == [0, 0], log.read_text()
+    codes = server.run(loops.failing_together, log, ranks=2, directory=directory, hopeless=hopeless)
+    assert codes == [0, 0], log.read_text()
     assert CheckpointManager(directory).all_steps() == [1]
 
 
@@ -639,6 +715,14 @@ def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path:
     with CheckpointManager(directory) as holder:
         holder.acquire_lease()
         assert server.run(loops.busy_together, log, ranks=2, directory=directory) == [0, 0]
+    assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
+
+
+def test_a_save_that_fails_behind_is_an_error_of_all_in_the_loop_of_a_library(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    assert server.run(loops.failing_behind_together, log, ranks=2, directory=tmp_path / "run") == [0, 0]
     assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
 
 

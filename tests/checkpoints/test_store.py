@@ -773,7 +773,7 @@ def test_a_newer_format_is_an_error_and_no_damage(run: Run) -> None:
     assert visible(run.directory) == ["checkpoint_step_1"]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.ENOTCONN])
 def test_what_may_not_be_read_is_not_condemned(run: Run, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run.open()
     store.save(1, files(1))
@@ -786,6 +786,40 @@ def test_what_may_not_be_read_is_not_condemned(run: Run, code: int, monkeypatch:
         store.latest()
     assert not isinstance(refusal.value, DamagedCheckpoint)
     assert visible(run.directory) == ["checkpoint_step_1"]
+
+
+def test_a_network_that_fails_once_is_asked_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    failing_once(monkeypatch)
+    assert store.latest() == 1
+
+
+def test_what_cannot_be_read_back_is_dropped_like_what_cannot_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = run.open()
+    store.save(1, files(1))
+    failing_once(monkeypatch)
+    result = store.save(2, files(2))
+    assert result.note == f"checkpoint_step_2 is dropped: {OSError(errno.ESTALE, os.strerror(errno.ESTALE))}"
+    assert visible(run.directory) == ["checkpoint_step_1"]
+    failing_once(monkeypatch)
+    (run.directory / "draft").mkdir()
+    part = {"w.safetensors": FileImage((b"weights",))}
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        store.write_part(Path("draft"), part, {name: image.record() for name, image in part.items()})
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next file that is verified cannot be read, as where a network holds the disk."""
+    read = manifest.read_chunks
+
+    def fail(*_: object, **__: object) -> Iterator[bytes]:
+        monkeypatch.setattr(manifest, "read_chunks", read)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(manifest, "read_chunks", fail)
 
 
 # Forgery

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import campaign
-from ci_llm.checkpoints.policy import SavePolicy, best_interval_s
+from ci_llm.checkpoints.interval import best_interval_s
+from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.simulate import closed_forms
 from ci_llm.simulate.cluster import Cluster
 from ci_llm.simulate.failures import Planned, moments

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
+from ci_llm.integrations.saver import Saver
 from tools.testbed.events import DEADLINE_S
 
 
@@ -61,15 +62,16 @@ def preempted_together(directory: str, signalled: int) -> int:
     return 0 if (step, saved) == (7, [0, 7]) else 1
 
 
-def failing_together(directory: str) -> int:
-    """What process 0 cannot save is an error on every process, and none is left waiting."""
+def failing_together(directory: str, hopeless: bool) -> int:
+    """What process 0 cannot save or measure is an error on every process, and none is left waiting."""
     dist.init_process_group("gloo")
-    manager = CheckpointManager(directory, async_save=False)
+    options: dict[str, Any] = {"max_to_keep": 1, "best_fn": lambda metrics: metrics["loss"]}
+    manager = CheckpointManager(directory, async_save=False, **options)
     try:
-        manager.save(0, {"hopeless": {1, 2, 3}})
-    except CheckpointError as error:
-        told = "cannot be saved" if dist.get_rank() == 0 else "another process"
-        code = 0 if told in error.what else 1
+        manager.save(0, {"rows": {1, 2, 3} if hopeless else [1, 2, 3]}, metrics={"reward": 1.0})
+    except (CheckpointError, KeyError) as error:
+        told = "cannot be saved" if hopeless else "loss"
+        code = 0 if (told if dist.get_rank() == 0 else "another process") in str(error) else 1
     else:
         code = 2
     saved = manager.save(1, {"fine": 1}) and manager.finish()
@@ -83,6 +85,25 @@ def busy_together(directory: str) -> int:
     manager = CheckpointManager(directory)
     try:
         manager.save(0, {"fine": 1})
+    except CheckpointError as error:
+        print(f"{type(error).__name__}\n", end="", flush=True)  # at once: another process writes here too
+        return 0
+    return 1
+
+
+def failing_behind_together(directory: str) -> int:
+    """A save that fails in its thread is an error of every process at the next step of a library's loop."""
+    dist.init_process_group("gloo")
+    saver = Saver(directory, {}, torch.device("cpu"))
+    saver.save(0, lambda: {"a": 1})
+    saver.manager.wait_until_finished()
+    if dist.get_rank() == 0:
+        Path(directory, ".attempt-1").rename(Path(directory, ".attempt-9"))
+    saver.save(1, lambda: {"a": 1})
+    if dist.get_rank() == 0:
+        saver.manager._async_saver._job.exception(DEADLINE_S)  # type: ignore[union-attr]
+    try:
+        saver.save(2, lambda: {"a": 1})
     except CheckpointError as error:
         print(f"{type(error).__name__}\n", end="", flush=True)  # at once: another process writes here too
         return 0

@@ -15,7 +15,7 @@ from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.story import restore_story
 from ci_llm.checkpoints.mirror.writer import another_run
-from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,15 @@ def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str
         WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from.
         CheckpointError: the disk refuses it.
     """
+    try:
+        return _fill(reader, manager, story)
+    except OSError as error:
+        what = f"what the mirror has cannot be written here: {error}"
+        hint = "give this folder space and the right to write, and start again"
+        raise CheckpointError(what, where=str(manager.directory), hint=hint) from error
+
+
+def _fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str]) -> Found:
     folder = manager.directory
     token = read_token(folder)
     try:

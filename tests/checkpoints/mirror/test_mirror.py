@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.checkpoints.mirror import filling
 from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.head import HEAD, Head
 from ci_llm.checkpoints.mirror.local_copy import local_copy
@@ -354,6 +357,24 @@ def test_an_empty_disk_does_not_begin_anew_while_nobody_knows_what_the_mirror_ho
     assert any("goes on from what this disk holds" in line for line in said)
     refusing[0].refuses = lambda verb, key: False
     assert one.mirror.flush(DEADLINE_S)
+
+
+@pytest.mark.parametrize("refused", ["count_on_from", "restore_story", "write_token"])
+def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
+    refused: str, node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(filling, refused, refuse)
+    other = node("other")
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)) as told:
+        other.fill()
+    assert told.value.where == str(other.folder)
 
 
 def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(

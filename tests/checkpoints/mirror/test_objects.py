@@ -46,6 +46,18 @@ def test_what_is_no_url_of_a_mirror_is_refused(text: str) -> None:
         open_objects(text)
 
 
+@pytest.mark.parametrize("url", ["file://scratch/mirror", "file://scratch"])
+def test_a_folder_that_is_no_whole_path_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="'scratch' stands where a file URL has a machine") as refused:
+        open_objects(url)
+    assert "file:///path" in str(refused.value)
+
+
+def test_a_folder_may_be_called_one_of_this_machine(tmp_path: Path) -> None:
+    open_objects(f"file://localhost{tmp_path}/mirror").put("a", b"b")
+    assert (tmp_path / "mirror" / "a").read_bytes() == b"b"
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(BadInput, match="needs the package obstore") as refused:

@@ -1,0 +1,55 @@
+"""The side channel: an error without a message, and what a long message costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from ci_llm.distributed.process_group import peer_errors
+from ci_llm.distributed.side_channel import FIRST_CAPACITY, SideChannel
+from ci_llm.errors import PeerLost
+
+
+@pytest.fixture
+def channel() -> Iterator[SideChannel]:
+    """A channel of one process, which communicates all the same."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield SideChannel()
+    dist.destroy_process_group()
+
+
+def test_an_error_without_a_message_is_a_lost_peer_too(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError
+
+    with pytest.raises(PeerLost) as told, peer_errors():
+        fail()
+    assert told.value.where == "RuntimeError"
+    monkeypatch.setattr(dist, "all_gather", fail)
+    for _ in range(2):
+        with pytest.raises(PeerLost) as told:
+            channel.exchange(b"")
+        assert told.value.where == "RuntimeError"
+
+
+def test_only_the_exchange_of_a_long_message_is_large(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    gather = dist.all_gather
+
+    def watched(received: list[Tensor], sent: Tensor, **options: Any) -> Any:
+        sizes.append(sent.numel())
+        return gather(received, sent, **options)
+
+    monkeypatch.setattr(dist, "all_gather", watched)
+    short, long = b"short", bytes(range(256)) * 8000
+    assert [channel.exchange(message) for message in (short, long, short)] == [[short], [long], [short]]
+    assert sizes[0] == sizes[1] == sizes[3] < 2 * FIRST_CAPACITY
+    assert len(long) <= sizes[2] <= 2 * len(long) + 8
+    sizes.clear()
+    medium = long[: 2 * FIRST_CAPACITY]
+    assert [channel.exchange(message) for message in (medium, medium)] == [[medium], [medium]]
+    assert len(sizes) == 3  # the second time, its size is known
