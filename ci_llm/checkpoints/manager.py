@@ -390,8 +390,8 @@ class CheckpointManager(FolderAccess):
 
     def _log_if_busy(self, step: int) -> None:
         if self._is_main and self.is_saving_in_progress():
-            told = "saving step %d waits for the save before it: saves are due faster than they are written"
-            logger.warning(told, step)
+            warning = "saving step %d waits for the save before it: saves are due faster than they are written"
+            logger.warning(warning, step)
 
     def _endurance(self, *, left: bool) -> dict[str, Any]:
         """What the manifest says about the failures of the run, where the interval follows from them."""

@@ -40,9 +40,13 @@ class Saver:
         self._interrupts = Interrupts()
         self.manager = CheckpointManager(directory, interrupts=self._interrupts, **settings)
         self._processes: ProcessGroup = TorchProcessGroup(device)
-        newest = self.manager.latest_step() if self._processes.index == 0 else None
-        self.step = gathered(newest)[0]
-        self._saved = self.step
+        is_there, step = run_collectively(self._processes, self._newest)
+        self.step = self._saved = step if is_there else None
+
+    def _newest(self) -> list[int]:
+        """Whether there is a step, and which: looked up by process 0, for a vote."""
+        step = self.manager.latest_step() if self._processes.index == 0 else None
+        return [step is not None, step or 0]
 
     def listen(self) -> None:
         """Handle signals from here on, in the place of any other handler."""
