@@ -146,7 +146,8 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     """Resume or begin, train and conclude."""
     start, trackers = _resume(run, start, requests)
     run.interrupts.describe_stop = run.describe_stop
-    if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
+    conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
+    if run.is_finished and (record := run.processes.on_main(conclusion)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _log_next_steps(run.present_config, run.processes.launch, run.proposes)
         return Result("completed", run.state.step, run.config.run_folder, record)

@@ -161,6 +161,17 @@ def test_a_stopped_run_is_saved_and_goes_on_with_the_same_call(
 
 
 @pytest.mark.slow
+def test_a_finished_run_that_went_on_is_complete_when_its_new_last_step_has_its_scores(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = ci_llm.train(KEYS, output_dir=folder, max_train_steps=2)
+    assert first.metrics["last_step"] == 2
+    assert ci_llm.train(KEYS, output_dir=folder, callbacks=[StopAt(3)]).status == "interrupted"
+    last = ci_llm.train(KEYS, output_dir=folder)
+    assert (last.status, last.step, last.metrics["step"], last.metrics["last_step"]) == ("completed", 4, 4, 4)
+    assert load_checkpoint(folder / "final_checkpoint").manifest.step == 4
+
+
+@pytest.mark.slow
 def test_an_error_of_a_callback_ends_the_run_and_is_on_record(tmp_path: Path) -> None:
     class Broken:
         def on_step_end(self, *_: object, **__: object) -> None:
