@@ -188,6 +188,7 @@ def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "step 6 of 8" in said
     assert "not the run that would have been that long" in said
+    assert "exactness: none (max_train_steps 6 -> 8)" in said
     assert read_status(run).step == 8
 
 
@@ -218,7 +219,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: py
     """Other threads would add up in another order."""
     surroundings: Any = verify_folder(run / "checkpoint_step_6").info["surroundings"]
     torch.set_num_threads(surroundings["threads"] + 1)
-    assert train(run, "max_train_steps=7") == 0
+    assert train(run, "restart_from=4") == 0
     assert torch.get_num_threads() == surroundings["threads"]
     assert "exactness: bitwise\n" in capsys.readouterr().out
 
@@ -229,13 +230,29 @@ def test_another_version_of_a_library_is_named_and_no_refusal(
 ) -> None:
     real = resume.version
     monkeypatch.setattr(resume, "version", lambda name: "0.1" if name == "numpy" else real(name))
-    assert train(run, "max_train_steps=7") == 0
+    assert train(run, "restart_from=4") == 0
     assert f"exactness: sample-exact (numpy {real('numpy')} -> 0.1)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_inexact_resume_may_be_asked_for(run: Path) -> None:
-    assert train(run, "max_train_steps=7", "learning_rate=1e-3", "allow_inexact_resume=true") == 0
+@pytest.mark.parametrize(
+    ("words", "grade"),
+    [
+        (
+            ["learning_rate=1e-3", "fused_optimizer=false"],
+            "none (learning_rate 0.005 -> 0.001; fused_optimizer True -> ",
+        ),
+        (["max_train_samples=10"], "none (max_train_samples 20 -> 10; other training rows)"),
+        (["fused_optimizer=false"], "sample-exact (fused_optimizer True -> False)"),
+        (["batch_size=2"], "sample-exact (micro_batch 4 -> 2)"),
+        (["logging_steps=1"], "bitwise\n"),
+    ],
+)
+def test_the_log_says_how_exact_a_run_with_other_settings_is(
+    run: Path, words: list[str], grade: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(run, "restart_from=4", *words, "allow_inexact_resume=true") == 0
+    assert f"exactness: {grade}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
