@@ -104,6 +104,11 @@ class Run:
         """What the manifest of a checkpoint says of where the run stands."""
         return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.interval.record()
 
+    def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
+        """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""
+        rate = self.learning_rate(max(self.state.step - 1, 0))
+        return self.checkpoint.contents(self.state, rate, self.log.tracker_state(), generators)
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
         rates = [rate(step) for rate in self.learning_rates]

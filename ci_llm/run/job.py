@@ -29,7 +29,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.attempt_requests import Requests, apply_requests, find_beginning, in_force
-from ci_llm.run.beginning import Start, nothing_to_train, place_of_attempt, prepare
+from ci_llm.run.beginning import Start, cannot_begin, nothing_to_train, place_of_attempt, prepare
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
@@ -162,6 +162,7 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
 def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: Stacks) -> Result:
     record: dict[str, Any] = {}
     try:
+        _open(run, attempt.number)
         with _watched(run, attempt, stacks):
             run.tell("on_train_begin")
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
@@ -250,16 +251,35 @@ def _log_lines(lines: Iterable[str]) -> None:
 
 
 def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
-    """Lease the folder, make it what `start` says, open the logs and cut them back."""
+    """Lease the folder, make it what `start` says, start the trackers. What is refused here is no failed attempt."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step))
-    run.log.open(number, still_held=manager.holds_lease)
-    run.log.truncate_metrics(step if step else -1)
     begun_at: dict[str, Any] = {"resumed_from": step, "saved_state": trackers, "hyperparameters": config.model_dump()}
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
     run.log.known_tracker_state = processes.on_main(start_trackers)
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.holds_lease)
+    return Attempt(number, step, config, processes, manager, run.status, run.log)
+
+
+def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: Start, step: int) -> int:
+    """Make the folder this attempt's; returns the attempt's number."""
+    number = manager.acquire_lease()
+    try:
+        keep_status(manager.directory, **log.last_metrics())
+        for line in prepare(manager, start):
+            logger.info(line)
+        record_attempt(manager.directory, number, step, place_of_attempt())
+    except OSError as error:
+        raise cannot_begin(manager.directory, error) from error
+    mirror.begin(start.keeps, number)
+    return number
+
+
+def _open(run: Run, number: int) -> None:
+    """Open the log of the attempt, write its first status, and cut the metrics back to where it begins."""
+    config, processes, step = run.config, run.processes, run.state.step
+    run.log.open(number, still_held=run.manager.holds_lease)
     run.status.best_step, run.status.micro_batch_size = run.state.validation.best_step, run.micro_batch_size
     earlier = readable_status(config.run_folder) if step and processes.is_main else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
@@ -267,6 +287,8 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
     run.status.choice = str(run.state.choice) if run.state.choice else None
     run.mirror.on_change = partial(setattr, run.status, "mirror")
+    run.status.step = step
+    run.log.truncate_metrics(step if step else -1)
     run.status.start(step)
     steps, rows = run.total_steps, run.state.rows_per_step
     passes = math.ceil(rows / processes.count / run.micro_batch_size)
@@ -281,18 +303,6 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     if run.state.members is not None:
         _log_lines(run.state.members.outlook(run.total_steps))
     run.log.begin_progress(run.position())
-    return Attempt(number, step, config, processes, manager, run.status, run.log)
-
-
-def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: Start, step: int) -> int:
-    """Make the folder this attempt's; returns the attempt's number."""
-    number = manager.acquire_lease()
-    keep_status(manager.directory, **log.last_metrics())
-    for line in prepare(manager, start):
-        logger.info(line)
-    record_attempt(manager.directory, number, step, place_of_attempt())
-    mirror.begin(start.keeps, number)
-    return number
 
 
 @contextmanager
@@ -305,7 +315,7 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
     def save_last(generators: Sequence[dict[str, Any] | None]) -> None:
         """Without a collective: the process ends after it."""
         kept = kept_steps(run.config, run.state.validation)
-        run.manager.save_last(step(), contents(run, generators), info=run.info, keep=kept)
+        run.manager.save_last(step(), run.contents(generators), info=run.info, keep=kept)
 
     with (
         monitored(
@@ -329,18 +339,12 @@ def save(run: Run) -> None:
     with run.heartbeat.resting():  # the manager may wait for space on a full disk
         run.manager.save(
             run.state.step,
-            contents(run),
+            run.contents(),
             force=True,
             info=run.info,
             keep={*kept_steps(run.config, run.state.validation), *run.mirror.sending},
         )
     run.tell("on_save")
-
-
-def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
-    """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""
-    rate = run.learning_rate(max(run.state.step - 1, 0))
-    return run.checkpoint.contents(run.state, rate, run.log.tracker_state(), generators)
 
 
 def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:

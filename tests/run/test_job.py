@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
-from ci_llm.run import loop, resume
+from ci_llm.run import job, loop, resume
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -534,6 +537,28 @@ def test_a_failure_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (status.status, status.reason) == ("failed", "error:RuntimeError")
     (record,) = (tmp_path / "run" / "attempts").rglob("process_0.json")
     assert "the sky fell" in record.read_text()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_where_an_attempt_begins_is_a_failure_on_record(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr("ci_llm.logs.files.write_bytes", full)  # which cuts metrics.jsonl back
+        with pytest.raises(OSError, match="No space left"):
+            train(run, "max_train_steps=8")
+    status = read_status(run)
+    assert (status.status, status.reason, status.attempt, status.step) == ("failed", "disk_full", 2, 6)
+    assert status.first_loss is not None, "the next attempt compares with it"
+    assert [failure.reason for failure in read_failures(run, 2)] == ["disk_full"]
+    with monkeypatch.context() as disk:
+        disk.setattr(job, "record_attempt", full)
+        assert train(run, "max_train_steps=8") == 1
+    assert read_status(run).attempt == 2, "the third one has not begun"
+    assert train(run, "max_train_steps=8") == 0
 
 
 def test_the_loss_is_taken_where_a_label_is_and_shifted_by_one() -> None:
