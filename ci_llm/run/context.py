@@ -54,6 +54,7 @@ class Run:
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
         unrecorded: why the disk takes no decision about requests, if it takes none.
         proposes: whether people are told at its end what to do next.
+        last_act: of the attempt, when all else is done; see `Attempt.interrupted`.
     """
 
     config: Config
@@ -88,6 +89,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     unrecorded: Unrecorded = field(default_factory=Unrecorded)
     proposes: bool = True
+    last_act: Callable[[], None] = lambda: None
 
     @property
     def present_config(self) -> Config:

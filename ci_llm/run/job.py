@@ -134,7 +134,10 @@ def run_among(
         log.finish_trackers()  # while the folder is still leased to this attempt
         try:
             if run is not None:
-                run.mirror.end(result.status if result else None, sys.exc_info()[1])
+                try:
+                    run.mirror.end(result.status if result else None, sys.exc_info()[1])
+                finally:
+                    run.last_act()  # training.log takes its line only while the folder is leased
             manager.close()
         finally:
             log.close()
@@ -172,13 +175,13 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
         run.log.report_save(run.manager.last_result)
         run.mirror.settle(stop)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
-        attempt.interrupted("signal:SIGINT")
+        run.last_act = attempt.interrupted("signal:SIGINT")
         raise
     except BaseException as error:
         attempt.failed(run.state.step, error)
         raise
     if stop is not None:
-        attempt.interrupted(stop)
+        run.last_act = attempt.interrupted(stop)
         leave_page(run.config, run.processes, run.interrupts, run.manager)
         return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
     if run.processes.is_main and run.config.push_to_hub:
