@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -136,6 +137,22 @@ class Run:
         rate = self.last_learning_rate if step else None
         done = self.state.tokens_seen, self.plan.epoch(step)
         return Position(step, self.total_steps, losses, *done, rate, self.state.names)
+
+    def outlook(self) -> Iterator[str]:
+        """What a step is made of, and what the run is to be, for people."""
+        steps, rows = self.total_steps, self.state.rows_per_step
+        passes = math.ceil(rows / self.processes.count / self.micro_batch_size)
+        epochs = ", ".join(f"{epoch:.3g}" for epoch in self.plan.epochs(steps))
+        of_each = " of each agent" if "," in epochs else ""
+        yield (
+            f"batch     {rows} rows per step{of_each}: {self.processes.count} process(es) x {passes} micro-step(s)"
+            f" of at most {self.micro_batch_size}; {steps} steps, {epochs} epochs"
+        )
+        config = self.present_config
+        kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
+        yield f"optimizer {type(self.optimizer).__name__}, learning_rate {config.learning_rates}, {kinds}"
+        if self.state.members is not None:
+            yield from (f"          {line}" for line in self.state.members.outlook(steps))
 
     def describe_stop(self) -> str:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -293,18 +292,8 @@ def _open(run: Run, number: int) -> None:
     run.status.step = step
     run.log.truncate_metrics(step if step else -1)
     run.status.start(step)
-    steps, rows = run.total_steps, run.state.rows_per_step
-    passes = math.ceil(rows / processes.count / run.micro_batch_size)
-    epochs = ", ".join(f"{epoch:.3g}" for epoch in run.plan.epochs(steps))
-    of_each = " of each agent" if "," in epochs else ""
-    logger.info(
-        f"batch     {rows} rows per step{of_each}: {processes.count} process(es) x {passes} micro-step(s) of at most"
-        f" {run.micro_batch_size}; {steps} steps, {epochs} epochs"
-    )
-    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in run.present_config.each_agent))
-    logger.info(f"optimizer {type(run.optimizer).__name__}, learning_rate {run.present_config.learning_rates}, {kinds}")
-    if run.state.members is not None:
-        _log_lines(run.state.members.outlook(run.total_steps))
+    for line in run.outlook():
+        logger.info(line)
     run.log.begin_progress(run.position())
 
 
@@ -326,7 +315,11 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         ),
         watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
         EmergencySave(
-            *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
+            attempt,
+            run.interrupts,
+            run.pace,
+            run.optimizer,
+            walltime,
             step=step,
             save=save_last,
             send=run.mirror.flush_before_kill,
