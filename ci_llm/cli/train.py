@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
@@ -45,7 +44,7 @@ def train(words: list[str]) -> int:
         config = read.config
         interrupts.set_signals(config.stop_signals, config.save_signals)
         if "--continue" in words:
-            _require_checkpoint(config.run_folder)
+            _require_checkpoint(config)
         launch = read_launch(arguments=words)
         if not launch.forwards_sigterm:
             die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
@@ -70,13 +69,24 @@ def read_configuration(words: Sequence[str]) -> Reading:
     return read
 
 
-def _require_checkpoint(folder: Path) -> None:
-    if not any(folder.glob("*/manifest.json")):
-        raise ConfigError(
-            "there is no checkpoint to continue from",
-            where=f"--continue, output_dir: {folder}",
-            hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the run",
-        )
+def _require_checkpoint(config: Config) -> None:
+    """Refuse a run that has no checkpoint, neither on this disk nor in its mirror."""
+    folder = config.run_folder
+    if any(folder.glob("*/manifest.json")) or (config.mirror and _holds_a_step(config.mirror)):
+        return
+    raise ConfigError(
+        "there is no checkpoint to continue from",
+        where=f"--continue, output_dir: {folder}",
+        hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the run",
+    )
+
+
+def _holds_a_step(mirror: str) -> bool:
+    from ci_llm.checkpoints.mirror.objects import open_objects
+    from ci_llm.checkpoints.mirror.reader import MirrorReader
+
+    head = MirrorReader(open_objects(mirror)).head()
+    return head is not None and bool(head.line)
 
 
 def _print_train_help() -> int:
