@@ -123,7 +123,7 @@ class Run:
             step = self.state.step
             state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main)
             with self.heartbeat.resting():
-                if self.callbacks.tell(event, state, values) and not self.is_finished:
+                if self.callbacks.tell(event, self.config, state, values) and not self.is_finished:
                     self.interrupts.request_stop(STOPPED_BY_CALLBACK)
 
     @property

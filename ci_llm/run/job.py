@@ -67,11 +67,11 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    Callbacks(callbacks)  # refuses what is none
+    told = Callbacks(callbacks)  # refuses what is none, before anything is loaded
     processes = meet(config, launch, interrupts)
     result: Result | None = None
     try:
-        result = run_among(processes, config, interrupts, sources=sources, callbacks=callbacks)
+        result = run_among(processes, config, interrupts, sources=sources, callbacks=told)
         return result
     finally:
         if not processes.shutdown():
@@ -94,7 +94,7 @@ def run_among(
     interrupts: Interrupts,
     *,
     sources: Sequence[str] = (),
-    callbacks: Sequence[object] = (),
+    callbacks: Callbacks | None = None,
     loaded: Loaded | None = None,
 ) -> Result:
     """`run_job` on processes that have met, and that can train another run afterwards.
@@ -126,7 +126,7 @@ def run_among(
         before = None if start.source is None else recorded_config(start.source)
         config = settle_precision(config, processes, before)
         run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
-        run.callbacks, run.proposes = Callbacks(callbacks, config), loaded is None
+        run.callbacks, run.proposes = callbacks or Callbacks(), loaded is None
         result = _run_to_end(run, start, requests)
         return result
     finally:

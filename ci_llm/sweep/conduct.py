@@ -20,6 +20,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.beginning import place_of_attempt
+from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.job import meet, run_among
 from ci_llm.run.loading import Loaded, load
 from ci_llm.run.report import leave_page
@@ -136,8 +137,9 @@ class Conductor:
             follow = _Follow(status, done - first)
             processes.on_main(partial(curves.begin, pack.trials[0]))
             try:
+                told = Callbacks([follow])
                 result = run_among(
-                    processes, pack.config, self._interrupts, sources=sources, callbacks=[follow], loaded=loaded
+                    processes, pack.config, self._interrupts, sources=sources, callbacks=told, loaded=loaded
                 )
             except NonFinite as end:
                 self._say(f"sweep     segment {pack.number} ends: {end.what}")
