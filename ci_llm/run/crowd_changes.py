@@ -57,7 +57,8 @@ def make_due_changes(run: Run) -> None:
     if members is not before:
         _, steps = plan_ahead(run.config, lengths_of(run.checkpoint.rows), run.state.rows_per_step)
         run.total_steps = members.total_steps(run.config, steps)
-        run.status.total_steps = run.learning.total_steps = run.total_steps
+        run.learning.total_steps = run.total_steps
+        run.status.update(total_steps=run.total_steps)
         become(run, members, sources)
         run.last_good.begin(run.state.step)  # of agents that have joined
         new = members.made[len(before.made) :]

@@ -186,7 +186,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     if run.processes.is_main and run.config.push_to_hub:
         push_result(run.config)
     run.status.finish("completed")
-    but = f", but {run.status.warning}" if run.status.warning else ""
+    but = f", but {warning}" if (warning := run.status.current.warning) else ""
     logger.info(f"completed at step {run.state.step}{but}")
     _log_next_steps(run.present_config, run.processes.launch, run.proposes)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
@@ -282,14 +282,19 @@ def _open(run: Run, number: int) -> None:
     """Open the log of the attempt, write its first status, and cut the metrics back to where it begins."""
     config, processes, step = run.config, run.processes, run.state.step
     run.log.open(number, still_held=run.manager.holds_lease)
-    run.status.best_step, run.status.micro_batch_size = run.state.validation.best_step, run.micro_batch_size
     earlier = readable_status(config.run_folder) if step and processes.is_main else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
-    run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
-    run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
-    run.status.choice = str(run.state.choice) if run.state.choice else None
-    run.mirror.on_change = partial(setattr, run.status, "mirror")
-    run.status.step = step
+    run.status.update(
+        step=step,
+        total_steps=run.total_steps,
+        agent_steps=run.state.agent_steps,
+        best_step=run.state.validation.best_step,
+        micro_batch_size=run.micro_batch_size,
+        warning=run.learning.earlier,
+        first_loss=run.learning.first_loss,
+        choice=str(run.state.choice) if run.state.choice else None,
+    )
+    run.mirror.on_change = lambda state: run.status.update(mirror=state)
     run.log.truncate_metrics(step if step else -1)
     run.status.start(step)
     for line in run.outlook():
@@ -405,7 +410,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         **({"choice": str(run.state.choice)} if run.state.choice else {}),
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
-        "warning": run.status.warning,
+        "warning": run.status.current.warning,
     }
 
 

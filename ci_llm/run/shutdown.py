@@ -99,7 +99,8 @@ class Attempt:
         command = command_line(self.processes.launch)
         finish_save_in_flight(self.manager)
         saved = self.manager.all_steps() if self.processes.is_main else []
-        step = self.status.step = max([self.began_at, *saved])
+        step = max([self.began_at, *saved])
+        self.status.update(step=step)
         try:
             is_own = self.status.finish("interrupted", reason, command)
         except OSError as error:

@@ -30,7 +30,7 @@ def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, traine
     manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True, wait_until_finished=lambda: None)
     log: Any = SimpleNamespace(end_progress=lambda: None)  # an interruption is reported by the loggers
     status = RunStatus(folder, 1)
-    status.step = trained
+    status.update(step=trained)
     return shutdown.Attempt(1, began_at, config, processes, manager, status, log)
 
 
