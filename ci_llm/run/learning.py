@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ci_llm.core.run_status import RunStatus
-from ci_llm.run.members import Sources
+from ci_llm.run.members import OldPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Learning:
     _still: list[int] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
-    def become(self, names: Sequence[str], sources: Sources) -> None:
+    def become(self, names: Sequence[str], sources: OldPlaces) -> None:
         """Go on with a crowd that has changed.
 
         Args:
