@@ -41,6 +41,7 @@ def sweep(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         print(_usage())
         return 0
+    from ci_llm.cluster.hub import offline_note
     from ci_llm.cluster.launch import accelerate_settings, read_launch
     from ci_llm.config import default_file
     from ci_llm.config.sweep import read_sweep
@@ -57,7 +58,8 @@ def sweep(words: list[str]) -> int:
             die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
         if launch.is_main:
             print_line(f"ci_llm {__version__}   sweep {config.run_folder}   loading...")
-        _go_offline_if_unreachable(reading, launch)
+        if (note := offline_note(config.names_of_inputs)) and launch.is_main:
+            print_line(f"hub       {note}")
         if is_dry:
             return _dry_run(reading, interrupts, launch, debug="--debug" in words)
         return _train(reading, interrupts, launch)
@@ -147,13 +149,3 @@ def _usage() -> str:
         keys.append(textwrap.fill(told, width=110, initial_indent=f"{head:<27} ", subsequent_indent=column))
     spaces = textwrap.fill(", ".join(SPACE_KEYS), width=110, initial_indent="  ", subsequent_indent="  ")
     return USAGE.replace("SPACES", spaces).replace("KEYS", "\n".join(keys))
-
-
-def _go_offline_if_unreachable(reading: SweepReading, launch: Launch) -> None:
-    """Use only the local cache if the hub is unreachable, instead of waiting for it again and again."""
-    from ci_llm.cluster.hub import go_offline_if_unreachable
-
-    config = reading.config
-    unreachable = go_offline_if_unreachable(config.model_name, *config.dataset_names, *config.eval_dataset_names)
-    if unreachable and launch.is_main:
-        print_line(f"hub       unreachable, only its local cache is used ({unreachable})")

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
@@ -15,7 +14,6 @@ from ci_llm.core.imports import importing
 from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ci_llm.cluster.launch import Launch
     from ci_llm.config import Config, Reading
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,6 +35,7 @@ def train(words: list[str]) -> int:
     """`ci-llm train`, and `python train.py`."""
     if "-h" in words or "--help" in words:
         return _print_train_help()
+    from ci_llm.cluster.hub import offline_note
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
@@ -45,13 +44,14 @@ def train(words: list[str]) -> int:
         config = read.config
         interrupts.set_signals(config.stop_signals, config.save_signals)
         if "--continue" in words:
-            _require_checkpoint(config.run_folder)
+            _require_checkpoint(config)
         launch = read_launch(arguments=words)
         if not launch.forwards_sigterm:
             die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
         if launch.is_main:
             print_line(f"ci_llm {__version__}   run {config.run_folder}   loading...")
-        _go_offline_if_unreachable(config, launch)
+        if (note := offline_note(config.names_of_inputs)) and launch.is_main:
+            print_line(f"hub       {note}")
         with importing():
             from ci_llm.run.job import run_job
 
@@ -70,13 +70,24 @@ def read_configuration(words: Sequence[str]) -> Reading:
     return read
 
 
-def _require_checkpoint(folder: Path) -> None:
-    if not any(folder.glob("*/manifest.json")):
-        raise ConfigError(
-            "there is no checkpoint to continue from",
-            where=f"--continue, output_dir: {folder}",
-            hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the run",
-        )
+def _require_checkpoint(config: Config) -> None:
+    """Refuse a run that has no checkpoint, neither on this disk nor in its mirror."""
+    folder = config.run_folder
+    if any(folder.glob("*/manifest.json")) or (config.mirror and _holds_a_step(config.mirror)):
+        return
+    raise ConfigError(
+        "there is no checkpoint to continue from",
+        where=f"--continue, output_dir: {folder}",
+        hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the run",
+    )
+
+
+def _holds_a_step(mirror: str) -> bool:
+    from ci_llm.checkpoints.mirror.objects import open_objects
+    from ci_llm.checkpoints.mirror.reader import MirrorReader
+
+    head = MirrorReader(open_objects(mirror)).head()
+    return head is not None and bool(head.line)
 
 
 def _print_train_help() -> int:
@@ -87,20 +98,12 @@ def _print_train_help() -> int:
     return 0
 
 
-def _go_offline_if_unreachable(config: Config, launch: Launch) -> None:
-    """Use only the local cache if the hub is unreachable, instead of waiting for it again and again."""
-    from ci_llm.cluster.hub import go_offline_if_unreachable
-
-    unreachable = go_offline_if_unreachable(config.model_name, *config.all_dataset_names, *config.eval_dataset_names)
-    if unreachable and launch.is_main:
-        print_line(f"hub       unreachable, only its local cache is used ({unreachable})")
-
-
 def check(words: list[str]) -> int:
     """`ci-llm check`, and `python dry_run_sanity_check.py`."""
     if {"-h", "--help"} & {*words}:
         print(CHECK_USAGE)
         return 0
+    from ci_llm.cluster.hub import offline_note
     from ci_llm.cluster.launch import read_launch
     from ci_llm.interrupts import Interrupts, die_with_parent
 
@@ -113,7 +116,8 @@ def check(words: list[str]) -> int:
             print_line(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")
             for line in read.lines:
                 print_line(f"config    {line}")
-        _go_offline_if_unreachable(config, launch)
+        if (note := offline_note(config.names_of_inputs)) and launch.is_main:
+            print_line(f"hub       {note}")
         with importing():
             from ci_llm.dry_run.plan import dry_run
 

@@ -12,7 +12,7 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -67,6 +67,12 @@ def go_offline_if_unreachable(*names: str) -> str | None:
     if reason is not None:
         os.environ[OFFLINE] = "1"
     return reason
+
+
+def offline_note(names: Iterable[str]) -> str | None:
+    """`go_offline_if_unreachable`, and what to tell people about the hub if it is unreachable."""
+    reason = go_offline_if_unreachable(*names)
+    return f"unreachable, only its local cache is used ({reason})" if reason else None
 
 
 def fetch(repository: str, patterns: Sequence[str]) -> Path:

@@ -92,6 +92,11 @@ class Config(AllKeys):
         """The data sets of `eval_dataset_name`; empty where the training data has the rows to evaluate on."""
         return _one_by_one(self.eval_dataset_name) if self.eval_dataset_name else ()
 
+    @property
+    def names_of_inputs(self) -> tuple[str, ...]:
+        """The base model and all data sets: each a path, or a name on the hub."""
+        return (self.model_name, *self.all_dataset_names, *self.eval_dataset_names)
+
     def rows_per_step(self, num_processes: int) -> int:
         """Rows of one optimizer step, of all processes together: the effective batch of a run that begins."""
         return self.global_batch_size or self.batch_size * num_processes * self.gradient_accumulation_steps

@@ -96,9 +96,6 @@ class RunStatus:
         still_held: called before each write. Once it returns False, a later attempt owns the folder, and nothing is
             written any more.
         interval_s: seconds between heartbeats.
-
-    `step`, `best_step`, `micro_batch_size`, `warning`, `first_loss`, `total_steps`, `agent_steps`, `mirror` and
-    `choice` may be set at any time, at no cost: the next heartbeat writes them.
     """
 
     def __init__(
@@ -113,23 +110,25 @@ class RunStatus:
         self._path = Path(output_dir, "status.json")
         self._active = is_main
         self._still_held, self._interval_s = still_held, interval_s
-        self.step = 0
-        self.best_step: int | None = None
-        self.micro_batch_size: int | None = None
-        self.warning: str | None = None
-        self.first_loss: float | None = None
-        self.total_steps: int | None = None
-        self.agent_steps: int | None = None
-        self.mirror: Mapping[str, Any] | None = None
-        self.choice: str | None = None
         now = time.time()
-        self._first = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
+        self._current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
+        self._updating = threading.Lock()  # the thread of a mirror updates as well
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def current(self) -> Status:
+        """What the next heartbeat writes, with its time."""
+        return self._current
+
+    def update(self, **values: Any) -> None:
+        """Change fields of the status, all at once and at no cost: the next heartbeat writes them."""
+        with self._updating:
+            self._current = replace(self._current, **values)
+
     def start(self, step: int = 0) -> None:
         """Write `running`, and write it again at every heartbeat until `finish`."""
-        self.step = step
+        self.update(step=step)
         if self._active and self._write("running"):
             self._thread = threading.Thread(target=self._write_heartbeats, name="ci_llm heartbeat", daemon=True)
             self._thread.start()
@@ -153,23 +152,8 @@ class RunStatus:
         # For good: an attempt that has lost its folder never writes again, even if it asks once more.
         self._active = self._active and self._still_held()
         if self._active:
-            current = replace(
-                self._first,
-                status=status,
-                reason=reason,
-                step=self.step,
-                heartbeat=time.time(),
-                next_command=next_command,
-                best_step=self.best_step,
-                micro_batch_size=self.micro_batch_size,
-                warning=self.warning,
-                first_loss=self.first_loss,
-                total_steps=self.total_steps,
-                agent_steps=self.agent_steps,
-                mirror=self.mirror,
-                choice=self.choice,
-            )
-            write_json(self._path, asdict(current))
+            now = {"status": status, "reason": reason, "heartbeat": time.time(), "next_command": next_command}
+            write_json(self._path, asdict(self._current) | now)
         return self._active
 
     def _write_heartbeats(self) -> None:

@@ -32,7 +32,7 @@ from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import make_due_changes
-from ci_llm.run.job import conclude, contents, save
+from ci_llm.run.job import conclude, save
 from ci_llm.run.loading import open_base, training_rows
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.mirroring import RunMirror
@@ -130,7 +130,7 @@ def checkpoint(context: CheckContext) -> str:
     result = run.manager.last_result
     if result is not None and not result.saved:
         raise CheckpointError(result.note, where=str(run.config.run_folder), hint="give an output_dir on another disk")
-    wanted = _bits(contents(run))
+    wanted = _bits(run.contents())
     run.crowd.agents.weights.fill_(math.nan)
     for moments in run.optimizer.state.values():
         for tensor in moments.values():
@@ -140,7 +140,7 @@ def checkpoint(context: CheckContext) -> str:
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(context.scratch))
     run.state = run.checkpoint.restore(source).state
-    _compare(wanted, _bits(contents(run)), str(source.folder))
+    _compare(wanted, _bits(run.contents()), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
     context.measured.checkpoint_bytes = None if context.uses_stand_in else result.nbytes
@@ -183,7 +183,7 @@ def interruption(context: CheckContext) -> str:
         source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(context.scratch))
-    _compare(_bits(contents(run)), _bits(source.checkpoint.state), str(source.folder))
+    _compare(_bits(run.contents()), _bits(source.checkpoint.state), str(source.folder))
     return f"SIGTERM in step {run.state.step}: finished, saved and read back {duration(took)} later"
 
 

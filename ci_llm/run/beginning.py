@@ -150,12 +150,17 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
         if not _is_recorded(folder, start.beginning):
             write_json(folder / NAME, asdict(start.beginning), staging=manager.staging)
     except OSError as error:
-        raise CheckpointError(
-            f"the run cannot begin here: {error.strerror}",
-            where=str(folder),
-            hint="make space there, and call it again",
-        ) from error
+        raise cannot_begin(folder, error) from error
     return lines
+
+
+def cannot_begin(folder: Path, error: OSError) -> CheckpointError:
+    """The refusal where the disk takes nothing of a run that begins."""
+    return CheckpointError(
+        f"the run cannot begin here: {error.strerror}",
+        where=str(folder),
+        hint="make space there, and call it again",
+    )
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cluster.hub import go_offline_if_unreachable
+from ci_llm.cluster.hub import offline_note
 from ci_llm.cluster.launch import accelerate_settings, read_launch
 from ci_llm.config import Config, as_typed, read_call
 from ci_llm.core.imports import set_library_defaults
@@ -53,9 +53,8 @@ def train(
     ) as interrupts:
         if not launch.forwards_sigterm:
             die_with_parent(next(iter(read.config.stop_signals), "SIGTERM"))
-        names = read.config.model_name, *read.config.all_dataset_names, *read.config.eval_dataset_names
-        unreachable = go_offline_if_unreachable(*names)
-        offline = [f"the hub is unreachable, only its local cache is used ({unreachable})"] if unreachable else []
+        note = offline_note(read.config.names_of_inputs)
+        offline = [f"the hub is {note}"] if note else []
         set_library_defaults()
         from ci_llm.run.job import run_job
 

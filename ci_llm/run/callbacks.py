@@ -61,14 +61,13 @@ class Callbacks:
 
     Args:
         callbacks: objects with methods named after events.
-        config: the `args` of every call.
 
     Raises:
         ConfigError: an object has no such method, or one for an event that does not exist here.
     """
 
-    def __init__(self, callbacks: Iterable[object] = (), config: Config | None = None) -> None:
-        self._callbacks, self._config = tuple(callbacks), config
+    def __init__(self, callbacks: Iterable[object] = ()) -> None:
+        self._callbacks = tuple(callbacks)
         for callback in self._callbacks:
             _check(callback)
         self._methods = {event: [m for c in self._callbacks if (m := getattr(c, event, None))] for event in EVENTS}
@@ -76,10 +75,11 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def tell(self, event: Event, state: TrainerState, values: Mapping[str, Mapping[str, Any]]) -> bool:
+    def tell(self, event: Event, config: Config, state: TrainerState, values: Mapping[str, Mapping[str, Any]]) -> bool:
         """Call every callback that has a method for the event, in their order.
 
         Args:
+            config: the `args` of the call.
             values: the keywords of the event, each a mapping; a callback gets a copy.
 
         Returns:
@@ -90,7 +90,7 @@ class Callbacks:
         generators, control = determinism.capture(), Control()
         try:
             for method in methods:
-                method(self._config, state, control, **{name: dict(value) for name, value in values.items()})
+                method(config, state, control, **{name: dict(value) for name, value in values.items()})
         finally:
             determinism.restore(generators)
         return control.should_training_stop

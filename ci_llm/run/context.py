@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -54,6 +55,7 @@ class Run:
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
         unrecorded: why the disk takes no decision about requests, if it takes none.
         proposes: whether people are told at its end what to do next.
+        last_act: of the attempt, when all else is done; see `Attempt.interrupted`.
     """
 
     config: Config
@@ -88,6 +90,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     unrecorded: Unrecorded = field(default_factory=Unrecorded)
     proposes: bool = True
+    last_act: Callable[[], None] = lambda: None
 
     @property
     def present_config(self) -> Config:
@@ -104,6 +107,11 @@ class Run:
         """What the manifest of a checkpoint says of where the run stands."""
         return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.interval.record()
 
+    def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
+        """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""
+        rate = self.learning_rate(max(self.state.step - 1, 0))
+        return self.checkpoint.contents(self.state, rate, self.log.tracker_state(), generators)
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
         rates = [rate(step) for rate in self.learning_rates]
@@ -115,7 +123,7 @@ class Run:
             step = self.state.step
             state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main)
             with self.heartbeat.resting():
-                if self.callbacks.tell(event, state, values) and not self.is_finished:
+                if self.callbacks.tell(event, self.config, state, values) and not self.is_finished:
                     self.interrupts.request_stop(STOPPED_BY_CALLBACK)
 
     @property
@@ -129,6 +137,22 @@ class Run:
         rate = self.last_learning_rate if step else None
         done = self.state.tokens_seen, self.plan.epoch(step)
         return Position(step, self.total_steps, losses, *done, rate, self.state.names)
+
+    def outlook(self) -> Iterator[str]:
+        """What a step is made of, and what the run is to be, for people."""
+        steps, rows = self.total_steps, self.state.rows_per_step
+        passes = math.ceil(rows / self.processes.count / self.micro_batch_size)
+        epochs = ", ".join(f"{epoch:.3g}" for epoch in self.plan.epochs(steps))
+        of_each = " of each agent" if "," in epochs else ""
+        yield (
+            f"batch     {rows} rows per step{of_each}: {self.processes.count} process(es) x {passes} micro-step(s)"
+            f" of at most {self.micro_batch_size}; {steps} steps, {epochs} epochs"
+        )
+        config = self.present_config
+        kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
+        yield f"optimizer {type(self.optimizer).__name__}, learning_rate {config.learning_rates}, {kinds}"
+        if self.state.members is not None:
+            yield from (f"          {line}" for line in self.state.members.outlook(steps))
 
     def describe_stop(self) -> str:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""

@@ -24,7 +24,7 @@ from ci_llm.run.agent_settings import crowd_settings, objective_of, optimizer_gr
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_requests import CrowdRequest, Decision, Unrecorded, decide, read_waiting
 from ci_llm.run.loading import rows_and_plan
-from ci_llm.run.members import CrowdChange, Members, Sources, config_of
+from ci_llm.run.members import CrowdChange, Members, OldPlaces, config_of
 from ci_llm.run.resume import STOPPED
 from ci_llm.run.setup import lengths_of, plan_ahead
 from ci_llm.run.state import TrainState
@@ -57,7 +57,8 @@ def make_due_changes(run: Run) -> None:
     if members is not before:
         _, steps = plan_ahead(run.config, lengths_of(run.checkpoint.rows), run.state.rows_per_step)
         run.total_steps = members.total_steps(run.config, steps)
-        run.status.total_steps = run.learning.total_steps = run.total_steps
+        run.learning.total_steps = run.total_steps
+        run.status.update(total_steps=run.total_steps)
         become(run, members, sources)
         run.last_good.begin(run.state.step)  # of agents that have joined
         new = members.made[len(before.made) :]
@@ -67,7 +68,7 @@ def make_due_changes(run: Run) -> None:
             logger.info(f"crowd     after step {run.state.step}: {change}; the crowd is {', '.join(members.folders)}")
 
 
-def become(run: Run, members: Members, sources: Sources) -> None:
+def become(run: Run, members: Members, sources: OldPlaces) -> None:
     """Give the run the crowd of these members."""
     run.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     crowd, optimizer, config = run.crowd, run.optimizer, config_of(run.config, members)

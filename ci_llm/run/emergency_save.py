@@ -29,9 +29,9 @@ from ci_llm.cluster.elastic import exit_code_after_stop, has_rounds
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
-from ci_llm.errors import BadInput, CiLlmError, PeerLost, WriterBusy
+from ci_llm.errors import BadInput, PeerLost, WriterBusy
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.shutdown import Attempt, expected_kill
+from ci_llm.run.shutdown import Attempt, described, expected_kill, finish_save_in_flight
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EmergencySave:
         step: returns the optimizer steps taken.
         save: commits the state of a run after its last boundary, without a collective. It takes the states of the
             generators of every process by index, None where they are not known.
-        send: called last: sends what is saved away from this disk, as far as time allows.
+        send: sends what is saved away from this disk, as far as time allows; only the request to requeue comes later.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class EmergencySave:
         step, own = self._boundary
         generators = [own if index == self._processes.index else None for index in range(self._processes.count)]
         until = time.monotonic() + SURVIVORS_S
-        self._finish_save_in_flight()
+        finish_save_in_flight(self._attempt.manager)
         logger.info(f"a process of this run is gone: step {step} is saved without it")
         while step > max(self._attempt.manager.all_steps(), default=0):
             try:
@@ -141,7 +141,7 @@ class EmergencySave:
                     break
                 time.sleep(_POLL_S)
             except Exception as error:  # noqa: BLE001 - the run goes on from an older step
-                logger.warning(f"step {step} could not be saved: {_described(error)}")
+                logger.warning(f"step {step} could not be saved: {described(error)}")
                 break
 
     # In a thread of the main process
@@ -179,26 +179,23 @@ class EmergencySave:
         exit_code = 1
         try:
             self._save_boundary()
-            self._attempt.interrupted(self._interrupts.stop_reason or "")
+            put_job_back = self._attempt.interrupted(self._interrupts.stop_reason or "")
             exit_code = self._exit_code(self._interrupts.stop_reason or "")
-            self._send()
+            try:
+                self._send()
+            finally:
+                put_job_back()
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
-            logger.error(f"the last boundary could not be saved: {_described(error)}")
+            logger.error(f"the last boundary could not be saved: {described(error)}")
         finally:
             os._exit(exit_code)  # no exit handlers: the main thread may sit in a call that never returns
 
     def _save_boundary(self) -> None:
         step, _ = self._boundary
         logger.info(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
-        self._finish_save_in_flight()
+        finish_save_in_flight(self._attempt.manager)
         if step:
             self._save(self._all_generators())
-
-    def _finish_save_in_flight(self) -> None:
-        try:
-            self._attempt.manager.wait_until_finished()
-        except Exception as error:  # noqa: BLE001 - an error of the save before does not prevent this one
-            logger.warning(f"the save in flight has failed: {_described(error)}")
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
         """Of every process at the boundary, by index; None where a process has not left them in time."""
@@ -239,7 +236,3 @@ class EmergencySave:
 
     def _generators_of(self, index: int) -> Path:
         return self._attempt.folder / f"process_{index}.generators"
-
-
-def _described(error: Exception) -> str:
-    return str(error) if isinstance(error, (CiLlmError, OSError)) else f"{type(error).__name__}: {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +28,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.tracking import require_installed
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.attempt_requests import Requests, apply_requests, find_beginning, in_force
-from ci_llm.run.beginning import Start, nothing_to_train, place_of_attempt, prepare
+from ci_llm.run.beginning import Start, cannot_begin, nothing_to_train, place_of_attempt, prepare
 from ci_llm.run.best_step import kept_steps, result_of, weights_of
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
@@ -68,11 +67,11 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    Callbacks(callbacks)  # refuses what is none
+    told = Callbacks(callbacks)  # refuses what is none, before anything is loaded
     processes = meet(config, launch, interrupts)
     result: Result | None = None
     try:
-        result = run_among(processes, config, interrupts, sources=sources, callbacks=callbacks)
+        result = run_among(processes, config, interrupts, sources=sources, callbacks=told)
         return result
     finally:
         if not processes.shutdown():
@@ -95,7 +94,7 @@ def run_among(
     interrupts: Interrupts,
     *,
     sources: Sequence[str] = (),
-    callbacks: Sequence[object] = (),
+    callbacks: Callbacks | None = None,
     loaded: Loaded | None = None,
 ) -> Result:
     """`run_job` on processes that have met, and that can train another run afterwards.
@@ -127,14 +126,17 @@ def run_among(
         before = None if start.source is None else recorded_config(start.source)
         config = settle_precision(config, processes, before)
         run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
-        run.callbacks, run.proposes = Callbacks(callbacks, config), loaded is None
+        run.callbacks, run.proposes = callbacks or Callbacks(), loaded is None
         result = _run_to_end(run, start, requests)
         return result
     finally:
         log.finish_trackers()  # while the folder is still leased to this attempt
         try:
             if run is not None:
-                run.mirror.end(result.status if result else None, sys.exc_info()[1])
+                try:
+                    run.mirror.end(result.status if result else None, sys.exc_info()[1])
+                finally:
+                    run.last_act()  # training.log takes its line only while the folder is leased
             manager.close()
         finally:
             log.close()
@@ -146,7 +148,8 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     """Resume or begin, train and conclude."""
     start, trackers = _resume(run, start, requests)
     run.interrupts.describe_stop = run.describe_stop
-    if run.is_finished and (record := conclusion_of(run.config.run_folder)) is not None:
+    conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
+    if run.is_finished and (record := run.processes.on_main(conclusion)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
         _log_next_steps(run.present_config, run.processes.launch, run.proposes)
         return Result("completed", run.state.step, run.config.run_folder, record)
@@ -161,6 +164,7 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
 def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: Stacks) -> Result:
     record: dict[str, Any] = {}
     try:
+        _open(run, attempt.number)
         with _watched(run, attempt, stacks):
             run.tell("on_train_begin")
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
@@ -170,19 +174,19 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
         run.log.report_save(run.manager.last_result)
         run.mirror.settle(stop)
     except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
-        attempt.interrupted("signal:SIGINT")
+        run.last_act = attempt.interrupted("signal:SIGINT")
         raise
     except BaseException as error:
         attempt.failed(run.state.step, error)
         raise
     if stop is not None:
-        attempt.interrupted(stop)
+        run.last_act = attempt.interrupted(stop)
         leave_page(run.config, run.processes, run.interrupts, run.manager)
         return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
     if run.processes.is_main and run.config.push_to_hub:
         push_result(run.config)
     run.status.finish("completed")
-    but = f", but {run.status.warning}" if run.status.warning else ""
+    but = f", but {warning}" if (warning := run.status.current.warning) else ""
     logger.info(f"completed at step {run.state.step}{but}")
     _log_next_steps(run.present_config, run.processes.launch, run.proposes)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
@@ -249,49 +253,53 @@ def _log_lines(lines: Iterable[str]) -> None:
 
 
 def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
-    """Lease the folder, make it what `start` says, open the logs and cut them back."""
+    """Lease the folder, make it what `start` says, start the trackers. What is refused here is no failed attempt."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step))
-    run.log.open(number, still_held=manager.holds_lease)
-    run.log.truncate_metrics(step if step else -1)
     begun_at: dict[str, Any] = {"resumed_from": step, "saved_state": trackers, "hyperparameters": config.model_dump()}
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
     run.log.known_tracker_state = processes.on_main(start_trackers)
     run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.holds_lease)
-    run.status.best_step, run.status.micro_batch_size = run.state.validation.best_step, run.micro_batch_size
-    earlier = readable_status(config.run_folder) if step and processes.is_main else None
-    run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
-    run.status.warning, run.status.first_loss = run.learning.earlier, run.learning.first_loss
-    run.status.total_steps, run.status.agent_steps = run.total_steps, run.state.agent_steps
-    run.status.choice = str(run.state.choice) if run.state.choice else None
-    run.mirror.on_change = partial(setattr, run.status, "mirror")
-    run.status.start(step)
-    steps, rows = run.total_steps, run.state.rows_per_step
-    passes = math.ceil(rows / processes.count / run.micro_batch_size)
-    epochs = ", ".join(f"{epoch:.3g}" for epoch in run.plan.epochs(steps))
-    of_each = " of each agent" if "," in epochs else ""
-    logger.info(
-        f"batch     {rows} rows per step{of_each}: {processes.count} process(es) x {passes} micro-step(s) of at most"
-        f" {run.micro_batch_size}; {steps} steps, {epochs} epochs"
-    )
-    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in run.present_config.each_agent))
-    logger.info(f"optimizer {type(run.optimizer).__name__}, learning_rate {run.present_config.learning_rates}, {kinds}")
-    if run.state.members is not None:
-        _log_lines(run.state.members.outlook(run.total_steps))
-    run.log.begin_progress(run.position())
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
 def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: Start, step: int) -> int:
     """Make the folder this attempt's; returns the attempt's number."""
     number = manager.acquire_lease()
-    keep_status(manager.directory, **log.last_metrics())
-    for line in prepare(manager, start):
-        logger.info(line)
-    record_attempt(manager.directory, number, step, place_of_attempt())
+    try:
+        keep_status(manager.directory, **log.last_metrics())
+        for line in prepare(manager, start):
+            logger.info(line)
+        record_attempt(manager.directory, number, step, place_of_attempt())
+    except OSError as error:
+        raise cannot_begin(manager.directory, error) from error
     mirror.begin(start.keeps, number)
     return number
+
+
+def _open(run: Run, number: int) -> None:
+    """Open the log of the attempt, write its first status, and cut the metrics back to where it begins."""
+    config, processes, step = run.config, run.processes, run.state.step
+    run.log.open(number, still_held=run.manager.holds_lease)
+    earlier = readable_status(config.run_folder) if step and processes.is_main else None
+    run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
+    run.status.update(
+        step=step,
+        total_steps=run.total_steps,
+        agent_steps=run.state.agent_steps,
+        best_step=run.state.validation.best_step,
+        micro_batch_size=run.micro_batch_size,
+        warning=run.learning.earlier,
+        first_loss=run.learning.first_loss,
+        choice=str(run.state.choice) if run.state.choice else None,
+    )
+    run.mirror.on_change = lambda state: run.status.update(mirror=state)
+    run.log.truncate_metrics(step if step else -1)
+    run.status.start(step)
+    for line in run.outlook():
+        logger.info(line)
+    run.log.begin_progress(run.position())
 
 
 @contextmanager
@@ -304,7 +312,7 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
     def save_last(generators: Sequence[dict[str, Any] | None]) -> None:
         """Without a collective: the process ends after it."""
         kept = kept_steps(run.config, run.state.validation)
-        run.manager.save_last(step(), contents(run, generators), info=run.info, keep=kept)
+        run.manager.save_last(step(), run.contents(generators), info=run.info, keep=kept)
 
     with (
         monitored(
@@ -312,7 +320,11 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         ),
         watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
         EmergencySave(
-            *(attempt, run.interrupts, run.pace, run.optimizer, walltime),
+            attempt,
+            run.interrupts,
+            run.pace,
+            run.optimizer,
+            walltime,
             step=step,
             save=save_last,
             send=run.mirror.flush_before_kill,
@@ -328,18 +340,12 @@ def save(run: Run) -> None:
     with run.heartbeat.resting():  # the manager may wait for space on a full disk
         run.manager.save(
             run.state.step,
-            contents(run),
+            run.contents(),
             force=True,
             info=run.info,
             keep={*kept_steps(run.config, run.state.validation), *run.mirror.sending},
         )
     run.tell("on_save")
-
-
-def contents(run: Run, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
-    """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""
-    rate = run.learning_rate(max(run.state.step - 1, 0))
-    return run.checkpoint.contents(run.state, rate, run.log.tracker_state(), generators)
 
 
 def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
@@ -404,7 +410,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         **({"choice": str(run.state.choice)} if run.state.choice else {}),
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
-        "warning": run.status.warning,
+        "warning": run.status.current.warning,
     }
 
 

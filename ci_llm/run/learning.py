@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ci_llm.core.run_status import RunStatus
-from ci_llm.run.members import Sources
+from ci_llm.run.members import OldPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Learning:
     _still: list[int] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
-    def become(self, names: Sequence[str], sources: Sources) -> None:
+    def become(self, names: Sequence[str], sources: OldPlaces) -> None:
         """Go on with a crowd that has changed.
 
         Args:
@@ -111,12 +111,12 @@ class Learning:
         Args:
             learning_rates: of the agents, in words.
         """
-        before, status.warning = status.warning, self.warning()
-        status.first_loss = self.first_loss
-        if status.warning is not None and before is None:
+        before, warning = status.current.warning, self.warning()
+        status.update(warning=warning, first_loss=self.first_loss)
+        if warning is not None and before is None:
             rates = f"learning_rate {learning_rates}"
-            logger.warning(f"{status.warning}; most often {rates} is too large, or num_warmup_steps too few")
-        elif before is not None and status.warning is None:
+            logger.warning(f"{warning}; most often {rates} is too large, or num_warmup_steps too few")
+        elif before is not None and warning is None:
             logger.info("the agents learn again: the warning no longer holds")
 
     def _has_risen(self, agent: int) -> bool:

@@ -73,7 +73,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         num_rows = run.plan.num_rows_of(step)
         run.state = run.state.advance(num_rows, findings.tokens, findings.left_out, findings.overflowed)
         run.state = run.nonfinite.respond(run.state, run.plan.rows, findings)
-        run.status.step = run.state.step
+        run.status.update(step=run.state.step)
         run.pace.end_step(run.manager.last_result)
         run.heartbeat.tick()
         report(run, verdict, findings, norms)
@@ -127,7 +127,7 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> 
         if not verdict.out_of_memory:
             return verdict
         run.state = run.memory.relieve(run.state, complaint)
-        run.status.micro_batch_size = run.micro_batch_size
+        run.status.update(micro_batch_size=run.micro_batch_size)
 
 
 def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Sums:
@@ -179,7 +179,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     targets, step = targets_of(verdict, run.crowd.num_agents), run.state.step
     losses = [total / max(count, 1) for total, count in zip(verdict.sums, targets, strict=False)]
     run.interval.count(findings.tokens)
-    run.status.agent_steps = run.state.agent_steps
+    run.status.update(agent_steps=run.state.agent_steps)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
     run.log.progress(run.position([] if findings.bad_batch else losses))
     run.log.report_save(run.manager.last_result)
@@ -244,10 +244,10 @@ def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     threshold = run.config.early_stopping_threshold
     validation = validation_after(run.state, metrics, threshold, run.processes)
     run.state = replace(run.state, validation=validation)
-    run.status.best_step = validation.best_step
+    run.status.update(best_step=validation.best_step)
     if run.is_choosing and TRAINING_NLL in metrics:
         run.state = decided(run.config, run.state, metrics, run.processes, run.manager.holds_lease)
-        run.status.choice = str(run.state.choice)
+        run.status.update(choice=str(run.state.choice))
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:

@@ -19,8 +19,8 @@ from ci_llm.core.determinism import derive_seed
 from ci_llm.errors import ConfigError
 
 SEEDS: Final = 2**32  # a seed in a configuration is below it
-#: For each agent of a crowd that has changed the place, before, of the one that it is or is a copy of; None: it is new.
-Sources: TypeAlias = "list[int | None]"
+#: New place -> old place of the agent that it continues or copies; None for a new agent.
+OldPlaces: TypeAlias = "list[int | None]"
 Verb = Literal["branch", "stop", "clone", "join", "stay_alone"]
 #: Changes of a run that begins with one agent instead of those of its configuration.
 OF_ONE: Final = ("branch", "join", "stay_alone")
@@ -154,7 +154,7 @@ class Members:
         changed = any(change.verb not in ("join", "stay_alone") for change in self.made)
         return changed and len({each.origin for each in self.agents}) == 1
 
-    def origins_within(self, num_agents: int) -> Sources:
+    def origins_within(self, num_agents: int) -> OldPlaces:
         """For each agent the place at which its origin stands in the crowd of so many with which a run begins; the
         first for one that has joined since."""
         return [each.origin if each.origin < num_agents else 0 for each in self.agents]
@@ -240,7 +240,7 @@ class Members:
             return "the same was asked for in the same step"
         return None
 
-    def after(self, step: int, config: Config) -> tuple[Members, Sources]:
+    def after(self, step: int, config: Config) -> tuple[Members, OldPlaces]:
         """The crowd after the changes that act when `step` steps are taken.
 
         Returns:
@@ -255,7 +255,7 @@ class Members:
             members = replace(members, since=step, agent_steps=self.agent_steps_at(step))
         return members, sources
 
-    def _changed(self, change: CrowdChange, config: Config) -> tuple[Members, Sources]:
+    def _changed(self, change: CrowdChange, config: Config) -> tuple[Members, OldPlaces]:
         places = list[int | None](range(len(self.agents)))
         at = next(place for place, each in enumerate(self.agents) if each.number == change.agent)
         agents, given = list(self.agents), self.given

@@ -17,6 +17,7 @@ from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.mirror import Mirror, MirrorState
 from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
@@ -43,6 +44,8 @@ STORY: Final = (
 AT_THE_END_S: Final = 600.0
 LAST_FILES_S: Final = 30.0
 MARGIN_S: Final = 1.0
+#: The request to requeue a SLURM job comes after the last file, and must not come too late.
+REQUEUE_S: Final = 4.0
 #: Of the grace: the status of an interrupted run must be written in any case, even if the store does not answer.
 SHARE_BEFORE_STATUS: Final = 0.6
 
@@ -127,7 +130,8 @@ class RunMirror:
     def flush_before_kill(self, share: float = 1.0) -> None:
         """Send what the run has saved last, for a share of the time that the process may be expected to live."""
         patience = self._config.grace_s, self._launch
-        self.flush(share * (expected_kill(self._interrupts, *patience, None) - MARGIN_S - time.monotonic()))
+        margin = MARGIN_S if read_job() is None else MARGIN_S + REQUEUE_S
+        self.flush(share * (expected_kill(self._interrupts, *patience, None) - margin - time.monotonic()))
 
     def flush(self, seconds: float) -> None:
         """Send all that is there, the newest step first, for so many seconds at most."""

@@ -37,11 +37,11 @@ class Findings:
 
     Attributes:
         left_out: agents that do not move in this step.
-        nonfinite: those of them whose numbers the policy counts. The others have overflowed in fp16, which a smaller
-            loss scale mends.
+        nonfinite: those of them whose numbers the policy counts.
         bad_batch: every agent was nonfinite in this step, now or in an earlier attempt.
         tokens: packed tokens, of all processes, on which at least one agent was trained.
         own_rows: whether each agent had rows of its own.
+        dropped: agents that are left out of every step.
     """
 
     left_out: tuple[int, ...]
@@ -49,11 +49,12 @@ class Findings:
     bad_batch: bool
     tokens: int
     own_rows: bool = False
+    dropped: Sequence[int] = ()
 
     @property
     def overflowed(self) -> tuple[int, ...]:
-        """Agents for which the loss scale was too large."""
-        return tuple(k for k in self.left_out if k not in self.nonfinite)
+        """Agents for which the fp16 loss scale was too large: a smaller one mends that."""
+        return tuple(k for k in self.left_out if k not in self.nonfinite and k not in self.dropped)
 
 
 def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
@@ -81,13 +82,13 @@ def findings_of(
     everybody = tuple(range(len(verdict.nonfinite)))
     judged = tuple(k for k in everybody if k not in dropped)
     if known_bad:
-        return Findings(everybody, judged, bad_batch=True, tokens=0)
+        return Findings(everybody, judged, bad_batch=True, tokens=0, dropped=dropped)
     left_out = tuple(k for k in everybody if verdict.nonfinite[k] or k in dropped)
     scaled = (loss_scale or 1.0) > 1.0
     # Under a loss scale a gradient may overflow although its agent is fine. The scale does not touch the loss.
     nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(verdict.sums[k])))
     bad = nonfinite == judged
-    return Findings(left_out, nonfinite, bad, 0 if bad else int(verdict.sums[-1]), own_rows)
+    return Findings(left_out, nonfinite, bad, 0 if bad else int(verdict.sums[-1]), own_rows, dropped)
 
 
 class NonFiniteResponse:
@@ -134,9 +135,8 @@ class NonFiniteResponse:
         if findings.bad_batch:
             return replace(state, recovery=self._skip(state, BadBatch(state.step - 1, tuple(rows(state.step - 1)))))
         step, before = state.step - 1, state.recovery
-        dropped = self.dropped(before)
         bounds = replace(self._bounds, own_rows=findings.own_rows)
-        after = before.after(step, findings.nonfinite, bounds, (*findings.overflowed, *dropped))
+        after = before.after(step, findings.nonfinite, bounds, (*findings.overflowed, *findings.dropped))
         for k in findings.nonfinite:
             logger.warning(_account(state.names[k], step, before.agents[k], after.agents[k]))
             if after.agents[k].rollbacks > before.agents[k].rollbacks:

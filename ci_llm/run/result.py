@@ -55,14 +55,19 @@ class Result:
         return exit_code_after_stop(self.reason or "", config.interrupted_exit_code)
 
 
-def conclusion_of(folder: Path) -> dict[str, Any] | None:
-    """`evaluation.json` of a run that has come to its end; None before, and if it is damaged: it is made again then."""
+def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
+    """`evaluation.json` of a run that has come to its end at `step`.
+
+    None before that, also if the run had an end at another step and went on from there; and None if the file is
+    damaged: it is made again then.
+    """
     record = folder / "evaluation.json"
     if not (record.is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()):
         return None
     try:
-        content: Any = read_json(record)
-        return dict(content)
+        known: Any = read_json(record)
+        content = dict(known)
     except (TypeError, ValueError) as error:
         logger.warning(f"{record} cannot be read, the run is evaluated again: {error}")
         return None
+    return content if content.get("last_step") == step else None

@@ -1,7 +1,8 @@
 """What a checkpoint of a run holds, how a run resumes from it, and how exactly it repeats the undisturbed run.
 
 The log names one of two grades: `bitwise` (same processes, micro-batch, threads, versions, device) and `sample-exact`
-(the same samples in the same optimizer steps; sums may round differently).
+(the same samples in the same optimizer steps; sums may round differently). It names `none` if rows, mathematics or the
+schedule are others from here on.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from ci_llm.run.state import TrainState
 logger = logging.getLogger(__name__)
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
+#: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
+_RECORDED: Final = ("batch_size", "deterministic")
 LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 
 
@@ -240,7 +243,7 @@ class RunCheckpoint:
             moments = saved["optimizer"].get(name, {}) if same_moments else {}
             self.optimizer.state[row] = placed(moments, row, self.optimizer)
         self.last_good.load(_in_episode(state), saved.get("guard", {}), with_moments=same_moments)
-        return Restored(state, dict(saved.get("trackers", {})), _shown(changes))
+        return Restored(state, dict(saved.get("trackers", {})), _shown(changes, self.config))
 
     def restore_environment(self, source: Source, state: TrainState) -> str:
         """Set threads and generators as they were; returns the grade for people, and every field that lowers it."""
@@ -257,7 +260,13 @@ class RunCheckpoint:
             odd += self._restore_generators(source)
         if not now["deterministic"]:
             odd.append("no deterministic algorithms on this device")
-        return f"exactness: {'sample-exact' if odd else 'bitwise'}{' (' + '; '.join(odd) + ')' if odd else ''}"
+        changes = _bits_changing(recorded_config(source).diff(self.config), self.config)
+        odd += [f"{change.key} {change.old} -> {change.new}" for change in changes]
+        is_another = any(change.kind != "free" for change in changes)
+        if not self._has_same_rows(source):
+            odd, is_another = [*odd, "other training rows"], True
+        grade = "none" if is_another else "sample-exact" if odd else "bitwise"
+        return f"exactness: {grade}{' (' + '; '.join(odd) + ')' if odd else ''}"
 
     def _restore_generators(self, source: Source) -> list[str]:
         generators: Any = source.checkpoint.state["rng"]
@@ -319,9 +328,12 @@ class RunCheckpoint:
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
         return meta["base_dtype"], self.crowd.meta(self.base.fingerprint)["base_dtype"]
 
-    def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
+    def _has_same_rows(self, source: Source) -> bool:
         prints: Any = source.checkpoint.manifest.info["fingerprints"]
-        if prints["data"] != self.rows.fingerprint and not self.config.allow_inexact_resume:
+        return bool(prints["data"] == self.rows.fingerprint)
+
+    def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
+        if not self._has_same_rows(source) and not self.config.allow_inexact_resume:
             raise ForeignCheckpoint(
                 "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
                 where=str(source.folder),
@@ -348,9 +360,26 @@ def _processor() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _shown(changes: Sequence[Change]) -> list[str]:
+def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
+    """The changes from which on steps have other bits than those of the run as it was."""
+    return [
+        change
+        for change in changes
+        if not change.keeps_bits
+        and change.key not in _RECORDED
+        and (change.kind != "schedule" or _follows_length(config))
+    ]
+
+
+def _follows_length(config: Config) -> bool:
+    """Whether a step depends on how long the run is: by its learning rate, or by the agents that take it."""
+    rates = any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
+    return rates or config.crowd != "fixed" or config.branch_at is not None
+
+
+def _shown(changes: Sequence[Change], config: Config) -> list[str]:
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
-    if any(c.kind == "schedule" and not c.keeps_bits for c in changes):
+    if any(c.kind == "schedule" for c in _bits_changing(changes, config)):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
     if _begins_moments_anew(changes):
         lines.append("the moments of the optimizer begin anew")

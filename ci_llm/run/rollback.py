@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ci_llm.run.members import Sources
+from ci_llm.run.members import OldPlaces
 
 #: Steps between two copies. A copy costs as much as the optimizer's step; a rollback loses at most this many steps.
 EVERY_STEPS: Final = 20
@@ -36,7 +36,7 @@ class LastGood:
         self._rows, self._optimizer = rows, optimizer
         self._snapshots: dict[int, _Snapshot] = {}
 
-    def become(self, rows: Sequence[nn.Parameter], sources: Sources) -> None:
+    def become(self, rows: Sequence[nn.Parameter], sources: OldPlaces) -> None:
         """Go on with the rows of a crowd that has changed."""
         before, self._rows = self._snapshots, rows
         known = {k: before[source] for k, source in enumerate(sources) if source is not None and source in before}

@@ -86,15 +86,21 @@ class Attempt:
         """Where the processes of this attempt leave files for each other and for later readers."""
         return attempt_folder(self.config.run_folder, self.number)
 
-    def interrupted(self, reason: str) -> None:
-        """Say that the run was interrupted and how it goes on; put its SLURM job back into the queue.
+    def interrupted(self, reason: str) -> Callable[[], None]:
+        """Say that the run was interrupted and how it goes on.
 
         The step that counts is the one from which the same command goes on. A step that was trained and not saved is
         trained again.
+
+        Returns:
+            what puts the SLURM job of the run back into the queue. Only the lease may be released after it: SLURM ends
+            what is left of the job, and training.log says what SLURM has answered.
         """
         command = command_line(self.processes.launch)
+        finish_save_in_flight(self.manager)
         saved = self.manager.all_steps() if self.processes.is_main else []
-        step = self.status.step = max([self.began_at, *saved])
+        step = max([self.began_at, *saved])
+        self.status.update(step=step)
         try:
             is_own = self.status.finish("interrupted", reason, command)
         except OSError as error:
@@ -104,8 +110,8 @@ class Attempt:
         self.log.end_progress()
         where = f"step {step} is saved" if step else "no step is saved"
         logger.info(f"interrupted ({reason}): {where}; go on with: {command}")
-        if is_own:  # if another attempt has taken the job over, that attempt puts it back
-            self._put_job_back(reason, step)
+        # If another attempt has taken the job over, that attempt puts it back.
+        return partial(self._put_job_back, reason, step) if is_own else lambda: None
 
     def _put_job_back(self, reason: str, step: int) -> None:
         config = self.config
@@ -137,6 +143,19 @@ class Attempt:
         self.log.end_progress()
         logger.error(f"failed ({reason}) after step {step}")
         self.log.note(str(error))
+
+
+def finish_save_in_flight(manager: CheckpointManager) -> None:
+    """Wait for the save in flight. Its error is reported and no more: an attempt that ends must not lose its status."""
+    try:
+        manager.wait_until_finished()
+    except Exception as error:  # noqa: BLE001 - the run goes on from an older step
+        logger.warning(f"the save in flight has failed: {described(error)}")
+
+
+def described(error: Exception) -> str:
+    """An error in a line for people; with its type if no message was written for them."""
+    return str(error) if isinstance(error, (CiLlmError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def require_written(manager: CheckpointManager, processes: Processes) -> None:

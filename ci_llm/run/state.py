@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ci_llm.core.ranking import GREATER_IS_BETTER
 from ci_llm.errors import CheckpointError
-from ci_llm.run.members import Members, Sources
+from ci_llm.run.members import Members, OldPlaces
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 
 
@@ -175,7 +175,7 @@ class TrainState:
         """Optimizer steps taken, counted for every agent that took them: what runs of different crowds compare by."""
         return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)
 
-    def with_members(self, members: Members, sources: Sources) -> TrainState:
+    def with_members(self, members: Members, sources: OldPlaces) -> TrainState:
         """The state of a crowd whose agents are copies of these, or new; the search for its best step begins anew."""
         before, new = self.recovery.agents, AgentRecovery()
         recovery = replace(self.recovery, agents=tuple(new if place is None else before[place] for place in sources))

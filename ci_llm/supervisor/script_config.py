@@ -115,7 +115,9 @@ class TemporaryConfigs:
 
     def remove_abandoned(self) -> list[Path]:
         """Remove the copies that a killed supervisor left, and return their paths."""
-        name = re.compile(rf"{re.escape(self._original.stem)}_retry_\d+_[0-9a-f]+{re.escape(self._original.suffix)}")
+        name = re.compile(
+            rf"{re.escape(self._original.stem)}_retry_\d+_[0-9a-f]{{8}}{re.escape(self._original.suffix)}"
+        )
         candidates = (path for path in self._original.parent.iterdir() if name.fullmatch(path.name))
         return sorted(path for path in candidates if _removed_if_abandoned(path))
 

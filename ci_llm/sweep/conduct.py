@@ -20,6 +20,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.beginning import place_of_attempt
+from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.job import meet, run_among
 from ci_llm.run.loading import Loaded, load
 from ci_llm.run.report import leave_page
@@ -92,7 +93,7 @@ class Conductor:
             sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
             sweep.staging, sweep.tracks_trials = lambda: store.staging, True
             status = RunStatus(self._folder, number, is_main=processes.is_main, still_held=store.holds_lease)
-            status.total_steps = sum(steps for _, steps in sweep.standings.plan.segment_steps)
+            status.update(total_steps=sum(steps for _, steps in sweep.standings.plan.segment_steps))
             status.start(_steps_done(sweep))
             try:
                 stop = self._train(sweep, processes, loaded, status)
@@ -136,8 +137,9 @@ class Conductor:
             follow = _Follow(status, done - first)
             processes.on_main(partial(curves.begin, pack.trials[0]))
             try:
+                told = Callbacks([follow])
                 result = run_among(
-                    processes, pack.config, self._interrupts, sources=sources, callbacks=[follow], loaded=loaded
+                    processes, pack.config, self._interrupts, sources=sources, callbacks=told, loaded=loaded
                 )
             except NonFinite as end:
                 self._say(f"sweep     segment {pack.number} ends: {end.what}")
@@ -148,7 +150,7 @@ class Conductor:
                 scores = pack.scores(result.metrics)
             sources = ()
             sweep.tell(pack, scores)
-            status.step = _steps_done(sweep)
+            status.update(step=_steps_done(sweep))
             processes.on_main(curves.send)
         processes.on_main(partial(leave_best, sweep))
         return None
@@ -157,7 +159,7 @@ class Conductor:
         """Record why this process fails, for status and supervisor; no collective."""
         reason = reason_of(error)
         try:
-            write_failure(self._folder, number, index, Failure.of(error, reason, index, status.step))
+            write_failure(self._folder, number, index, Failure.of(error, reason, index, status.current.step))
             status.finish("failed", reason, command_line(self._launch))
         except OSError as refusal:
             self._say(f"the failure could not be written down: {refusal}")
@@ -170,7 +172,7 @@ class _Follow:
         self._status, self._offset = status, offset
 
     def on_log(self, args: object, state: Any, control: object, **values: Mapping[str, Any]) -> None:
-        self._status.step = self._offset + state.global_step
+        self._status.update(step=self._offset + state.global_step)
 
 
 def _begin(store: CheckpointStore, folder: Path, step: int) -> int:

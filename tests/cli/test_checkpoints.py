@@ -266,7 +266,7 @@ def test_the_last_that_verifies_is_never_removed(run: Path, capsys: pytest.Captu
 
 def test_the_best_step_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = RunStatus(run, 1)
-    status.best_step = 2
+    status.update(best_step=2)
     status.finish("interrupted", "signal:SIGTERM")
     _, listed = told(capsys, "list", run)
     assert [entry["step"] for entry in listed["checkpoints"] if entry["pinned"]] == [2]

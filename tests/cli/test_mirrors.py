@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +57,18 @@ def test_a_pushed_run_is_listed_verified_compared_and_pulled(
     assert verb("pull", f"{url}/checkpoint_step_1", "--to", tmp_path / "one") == 0
     assert verb("verify", tmp_path / "one/checkpoint_step_1") == 0
     assert verb("pull", f"{url}/checkpoint_step_1", "--to", tmp_path / "one") == 2
+
+
+def test_a_run_whose_steps_are_in_its_mirror_only_has_something_to_continue(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = SimpleNamespace(exit_code=lambda config: 0)
+    monkeypatch.setitem(sys.modules, "ci_llm.run.job", SimpleNamespace(run_job=lambda *_, **__: trained))
+    words = ["train", "--config", os.devnull, "--continue", f"output_dir={tmp_path / 'other'}"]
+    assert main([*words, f"mirror={url}"]) == 0
+    for mirror in ([], [f"mirror={url}_of_nothing"]):
+        assert main([*words, *mirror]) == 2
+        assert "there is no checkpoint to continue from" in capsys.readouterr().err
 
 
 def test_push_heals_what_is_damaged_there(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_on_hub, why_unreachable
+from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_on_hub, offline_note, why_unreachable
+from ci_llm.config import Config
 from tests.support.children import DEADLINE_S, PYTHONPATH, ROOT
 from tools.testbed.forkserver import free_port
 
@@ -85,6 +86,11 @@ def test_one_that_does_not_is_not_asked_again(no_hub: str) -> None:
     assert no_hub in reason
     assert os.environ[OFFLINE] == "1"
     assert go_offline_if_unreachable("embedded", "openai/gsm8k") is None
+
+
+def test_it_is_asked_for_the_data_of_every_agent(no_hub: str) -> None:
+    config = Config(dataset_name="/data/mine.jsonl", agents=[{"dataset_name": "openai/gsm8k"}, {}], num_agents=2)
+    assert no_hub in (offline_note(config.names_of_inputs) or "")
 
 
 def test_nobody_is_asked_where_nothing_is_wanted_of_it(no_hub: str) -> None:

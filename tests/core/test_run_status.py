@@ -45,7 +45,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     run.start(step=10)
     status = read_status(tmp_path)
     assert (status.status, status.step, status.attempt, status.pid) == ("running", 10, 3, os.getpid())
-    run.step = 12
+    run.update(step=12)
     assert run.finish("interrupted", "signal:SIGTERM", "python train.py")
     assert (
         content(tmp_path).items()
@@ -62,9 +62,9 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
 
 def test_the_heartbeat_writes_the_current_step(tmp_path: Path) -> None:
     beaten = threading.Event()
-    run = RunStatus(tmp_path, 1, interval_s=0.001, still_held=lambda: run.step < 5 or not beaten.set())
+    run = RunStatus(tmp_path, 1, interval_s=0.001, still_held=lambda: run.current.step < 5 or not beaten.set())
     run.start()
-    run.step = 5
+    run.update(step=5)
     assert beaten.wait(DEADLINE_S)
     first = read_status(tmp_path).heartbeat
     run.finish("completed")

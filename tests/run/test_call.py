@@ -6,7 +6,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,13 @@ from nbclient import NotebookClient
 import ci_llm
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
+from ci_llm.logs.run_log import RunLog
+from ci_llm.run import job, shutdown
 from ci_llm.run.callbacks import Callbacks, Control, TrainerState
+from ci_llm.run.mirroring import RunMirror
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
@@ -158,6 +162,36 @@ def test_a_stopped_run_is_saved_and_goes_on_with_the_same_call(
     assert result.crowd.num_agents == 2
     assert ci_llm.train(KEYS, output_dir=tmp_path / "run").status == "completed"
     assert same(plain / "final_checkpoint", tmp_path / "run" / "final_checkpoint")
+
+
+@pytest.mark.slow
+def test_an_interrupted_job_is_put_back_when_all_else_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM ends what is left of the job then. The lease is released after it, because training.log needs it."""
+    acts: list[str] = []
+
+    def noted(name: str, act: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args, **keys: (acts.append(name), act(*args, **keys))[1]
+
+    monkeypatch.setattr(job, "leave_page", noted("page", job.leave_page))
+    monkeypatch.setattr(RunLog, "finish_trackers", noted("trackers", RunLog.finish_trackers))
+    monkeypatch.setattr(RunMirror, "end", noted("mirror", RunMirror.end))
+    monkeypatch.setattr(shutdown, "requeue", noted("put back", lambda *_, **__: "SLURM job 7 is put back"))
+    monkeypatch.setattr(CheckpointManager, "close", noted("lease", CheckpointManager.close))
+    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[StopAt(1)])
+    assert result.status == "interrupted"
+    assert acts[: acts.index("lease") + 1] == ["page", "trackers", "mirror", "put back", "lease"]
+    assert "SLURM job 7 is put back" in (tmp_path / "run/training.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_went_on_is_complete_when_its_new_last_step_has_its_scores(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = ci_llm.train(KEYS, output_dir=folder, max_train_steps=2)
+    assert first.metrics["last_step"] == 2
+    assert ci_llm.train(KEYS, output_dir=folder, callbacks=[StopAt(3)]).status == "interrupted"
+    last = ci_llm.train(KEYS, output_dir=folder)
+    assert (last.status, last.step, last.metrics["step"], last.metrics["last_step"]) == ("completed", 4, 4, 4)
+    assert load_checkpoint(folder / "final_checkpoint").manifest.step == 4
 
 
 @pytest.mark.slow

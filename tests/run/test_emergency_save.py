@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,11 @@ def emergency_save(manager: CheckpointManager) -> EmergencySave:
     )
     other: Any = SimpleNamespace()  # what only a run that trains uses
     return EmergencySave(
-        *(attempt, other, other, other, other),
+        attempt,
+        other,
+        other,
+        other,
+        other,
         step=lambda: 7,
         save=lambda _: manager.save_last(7, {"w": torch.ones(3)}, info={}) and None,
     )
@@ -66,6 +71,35 @@ def test_an_error_of_the_emergency_save_is_reported_before_the_exit(
         emergency_save(manager)._save_and_exit()
     assert reported(caplog) == ["the last boundary could not be saved: ZeroDivisionError: a bug"]
     assert codes == [1]
+
+
+@pytest.mark.parametrize("unreachable", [False, True])
+def test_the_job_is_put_back_when_everything_is_sent(monkeypatch: pytest.MonkeyPatch, unreachable: bool) -> None:
+    """Also when nothing could be sent."""
+    done: list[object] = []
+
+    def send() -> None:
+        done.append("sent")
+        if unreachable:
+            raise OSError
+
+    def interrupted(reason: str) -> Callable[[], None]:
+        done.append(reason)
+        return lambda: done.append("put back")
+
+    monkeypatch.setattr(os, "_exit", done.append)
+    attempt: Any = SimpleNamespace(
+        config=SimpleNamespace(interrupted_exit_code=75),
+        processes=SimpleNamespace(is_main=True, count=1),
+        manager=SimpleNamespace(wait_until_finished=lambda: None),
+        interrupted=interrupted,
+    )
+    interrupts: Any = SimpleNamespace(stop_reason="walltime")
+    other: Any = SimpleNamespace()
+    EmergencySave(
+        attempt, interrupts, other, other, other, step=lambda: 7, save=lambda _: None, send=send
+    )._save_and_exit()
+    assert done == ["walltime", "sent", "put back", 75]
 
 
 def reported(caplog: pytest.LogCaptureFixture) -> list[str]:

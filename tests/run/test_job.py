@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
+from ci_llm.core.attempts import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
-from ci_llm.run import loop, resume
+from ci_llm.run import job, loop, resume
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -188,6 +191,7 @@ def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "step 6 of 8" in said
     assert "not the run that would have been that long" in said
+    assert "exactness: none (max_train_steps 6 -> 8)" in said
     assert read_status(run).step == 8
 
 
@@ -218,7 +222,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: py
     """Other threads would add up in another order."""
     surroundings: Any = verify_folder(run / "checkpoint_step_6").info["surroundings"]
     torch.set_num_threads(surroundings["threads"] + 1)
-    assert train(run, "max_train_steps=7") == 0
+    assert train(run, "restart_from=4") == 0
     assert torch.get_num_threads() == surroundings["threads"]
     assert "exactness: bitwise\n" in capsys.readouterr().out
 
@@ -229,13 +233,29 @@ def test_another_version_of_a_library_is_named_and_no_refusal(
 ) -> None:
     real = resume.version
     monkeypatch.setattr(resume, "version", lambda name: "0.1" if name == "numpy" else real(name))
-    assert train(run, "max_train_steps=7") == 0
+    assert train(run, "restart_from=4") == 0
     assert f"exactness: sample-exact (numpy {real('numpy')} -> 0.1)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_inexact_resume_may_be_asked_for(run: Path) -> None:
-    assert train(run, "max_train_steps=7", "learning_rate=1e-3", "allow_inexact_resume=true") == 0
+@pytest.mark.parametrize(
+    ("words", "grade"),
+    [
+        (
+            ["learning_rate=1e-3", "fused_optimizer=false"],
+            "none (learning_rate 0.005 -> 0.001; fused_optimizer True -> ",
+        ),
+        (["max_train_samples=10"], "none (max_train_samples 20 -> 10; other training rows)"),
+        (["fused_optimizer=false"], "sample-exact (fused_optimizer True -> False)"),
+        (["batch_size=2"], "sample-exact (micro_batch 4 -> 2)"),
+        (["logging_steps=1"], "bitwise\n"),
+    ],
+)
+def test_the_log_says_how_exact_a_run_with_other_settings_is(
+    run: Path, words: list[str], grade: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(run, "restart_from=4", *words, "allow_inexact_resume=true") == 0
+    assert f"exactness: {grade}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -517,6 +537,28 @@ def test_a_failure_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (status.status, status.reason) == ("failed", "error:RuntimeError")
     (record,) = (tmp_path / "run" / "attempts").rglob("process_0.json")
     assert "the sky fell" in record.read_text()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_where_an_attempt_begins_is_a_failure_on_record(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr("ci_llm.logs.files.write_bytes", full)  # which cuts metrics.jsonl back
+        with pytest.raises(OSError, match="No space left"):
+            train(run, "max_train_steps=8")
+    status = read_status(run)
+    assert (status.status, status.reason, status.attempt, status.step) == ("failed", "disk_full", 2, 6)
+    assert status.first_loss is not None, "the next attempt compares with it"
+    assert [failure.reason for failure in read_failures(run, 2)] == ["disk_full"]
+    with monkeypatch.context() as disk:
+        disk.setattr(job, "record_attempt", full)
+        assert train(run, "max_train_steps=8") == 1
+    assert read_status(run).attempt == 2, "the third one has not begun"
+    assert train(run, "max_train_steps=8") == 0
 
 
 def test_the_loss_is_taken_where_a_label_is_and_shifted_by_one() -> None:

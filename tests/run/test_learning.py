@@ -99,7 +99,7 @@ def test_a_later_attempt_compares_with_the_beginning_of_the_run() -> None:
 
 def test_status_keeps_what_a_later_attempt_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunStatus(tmp_path, 1)
-    run.warning, run.first_loss = "nothing is learned", 1.5
+    run.update(warning="nothing is learned", first_loss=1.5)
     run.finish("completed")
     found = read_status(tmp_path)
     assert (found.warning, found.first_loss) == ("nothing is learned", 1.5)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ci_llm.config import Config
-from ci_llm.run.nonfinite import Findings
+from ci_llm.distributed.ballot import Verdict
+from ci_llm.run.nonfinite import Findings, findings_of
 from ci_llm.run.nonfinite_policy import LEAST_LR_FACTOR, AgentRecovery, BadBatch, Bounds, RecoveryState
 from ci_llm.run.state import TrainState
 
@@ -80,6 +81,15 @@ def test_only_an_overflow_halves_the_loss_scale() -> None:
         findings = Findings(left_out=(0, 1), nonfinite=nonfinite, bad_batch=False, tokens=1)
         moved = state.advance(1, 1, findings.left_out, findings.overflowed)
         assert (moved.loss_scale, moved.skipped) == (scale, (1, 1))
+
+
+def test_a_dropped_agent_is_no_overflow() -> None:
+    verdict = Verdict(10, (False, False), (1.0, 1.0, 0.0, 10.0), out_of_memory=False, stop=None, save=False)
+    state = TrainState(skipped=(0, 0), loss_scale=8.0)
+    for known_bad in (False, True):
+        findings = findings_of(verdict, state.loss_scale, known_bad=known_bad, dropped=(1,))
+        state = state.advance(1, findings.tokens, findings.left_out, findings.overflowed)
+    assert (state.loss_scale, state.clean_steps, state.skipped) == (8.0, 2, (1, 2))
 
 
 def test_a_state_that_knows_nothing_of_healing_is_that_of_a_healthy_run() -> None:

@@ -7,26 +7,30 @@ import logging
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch, read_launch
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run import shutdown
+from tests.run.test_emergency_save import BrokenOnce
 
 
 def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> shutdown.Attempt:
     """Of a run with checkpoints of these steps."""
     config: Any = SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9)
     processes: Any = SimpleNamespace(is_main=True, launch=launch("python"))
-    manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True)
+    manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True, wait_until_finished=lambda: None)
     log: Any = SimpleNamespace(end_progress=lambda: None)  # an interruption is reported by the loggers
     status = RunStatus(folder, 1)
-    status.step = trained
+    status.update(step=trained)
     return shutdown.Attempt(1, began_at, config, processes, manager, status, log)
 
 
@@ -57,7 +61,7 @@ def test_steps_that_no_checkpoint_holds_are_no_progress(tmp_path: Path, monkeypa
     monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
     for attempt in (1, 2):
         record_attempt(tmp_path, attempt, 5)
-    attempt_at_its_end(tmp_path, [5], began_at=5, trained=9).interrupted("signal:SIGTERM")
+    attempt_at_its_end(tmp_path, [5], began_at=5, trained=9).interrupted("signal:SIGTERM")()
     assert asked["without_progress"] == 2
 
 
@@ -71,11 +75,25 @@ def test_a_full_disk_hides_no_interruption(
 
     monkeypatch.setattr("ci_llm.core.run_status.write_json", full)
     monkeypatch.setattr(shutdown, "requeue", lambda *_, **__: "SLURM job 7 is put back into the queue")
-    attempt_at_its_end(tmp_path, [5]).interrupted("signal:SIGTERM")
+    attempt_at_its_end(tmp_path, [5]).interrupted("signal:SIGTERM")()
     refused, ended, queued = caplog.messages
     assert "status.json cannot be written: [Errno 28]" in refused
     assert "interrupted (signal:SIGTERM): step 5 is saved" in ended
     assert "put back" in queued
+
+
+def test_a_save_that_failed_hides_no_interruption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A second Ctrl-C ends a run whose save may just have failed; its error must not cost the run its status."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.acquire_lease()
+        assert manager.save(3, {"w": torch.ones(3)})
+        manager.wait_until_finished()
+        manager._store._disk = BrokenOnce()
+        assert manager.save(5, {"w": torch.zeros(3)})
+        attempt = replace(attempt_at_its_end(tmp_path, []), manager=manager)
+        attempt.interrupted("signal:SIGINT")
+    assert (read_status(tmp_path).status, read_status(tmp_path).step) == ("interrupted", 3)
+    assert "the save in flight has failed: ZeroDivisionError: a bug" in caplog.messages
 
 
 # The command

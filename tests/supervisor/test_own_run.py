@@ -115,7 +115,7 @@ def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
         "    status.start()\n    print('ready', flush=True)\n"
         "    while not heard.wait(0.01):\n"
         "        if heard.take_save_request():\n            print('saved', flush=True)\n"
-        "    status.step = 7\n    status.finish('interrupted', heard.stop_reason)\n"
+        "    status.update(step=7)\n    status.finish('interrupted', heard.stop_reason)\n"
     )
     with Terminal("--train-script", "saves.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) as terminal:
         terminal.read_until("ready")

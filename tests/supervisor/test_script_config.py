@@ -160,6 +160,15 @@ def test_only_a_marked_copy_that_nobody_holds_is_removed(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {original.name, held.name, users.name, others.name}
 
 
+def test_a_json_file_of_the_user_with_such_a_name_is_left_alone(tmp_path: Path) -> None:
+    """JSON has no comments, and so a copy bears no mark: only its name tells it."""
+    original = write(tmp_path, "{}", "config.json")
+    abandoned = write(tmp_path, "{}", "config_retry_1_00aa11bb.json")
+    users = write(tmp_path, "{}", "config_retry_1_2.json")
+    assert TemporaryConfigs(original).remove_abandoned() == [abandoned]
+    assert users.exists()
+
+
 def test_a_folder_without_locks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks here")

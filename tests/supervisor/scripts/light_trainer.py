@@ -41,7 +41,8 @@ def main() -> int:
         tell(attempt, step, allowed, recovery.learning_rate_factor, recovery.micro_batch_size)
         fault = json.loads(Path("plan.json").read_text()).get(str(attempt))
         for _ in range(2 if fault else (TOTAL_STEPS - step) // SAVE_STEPS):
-            step = status.step = step + SAVE_STEPS
+            step += SAVE_STEPS
+            status.update(step=step)
             if fault or step == TOTAL_STEPS:
                 store.save(step, {"weights": FileImage((step.to_bytes(8, "big") * 64,))})
         if fault:
