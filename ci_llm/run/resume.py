@@ -1,8 +1,8 @@
 """What a checkpoint of a run holds, how a run resumes from it, and how exactly it repeats the undisturbed run.
 
 The log names one of two grades: `bitwise` (same processes, micro-batch, threads, versions, device) and `sample-exact`
-(the same samples in the same optimizer steps; sums may round differently). It names `none` if rows, mathematics or the
-schedule are others from here on.
+(the same samples in the same optimizer steps; sums may round differently). It adds which keys make it another run from
+here on, because rows, mathematics or the schedule are others.
 """
 
 from __future__ import annotations
@@ -261,12 +261,12 @@ class RunCheckpoint:
         if not now["deterministic"]:
             odd.append("no deterministic algorithms on this device")
         changes = _bits_changing(recorded_config(source).diff(self.config), self.config)
-        odd += [f"{change.key} {change.old} -> {change.new}" for change in changes]
-        is_another = any(change.kind != "free" for change in changes)
+        odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
+        others = [change.key for change in changes if change.kind != "free"]
         if not self._has_same_rows(source):
-            odd, is_another = [*odd, "other training rows"], True
-        grade = "none" if is_another else "sample-exact" if odd else "bitwise"
-        return f"exactness: {grade}{' (' + '; '.join(odd) + ')' if odd else ''}"
+            others.append("training rows")
+        grade = f"exactness: sample-exact ({'; '.join(odd)})" if odd else "exactness: bitwise"
+        return f"{grade}; another run from here on ({', '.join(others)})" if others else grade
 
     def _restore_generators(self, source: Source) -> list[str]:
         generators: Any = source.checkpoint.state["rng"]

@@ -191,7 +191,7 @@ def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "step 6 of 8" in said
     assert "not the run that would have been that long" in said
-    assert "exactness: none (max_train_steps 6 -> 8)" in said
+    assert "exactness: bitwise; another run from here on (max_train_steps)\n" in said
     assert read_status(run).step == 8
 
 
@@ -243,9 +243,9 @@ def test_another_version_of_a_library_is_named_and_no_refusal(
     [
         (
             ["learning_rate=1e-3", "fused_optimizer=false"],
-            "none (learning_rate 0.005 -> 0.001; fused_optimizer True -> ",
+            "sample-exact (fused_optimizer True -> False); another run from here on (learning_rate)\n",
         ),
-        (["max_train_samples=10"], "none (max_train_samples 20 -> 10; other training rows)"),
+        (["max_train_samples=10"], "bitwise; another run from here on (max_train_samples, training rows)\n"),
         (["fused_optimizer=false"], "sample-exact (fused_optimizer True -> False)"),
         (["batch_size=2"], "sample-exact (micro_batch 4 -> 2)"),
         (["logging_steps=1"], "bitwise\n"),

@@ -214,7 +214,7 @@ def test_requests_of_the_supervisor_are_applied_and_stay_in_force(server: ForkSe
         "recovery: learning rate x 0.5 for all agents",
         "recovery: micro-batch of at most 2 row(s), the effective batch holds",
         "recovery: attempt 1: non-finite values",
-        "exactness: none (micro_batch 4 -> 2; ",
+        "exactness: sample-exact (micro_batch 4 -> 2)",
         "4 rows per step: 1 process(es) x 2 micro-step(s) of at most 2",
     ):
         assert line in second, second

@@ -15,11 +15,9 @@ from ci_llm.distributed import processes
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.rollback import placed
-from tests.support import small_run
+from tests.support.small_run import WORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
-# With a constant learning rate a longer run keeps its bits.
-WORDS = ["lr_scheduler_type=constant", *small_run.WORDS]
 
 
 @pytest.fixture

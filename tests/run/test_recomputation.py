@@ -18,8 +18,7 @@ from ci_llm.run.cost_model import trace_longest
 from tests.support import small_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
-# With a constant learning rate a longer run keeps its bits.
-WORDS = ["use_gradient_checkpointing=auto", "lr_scheduler_type=constant", *small_run.WORDS]
+WORDS = ["use_gradient_checkpointing=auto", *small_run.WORDS]
 Train = Callable[..., int]
 
 
