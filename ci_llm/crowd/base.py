@@ -82,6 +82,13 @@ def short_name(name: str) -> str:
     return "embedded" if Path(name).parts[-3:] == BASE_FOLDER.parts[-3:] else name
 
 
+def _opened_by(model_name: str) -> str:
+    """What `from_pretrained` opens, from any folder: that of a relative path would look like a hub id elsewhere."""
+    if model_name == "embedded":
+        return str(BASE_FOLDER)
+    return str(Path(model_name).absolute()) if Path(model_name).is_dir() else model_name
+
+
 def load_base(
     model_name: str,
     model_dtype: str | None = None,
@@ -101,7 +108,7 @@ def load_base(
     Raises:
         ModelError: the model is not found, not readable, not complete, or no causal language model.
     """
-    name = str(BASE_FOLDER) if model_name == "embedded" else model_name
+    name = _opened_by(model_name)
     config = load_architecture(model_name)
     dtype = _dtype(model_dtype, torch.device(device))
     stored = stored_quantization(config)
@@ -211,7 +218,7 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
     Raises:
         ModelError: the base is not found, not readable, or no causal language model.
     """
-    name = str(BASE_FOLDER) if model_name == "embedded" else model_name
+    name = _opened_by(model_name)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except _UNREADABLE as error:

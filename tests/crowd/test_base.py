@@ -76,6 +76,12 @@ def test_a_base_that_is_not_whole_is_refused(damage: Callable[[Path], None], mes
     assert caught.value.where == f"model_name: {folder}"
 
 
+def test_the_name_of_a_folder_is_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters name their base: `models/phi` would be a repository of the hub to whoever opens them elsewhere."""
+    monkeypatch.chdir(folder.parent)
+    assert load_base(folder.name).name == str(folder)
+
+
 def test_a_base_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """Transformers makes an empty one of these families, which reads every text as nothing."""
     config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8, bos_token_id=0, eos_token_id=0)
