@@ -43,6 +43,12 @@ def choose_route(crowd: Crowd) -> str | None:
             raise unusable_base(
                 crowd.model, crowd.base_name, f"cannot read a short batch with agents on it ({describe_error(error)})"
             ) from error
+        if wanted.isnan().any():
+            raise ModelError(
+                f"{type(crowd.model).__name__} gives NaN for logits: some of its weights are not finite",
+                where=f"model_name: {crowd.base_name}",
+                hint="download or save the base anew; if its weights are whole, take a wider model_dtype",
+            )
         _refuse_non_causal(crowd, batch)
         reason = None
         routes: tuple[Route, ...] = ("packed", "padded")

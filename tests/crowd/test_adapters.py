@@ -336,6 +336,13 @@ def test_a_non_causal_base_is_refused() -> None:
         Crowd(base("bert", torch.float32), LoraSettings(), "toy").choose_route()
 
 
+def test_a_base_with_a_weight_that_is_not_finite_is_refused() -> None:
+    model = base()
+    next(model.parameters()).data[:, 0] = torch.nan
+    with pytest.raises(ModelError, match="gives NaN for logits: some of its weights are not finite"):
+        Crowd(model, LoraSettings(), "toy").choose_route()
+
+
 def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
     model = base("mamba")
     crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, alpha=8), "toy")
