@@ -365,9 +365,12 @@ def _two_kinds(path: Path) -> dict[str, Any]:
     return {"dataset_name": str(path)}
 
 
-def _latin(path: Path) -> dict[str, Any]:
-    (path / "a.csv").write_bytes("question,answer\nStraße?,ß\n".encode("latin-1"))
-    return {"dataset_name": str(path / "a.csv")}
+def _latin(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
+    def write(path: Path) -> dict[str, Any]:
+        (path / name).write_bytes(text.encode("latin-1"))
+        return {"dataset_name": str(path / name)}
+
+    return write
 
 
 BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
@@ -406,7 +409,21 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         "cannot be read as csv: the first row has 3 values, and the header 2 columns (a.csv).",
         "repair",
     ),
-    "not UTF-8": (_latin, "cannot be read as csv: 'utf-8' codec can't decode", "save it as UTF-8"),
+    "csv that is not UTF-8": (
+        _latin("question,answer\nStraße?,ß\n", "a.csv"),
+        "cannot be read as csv: 'utf-8' codec can't decode",
+        "save it as UTF-8",
+    ),
+    "lines of json that are not UTF-8": (
+        _latin('{"question": "Straße?", "answer": "ß"}\n', "a.jsonl"),
+        "cannot be read as json: 'utf-8' codec can't decode",
+        "save it as UTF-8",
+    ),
+    "json that is not UTF-8": (
+        _latin('[{"messages": [{"role": "user", "content": "ß"}]}]', "a.json"),
+        "cannot be read as json: 'utf-8' codec can't decode",
+        "save it as UTF-8",
+    ),
     "half a download": (_cut_short, "cannot be read as json: Compressed file ended", "repair"),
     "broken parquet": (_write("PAR1", "a.parquet"), "cannot be read as parquet: Parquet file", "repair"),
     "broken folder": (_saved_badly, "saved data set cannot be opened", "save_to_disk"),
