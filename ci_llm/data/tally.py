@@ -86,8 +86,12 @@ class Tally:
                 "set chat_template=roles"
             )
 
-    def nothing_left(self, rows: Rows) -> DataError:
-        """The error when nothing is kept, with what to do about the commonest reason."""
+    def nothing_left(self, rows: Rows, *, evaluated: bool) -> DataError:
+        """The error when nothing is kept, with what to do about the commonest reason.
+
+        Args:
+            evaluated: the rows are to evaluate on.
+        """
         columns = ", ".join(rows.form.columns.values())
         if self.answer_too_far:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
@@ -95,7 +99,10 @@ class Tally:
             hint = "take a base or a chat_template that shows calls of tools"
         else:
             hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
-        return DataError(f"No row is left to learn from: {self._left_out()}.", where=rows.where, hint=hint)
+        if evaluated:
+            hint += "; or choose other rows to evaluate on: val_set_size= or eval_dataset_name="
+        purpose = "evaluate" if evaluated else "learn from"
+        return DataError(f"No row is left to {purpose}: {self._left_out()}.", where=rows.where, hint=hint)
 
     @property
     def _num_left_out(self) -> int:

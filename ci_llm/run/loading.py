@@ -60,8 +60,9 @@ def load(config: Config, processes: Processes) -> Loaded:
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
-    rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
-    return Loaded(base, rows, _with_copies_counted(_tokenized(config, base, processes, found[1]), rows))
+    rows = _tokenized(config, base, processes, found[0], evaluated=False)
+    eval_rows = _tokenized(config, base, processes, found[1], evaluated=True)
+    return Loaded(base, rows, _with_copies_counted(eval_rows, rows))
 
 
 def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[TokenizedRows]) -> list[TokenizedRows]:
@@ -173,7 +174,7 @@ def shares_layers(config: Config, processes: Processes) -> bool:
 
 
 def _tokenized(
-    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, train_on_prompt: bool = False
+    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, evaluated: bool
 ) -> list[TokenizedRows]:
     """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
 
@@ -184,7 +185,8 @@ def _tokenized(
             rows,
             base.tokenizer,
             max_seq_length=config.max_seq_length,
-            train_on_prompt=train_on_prompt,
+            train_on_prompt=config.train_on_prompt and not evaluated,
+            evaluated=evaluated,
             main_first=processes.main_first(),
         )
         # Some published tokenizers have tokens of pictures that no text holds, and the base has no embedding for.

@@ -294,6 +294,27 @@ def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> Non
     assert "training on the first 3 of 50 rows" in load_rows(limited, "train").description
 
 
+def _each_tenth_empty(count: int, path: Path) -> str:
+    answers = ["" if number % 10 == 0 else f"a{number}" for number in range(count)]
+    rows = [{"question": f"q{number}", "answer": answer} for number, answer in enumerate(answers)]
+    return _parquet(Dataset.from_list(rows), path)
+
+
+@pytest.mark.parametrize(("settings", "held_out"), [({}, 18), ({"val_set_size": 20}, 20), ({"val_set_size": 0.1}, 18)])
+def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
+    settings: dict[str, Any], held_out: int, tmp_path: Path
+) -> None:
+    config = Config(dataset_name=_each_tenth_empty(200, tmp_path), **settings)
+    training, evaluated = _questions(config, "train"), _questions(config, "eval")
+    assert len(evaluated) == held_out
+    assert len({*training, *evaluated}) == len(training) + len(evaluated) == 180
+
+
+def test_a_data_set_without_an_answer_is_left_to_the_training_to_refuse(tmp_path: Path) -> None:
+    config = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
+    assert list(load_rows(config, "train")) == [None] * 20
+
+
 def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(1, tmp_path))
     assert _questions(config, "train") == _questions(config, "eval") == ["q0"]

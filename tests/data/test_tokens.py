@@ -238,6 +238,14 @@ def test_nothing_left_to_learn(name: str, tokenizer: PreTrainedTokenizerBase, tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_row_left_to_evaluate_is_told_from_none_to_learn_from(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="No row is left to evaluate: 1 of 1 rows: 1 without an answer") as caught:
+        tokenize(rows([ROWS[1]]), tokenizer, max_seq_length=20, cache_folder=tmp_path, evaluated=True)
+    assert "other rows to evaluate on: val_set_size= or eval_dataset_name=" in str(caught.value.hint)
+
+
 def test_a_failing_template_names_the_row(tmp_path: Path) -> None:
     strict = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     strict.chat_template = (
