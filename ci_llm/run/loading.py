@@ -138,7 +138,7 @@ def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
 
 
 def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
-    """Log what the rows are, each data set once, and whether rows to evaluate on are rows to train on."""
+    """Log what the rows are, each data set once, and where those to evaluate on are from; warn of trained ones."""
     different = {id(rows): rows for rows in each}
     for number, rows in different.items():
         if len(different) > 1:
@@ -149,9 +149,16 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
         for line in rows.warnings:
             logger.warning(f"data      {line}")
     for evaluated in eval_rows.sets:
+        logger.info(f"data      to evaluate on: {_source(evaluated)}")
         if evaluated.rows.num_trained_on:
             level = logging.INFO if evaluated.rows.trained_on == "all" else logging.WARNING
             logger.log(level, f"data      {evaluated.rows.description[-1]}")
+
+
+def _source(found: TokenizedRows) -> str:
+    """How many rows of which form are from where, in one line."""
+    left_out = f", {count} left out" if (count := len(found.rows) - len(found)) else ""
+    return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}"
 
 
 def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
