@@ -20,6 +20,7 @@ class Tally:
     kept_rows: int = 0
     cut: int = 0
     without_answer: int = 0
+    lacking: str = "without an answer"
     answer_too_far: int = 0
     hidden_tools: int = 0
     without_roles: int = 0
@@ -31,6 +32,8 @@ class Tally:
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
+        if "text" in rows.form.columns:  # plain text has no answers
+            self.lacking = "empty"
         for number, row in enumerate(counted(rows, "tokenise", len(rows), "rows")):
             self.rows += 1
             try:
@@ -110,7 +113,7 @@ class Tally:
 
     def _left_out(self) -> str:
         reasons = {
-            "without an answer": self.without_answer,
+            self.lacking: self.without_answer,
             f"whose answer begins after max_seq_length {self.max_seq_length}": self.answer_too_far,
             "whose tools the chat template cannot show": self.hidden_tools,
         }

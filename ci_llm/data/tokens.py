@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 5
+FORMAT = 6
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),

@@ -451,6 +451,11 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
     "empty file": (_write("", "a.jsonl"), "data set is empty", "with rows"),
     "blank file": (_write("\n\n", "a.jsonl"), "data set is empty", "with rows"),
     "header only": (_write("question,answer\n", "a.csv"), "data set is empty", "with rows"),
+    "json of splits and something else": (
+        _write('{"train": [{"question": "q", "answer": "a"}], "meta": {"a": 1}}', "a.json"),
+        "no columns that can be used; it has: train, meta.",
+        "each must hold a list of rows; else say prompt_column= and answer_column=,",
+    ),
     "no usable column": (_write('{"a": 1, "b": 2}\n', "a.jsonl"), "it has: a, b.", "question, answer"),
     "hub id offline": (
         lambda _: {"dataset_name": "openai/gsm8k"},

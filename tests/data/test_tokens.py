@@ -288,6 +288,14 @@ def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp
     assert "read are: Frage, answer" in str(caught.value.hint)
 
 
+def test_blank_lines_of_plain_text_are_called_empty(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    texts = [{"text": text} for text in ("once upon a time", "", " ")]
+    found = tokenize(rows(texts), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "left out: 2 of 3 rows: 2 empty" in found.description
+    with pytest.raises(DataError, match="No row is left to learn from: 2 of 2 rows: 2 empty"):
+        tokenize(rows(texts[1:]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+
+
 def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
     words = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
