@@ -239,15 +239,21 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> 
         raise DataError(
             f"The data set has no columns that can be used; it has: {shown(columns)}.",
             where=where,
-            hint=f"say {_example(columns)}, text_column= or messages_column=, or have one of: {_WANTED}"
-            + ("; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""),
+            hint=_advice(columns, where),
         )
     return form
 
 
-def _example(columns: Sequence[str]) -> str:
-    prompt, answer = columns if len(columns) == 2 else ("", "")
-    return f"prompt_column={prompt} and answer_column={answer}"
+def _advice(columns: Sequence[str], where: str) -> str:
+    """What to do about columns of which no form is made."""
+    of_splits = ".json" in where and {"data", "train"} & {*columns}
+    first = (
+        "remove the other keys of a JSON object of splits: each must hold a list of rows; else " if of_splits else ""
+    )
+    prompt, answer = columns if len(columns) == 2 and not of_splits else ("", "")
+    named = f"{first}say prompt_column={prompt} and answer_column={answer}, text_column= or messages_column="
+    more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
+    return f"{named}, or have one of: {_WANTED}{more}"
 
 
 def shown(columns: Sequence[str]) -> str:

@@ -173,12 +173,27 @@ def _eval_split(config: Config, splits: Splits) -> str | None:
 
 
 def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
-    """Numbers of the rows that training leaves out, evenly spread over the training split."""
+    """Numbers of the rows that training leaves out, evenly spread over the training split.
+
+    If an answer is missing in every one of them, as where each tenth row is empty, only rows with one are counted.
+    """
     if config.eval_dataset_names or _eval_split(config, splits) is not None:
         return []
-    total, size = len(splits[config.dataset_split]), config.val_set_size
+    data = splits[config.dataset_split]
+    numbers = _spread(len(data), _num_held_out(config, len(data), name))
+    if numbers:
+        rows = _selected(config, data, _where(name, config.dataset_split), range(len(data)), ())
+        if all(rows[number] is None for number in numbers):
+            usable = [number for number, row in enumerate(rows) if row is not None]
+            numbers = [usable[at] for at in _spread(len(usable), _num_held_out(config, len(usable), name))]
+    return numbers
+
+
+def _num_held_out(config: Config, total: int, name: str) -> int:
+    """How many of so many rows are held out."""
+    size = config.val_set_size
     if not total:
-        return []
+        return 0
     if size is None:
         count = min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
     else:
@@ -189,7 +204,7 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
             where=_where(name, config.dataset_split),
             hint="make it smaller, or name other rows to evaluate on by eval_dataset_name",
         )
-    return _spread(total, count)
+    return count
 
 
 def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:

@@ -19,13 +19,14 @@ Splits = Mapping[str, Any]
 EVAL_SPLITS: Final = ("test", "validation", "valid", "val", "dev", "eval")
 
 
-def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
+def open_splits(name: str, subset: str | None, wanted: str, key: str = "dataset_name") -> Splits:
     """All splits of a data set.
 
     Args:
         name: `embedded`, a hub id, a file, a glob or a folder.
         subset: the configuration of a hub data set.
-        unnamed: what the only split of a source without named splits is called.
+        wanted: a split that files may be named after, beside train and those to evaluate on. What is named after
+            none is the split train.
         key: the key of the configuration that holds the name, for error messages.
 
     Raises:
@@ -40,7 +41,7 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
     if is_on_hub(name):
         found = splits_on_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
     else:
-        found = splits_of_files(path, unnamed, key)
+        found = splits_of_files(path, wanted, key)
     return {split: mapped(data) for split, data in found.items()}
 
 

@@ -20,6 +20,7 @@ class Tally:
     kept_rows: int = 0
     cut: int = 0
     without_answer: int = 0
+    lacking: str = "without an answer"
     answer_too_far: int = 0
     hidden_tools: int = 0
     without_roles: int = 0
@@ -31,6 +32,8 @@ class Tally:
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
+        if "text" in rows.form.columns:  # plain text has no answers
+            self.lacking = "empty"
         for number, row in enumerate(counted(rows, "tokenise", len(rows), "rows")):
             self.rows += 1
             try:
@@ -86,8 +89,12 @@ class Tally:
                 "set chat_template=roles"
             )
 
-    def nothing_left(self, rows: Rows) -> DataError:
-        """The error when nothing is kept, with what to do about the commonest reason."""
+    def nothing_left(self, rows: Rows, *, evaluated: bool) -> DataError:
+        """The error when nothing is kept, with what to do about the commonest reason.
+
+        Args:
+            evaluated: the rows are to evaluate on.
+        """
         columns = ", ".join(rows.form.columns.values())
         if self.answer_too_far:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
@@ -95,7 +102,10 @@ class Tally:
             hint = "take a base or a chat_template that shows calls of tools"
         else:
             hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
-        return DataError(f"No row is left to learn from: {self._left_out()}.", where=rows.where, hint=hint)
+        if evaluated:
+            hint += "; or choose other rows to evaluate on: val_set_size= or eval_dataset_name="
+        purpose = "evaluate" if evaluated else "learn from"
+        return DataError(f"No row is left to {purpose}: {self._left_out()}.", where=rows.where, hint=hint)
 
     @property
     def _num_left_out(self) -> int:
@@ -103,7 +113,7 @@ class Tally:
 
     def _left_out(self) -> str:
         reasons = {
-            "without an answer": self.without_answer,
+            self.lacking: self.without_answer,
             f"whose answer begins after max_seq_length {self.max_seq_length}": self.answer_too_far,
             "whose tools the chat template cannot show": self.hidden_tools,
         }

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 5
+FORMAT = 6
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -201,6 +201,7 @@ def tokenize(
     max_seq_length: int,
     cache_folder: Path | None = None,
     train_on_prompt: bool = False,
+    evaluated: bool = False,
     main_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
     """Tokenise the rows, unless the cache folder holds the same rows by the same tokenizer already.
@@ -210,6 +211,7 @@ def tokenize(
         cache_folder: made if it is missing; may be shared by runs, processes and machines. None: that in the cache of
             `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved.
         train_on_prompt: learn every token of a row, and not only what the assistant says.
+        evaluated: the rows are to evaluate on, for messages.
         main_first: a context that the main process enters and leaves before the others enter it.
 
     Raises:
@@ -223,7 +225,7 @@ def tokenize(
     path = (cache_folder or _default_cache()) / name
     with main_first or nullcontext():
         if not _is_whole(path):
-            _write(path, rows, encoder, max_seq_length)
+            _write(path, rows, encoder, max_seq_length, evaluated=evaluated)
     return TokenizedRows(rows, path)
 
 
@@ -252,12 +254,12 @@ def _content(example: Example) -> bytes:
     return example.input_ids.tobytes() + example.supervised.tobytes()
 
 
-def _write(path: Path, rows: Rows, encoder: Encoder, max_seq_length: int) -> None:
+def _write(path: Path, rows: Rows, encoder: Encoder, max_seq_length: int, *, evaluated: bool) -> None:
     tally = Tally(max_seq_length)
     kept = tally.kept(rows, encoder)
     first = next(kept, None)
     if first is None:
-        raise tally.nothing_left(rows)
+        raise tally.nothing_left(rows, evaluated=evaluated)
     try:
         make_folders(path.parent)
         write_parts(path, _arrow_file(_batches(rows, encoder, tally, first, kept)))

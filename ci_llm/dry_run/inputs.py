@@ -97,11 +97,11 @@ def tokenize_samples(
 ) -> None:
     """Tokenise some rows of every agent, to train on and to evaluate on."""
 
-    def tokens(rows: Rows, number: int) -> TokenizedRows:
-        return tokenized(context, rows, tokenizer, number, max_seq_length)
+    def tokens(rows: Rows, number: int, *, evaluated: bool) -> TokenizedRows:
+        return tokenized(context, rows, tokenizer, number, max_seq_length, evaluated=evaluated)
 
-    context.examples = once_each(context.rows, partial(tokens, number=number))
-    evaluated = once_each(context.eval_rows, partial(tokens, number=number_evaluated))
+    context.examples = once_each(context.rows, partial(tokens, number=number, evaluated=False))
+    evaluated = once_each(context.eval_rows, partial(tokens, number=number_evaluated, evaluated=True))
     context.eval_examples = EvaluationRows.of(evaluated)
 
 
@@ -111,6 +111,8 @@ def tokenized(
     tokenizer: PreTrainedTokenizerBase,
     number: int,
     max_seq_length: int | None = None,
+    *,
+    evaluated: bool,
 ) -> TokenizedRows:
     """At most `number` rows, evenly spread, as tokens; cached in the scratch folder."""
     number = min(number, len(rows))
@@ -120,6 +122,7 @@ def tokenized(
         tokenizer,
         max_seq_length=max_seq_length or context.config.max_seq_length,
         train_on_prompt=context.config.train_on_prompt,
+        evaluated=evaluated,
         cache_folder=context.scratch / "tokens",
         main_first=context.processes.main_first(),
     )

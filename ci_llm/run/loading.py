@@ -60,8 +60,9 @@ def load(config: Config, processes: Processes) -> Loaded:
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
-    rows = _tokenized(config, base, processes, found[0], train_on_prompt=config.train_on_prompt)
-    return Loaded(base, rows, _with_copies_counted(_tokenized(config, base, processes, found[1]), rows))
+    rows = _tokenized(config, base, processes, found[0], evaluated=False)
+    eval_rows = _tokenized(config, base, processes, found[1], evaluated=True)
+    return Loaded(base, rows, _with_copies_counted(eval_rows, rows))
 
 
 def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[TokenizedRows]) -> list[TokenizedRows]:
@@ -137,7 +138,7 @@ def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
 
 
 def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
-    """Log what the rows are, each data set once, and whether rows to evaluate on are rows to train on."""
+    """Log what the rows are, each data set once, and where those to evaluate on are from; warn of trained ones."""
     different = {id(rows): rows for rows in each}
     for number, rows in different.items():
         if len(different) > 1:
@@ -148,9 +149,16 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
         for line in rows.warnings:
             logger.warning(f"data      {line}")
     for evaluated in eval_rows.sets:
+        logger.info(f"data      to evaluate on: {_source(evaluated)}")
         if evaluated.rows.num_trained_on:
             level = logging.INFO if evaluated.rows.trained_on == "all" else logging.WARNING
             logger.log(level, f"data      {evaluated.rows.description[-1]}")
+
+
+def _source(found: TokenizedRows) -> str:
+    """How many rows of which form are from where, in one line."""
+    left_out = f", {count} left out" if (count := len(found.rows) - len(found)) else ""
+    return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}"
 
 
 def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
@@ -173,7 +181,7 @@ def shares_layers(config: Config, processes: Processes) -> bool:
 
 
 def _tokenized(
-    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, train_on_prompt: bool = False
+    config: Config, base: Base, processes: Processes, each: Sequence[Rows], *, evaluated: bool
 ) -> list[TokenizedRows]:
     """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
 
@@ -184,7 +192,8 @@ def _tokenized(
             rows,
             base.tokenizer,
             max_seq_length=config.max_seq_length,
-            train_on_prompt=train_on_prompt,
+            train_on_prompt=config.train_on_prompt and not evaluated,
+            evaluated=evaluated,
             main_first=processes.main_first(),
         )
         # Some published tokenizers have tokens of pictures that no text holds, and the base has no embedding for.

@@ -294,6 +294,27 @@ def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> Non
     assert "training on the first 3 of 50 rows" in load_rows(limited, "train").description
 
 
+def _each_tenth_empty(count: int, path: Path) -> str:
+    answers = ["" if number % 10 == 0 else f"a{number}" for number in range(count)]
+    rows = [{"question": f"q{number}", "answer": answer} for number, answer in enumerate(answers)]
+    return _parquet(Dataset.from_list(rows), path)
+
+
+@pytest.mark.parametrize(("settings", "held_out"), [({}, 18), ({"val_set_size": 20}, 20), ({"val_set_size": 0.1}, 18)])
+def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
+    settings: dict[str, Any], held_out: int, tmp_path: Path
+) -> None:
+    config = Config(dataset_name=_each_tenth_empty(200, tmp_path), **settings)
+    training, evaluated = _questions(config, "train"), _questions(config, "eval")
+    assert len(evaluated) == held_out
+    assert len({*training, *evaluated}) == len(training) + len(evaluated) == 180
+
+
+def test_a_data_set_without_an_answer_is_left_to_the_training_to_refuse(tmp_path: Path) -> None:
+    config = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
+    assert list(load_rows(config, "train")) == [None] * 20
+
+
 def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(1, tmp_path))
     assert _questions(config, "train") == _questions(config, "eval") == ["q0"]
@@ -311,7 +332,7 @@ def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
         ({"eval_split": "train"}, 40, "all"),
         ({"eval_split": "train", "eval_samples": 10}, 10, "all"),
         ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9}, 3, "some"),
-        ({"dataset_split": "other", "eval_split": "other"}, 40, "all"),
+        ({"dataset_name": "embedded", "dataset_split": "validation", "eval_split": "validation"}, 320, "all"),
     ],
 )
 def test_rows_that_are_trained_on_are_told_from_those_held_out(
@@ -365,9 +386,12 @@ def _two_kinds(path: Path) -> dict[str, Any]:
     return {"dataset_name": str(path)}
 
 
-def _latin(path: Path) -> dict[str, Any]:
-    (path / "a.csv").write_bytes("question,answer\nStraße?,ß\n".encode("latin-1"))
-    return {"dataset_name": str(path / "a.csv")}
+def _latin(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
+    def write(path: Path) -> dict[str, Any]:
+        (path / name).write_bytes(text.encode("latin-1"))
+        return {"dataset_name": str(path / name)}
+
+    return write
 
 
 BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
@@ -406,13 +430,32 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         "cannot be read as csv: the first row has 3 values, and the header 2 columns (a.csv).",
         "repair",
     ),
-    "not UTF-8": (_latin, "cannot be read as csv: 'utf-8' codec can't decode", "save it as UTF-8"),
+    "csv that is not UTF-8": (
+        _latin("question,answer\nStraße?,ß\n", "a.csv"),
+        "cannot be read as csv: 'utf-8' codec can't decode",
+        "save it as UTF-8",
+    ),
+    "lines of json that are not UTF-8": (
+        _latin('{"question": "Straße?", "answer": "ß"}\n', "a.jsonl"),
+        "cannot be read as json: 'utf-8' codec can't decode",
+        "save it as UTF-8",
+    ),
+    "json that is not UTF-8": (
+        _latin('[{"messages": [{"role": "user", "content": "ß"}]}]', "a.json"),
+        "cannot be read as json: 'utf-8' codec can't decode",
+        "save it as UTF-8",
+    ),
     "half a download": (_cut_short, "cannot be read as json: Compressed file ended", "repair"),
     "broken parquet": (_write("PAR1", "a.parquet"), "cannot be read as parquet: Parquet file", "repair"),
     "broken folder": (_saved_badly, "saved data set cannot be opened", "save_to_disk"),
     "empty file": (_write("", "a.jsonl"), "data set is empty", "with rows"),
     "blank file": (_write("\n\n", "a.jsonl"), "data set is empty", "with rows"),
     "header only": (_write("question,answer\n", "a.csv"), "data set is empty", "with rows"),
+    "json of splits and something else": (
+        _write('{"train": [{"question": "q", "answer": "a"}], "meta": {"a": 1}}', "a.json"),
+        "no columns that can be used; it has: train, meta.",
+        "each must hold a list of rows; else say prompt_column= and answer_column=,",
+    ),
     "no usable column": (_write('{"a": 1, "b": 2}\n', "a.jsonl"), "it has: a, b.", "question, answer"),
     "hub id offline": (
         lambda _: {"dataset_name": "openai/gsm8k"},
@@ -429,6 +472,21 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         lambda _: {"dataset_name": "embedded", "dataset_split": "train[:10]"},
         "no split 'train[:10]'",
         "max_train_samples",
+    ),
+    "unknown split of a file": (
+        lambda path: {**_write("text\nx\ny\n", "a.csv")(path), "dataset_split": "validation"},
+        "no split 'validation'; it has: train.",
+        "set dataset_split to one of them",
+    ),
+    "part of a file": (
+        lambda path: {**_write("text\nx\ny\n", "a.csv")(path), "dataset_split": "train[:10]"},
+        "no split 'train[:10]'; it has: train.",
+        "max_train_samples",
+    ),
+    "unknown split of a folder of files": (
+        lambda path: {**_write("text\nx\ny\n", "a.csv")(path), "dataset_name": str(path), "dataset_split": "other"},
+        "no split 'other'; it has: train.",
+        "set dataset_split to one of them",
     ),
 }
 

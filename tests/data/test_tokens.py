@@ -238,6 +238,14 @@ def test_nothing_left_to_learn(name: str, tokenizer: PreTrainedTokenizerBase, tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_row_left_to_evaluate_is_told_from_none_to_learn_from(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="No row is left to evaluate: 1 of 1 rows: 1 without an answer") as caught:
+        tokenize(rows([ROWS[1]]), tokenizer, max_seq_length=20, cache_folder=tmp_path, evaluated=True)
+    assert "other rows to evaluate on: val_set_size= or eval_dataset_name=" in str(caught.value.hint)
+
+
 def test_a_failing_template_names_the_row(tmp_path: Path) -> None:
     strict = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     strict.chat_template = (
@@ -278,6 +286,14 @@ def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp
     with pytest.raises(DataError, match="2 of 2 rows: 2 without an answer") as caught:
         tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path)
     assert "read are: Frage, answer" in str(caught.value.hint)
+
+
+def test_blank_lines_of_plain_text_are_called_empty(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    texts = [{"text": text} for text in ("once upon a time", "", " ")]
+    found = tokenize(rows(texts), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "left out: 2 of 3 rows: 2 empty" in found.description
+    with pytest.raises(DataError, match="No row is left to learn from: 2 of 2 rows: 2 empty"):
+        tokenize(rows(texts[1:]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
 
 
 def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
@@ -328,14 +344,15 @@ def test_real_data_is_the_same_from_every_format(
     test_split = datasets.load_from_disk(str(GSM8K))["test"]
     test_split.to_json(tmp_path / "test.jsonl", force_ascii=False)
     test_split.to_parquet(tmp_path / "test.parquet")
+    sources = [(GSM8K, "test"), (tmp_path / "test.jsonl", "train"), (tmp_path / "test.parquet", "train")]
     found = [
         tokenize(
-            load_rows(Config(dataset_name=str(name), dataset_split="test", eval_split="test"), "train"),
+            load_rows(Config(dataset_name=str(name), dataset_split=split, eval_split=split), "train"),
             tokenizer,
             max_seq_length=256,
             cache_folder=tmp_path / f"own{number}",
         )
-        for number, name in enumerate([GSM8K, tmp_path / "test.jsonl", tmp_path / "test.parquet"])
+        for number, (name, split) in enumerate(sources)
     ]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])

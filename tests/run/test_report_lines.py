@@ -1,12 +1,48 @@
-"""The lines that stay on the terminal: an evaluation, and a solved example."""
+"""The lines that stay on the terminal: where rows are from, an evaluation, and a solved example."""
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from ci_llm.config import Config
 from ci_llm.crowd.answer_scores import AnswerScores, Solved
 from ci_llm.crowd.scoring import Scores
+from ci_llm.data.agent_rows import EvaluationRows
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import tokenize
+from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.evaluation import describe_example, describe_scores
+from ci_llm.run.loading import describe_rows
+from tests.support.log_lines import log_lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "source"),
+    [
+        ({}, "9 rows of question + answer from embedded, split test"),
+        ({"val_set_size": 50}, "9 rows of question + answer from embedded, split train, held out"),
+        ({"eval_dataset_name": "val.csv"}, "2 rows of text from val.csv, split train, 1 left out"),
+    ],
+)
+def test_it_is_said_where_the_rows_to_evaluate_on_are_from(
+    settings: dict[str, Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("val.csv").write_text("text,id\nonce upon,1\n,2\na time,3\n")
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    config = Config(eval_samples=9, max_train_samples=2, **settings)
+    rows, evaluated = (
+        tokenize(load_rows(config, split), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+        for split in ("train", "eval")
+    )
+    with log_lines() as lines:
+        describe_rows(config, [rows], EvaluationRows.of([evaluated]))
+    assert lines[-1] == f"data      to evaluate on: {source}"
 
 
 def test_an_evaluation_gives_the_crowd_and_the_mean_of_its_agents() -> None:

@@ -15,16 +15,20 @@ from ci_llm.data.formats import FileFormat, ending_of, with_builder
 
 def _read(files: Sequence[Path]) -> Dataset:
     try:
-        return with_builder("json", files)
-    except DatasetsError:
+        data = with_builder("json", files)
+        data.data.validate(full=True)  # Arrow takes any bytes for text, and fails only when a row is read
+    except (DatasetsError, ValueError):
         for file in files:
             _require_json(file)
         raise
+    return data
 
 
 def _require_json(file: Path) -> None:
-    """Raises ValueError with the line that is no JSON; Arrow counts rows from where its last block begins."""
-    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer") as lines:
+    """Raises ValueError for text that is not UTF-8, and with the line that is no JSON.
+
+    Arrow counts rows from where its last block begins."""
+    with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as lines:
         if ending_of(file) == ".json" and _require_value(lines.read(), 1, file):
             return
         lines.seek(0)
