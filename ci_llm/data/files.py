@@ -26,24 +26,24 @@ from ci_llm.errors import DataError
 _NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 
 
-def splits_of_files(path: Path, wanted: str, key: str) -> dict[str, Dataset]:
+def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset]:
     """The splits of a folder, a glob or a file; see `open_splits`."""
     if os.path.isdir(path):
-        return _from_folder(path, wanted)
-    return _unwrapped(_from_files(_matching(path, key), str(path)), wanted)
+        return _from_folder(path, unnamed)
+    return _unwrapped(_from_files(_matching(path, key), str(path)), unnamed)
 
 
-def _unwrapped(data: Dataset, wanted: str) -> dict[str, Dataset]:
+def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
     if "data" in lists:
         lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
-    if not lists or not (lists.keys() <= {wanted, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):
-        return {"train": data}
+    if not lists or not (lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):
+        return {unnamed: data}
     if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
-        return {"train": data}
-    return {"train" if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
+        return {unnamed: data}
+    return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
 
 
 def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
@@ -59,10 +59,10 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
         ) from error
 
 
-def _from_folder(path: Path, wanted: str) -> dict[str, Dataset]:
+def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset]:
     """A folder of `save_to_disk`, or of data files of one kind, perhaps in folders of their own."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _saved(path)
+        return _saved(path, unnamed)
     files = _data_files(path.iterdir()) or _data_files(path.rglob("*"))
     if not files:
         raise DataError(
@@ -71,7 +71,7 @@ def _from_folder(path: Path, wanted: str) -> dict[str, Dataset]:
             hint="give the folder that holds dataset_dict.json or state.json, or the file itself",
         )
     by_split: dict[str, list[Path]] = {}
-    for file, split in zip(files, _splits_of([file.relative_to(path) for file in files], wanted), strict=True):
+    for file, split in zip(files, _splits_of([file.relative_to(path) for file in files], unnamed), strict=True):
         by_split.setdefault(split, []).append(file)
     return {split: _from_files(group, str(path)) for split, group in by_split.items()}
 
@@ -80,22 +80,22 @@ def _data_files(found: Iterator[Path]) -> list[Path]:
     return sorted(file for file in found if file.is_file() and find_format(file) and file.name not in _NO_ROWS)
 
 
-def _splits_of(files: Sequence[Path], wanted: str) -> list[str]:
+def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
     """The split of each file: what its name begins with, the folder that it lies in, else any word of its name.
 
     A word inside a name counts only where it leaves rows to train on: `contest_test.jsonl` alone is no test split.
     """
-    names = (wanted, "train", *EVAL_SPLITS)
+    names = (unnamed, "train", *EVAL_SPLITS)
     words = [[*re.split(r"[-_.]", file.name)[:1], *file.parent.parts] for file in files]
     inside = [[*near, *re.split(r"[-_.]", file.name)] for near, file in zip(words, files, strict=True)]
     found, wider = (
-        [next((word for word in each if word in names), "train") for each in way] for way in (words, inside)
+        [next((word for word in each if word in names), unnamed) for each in way] for way in (words, inside)
     )
     named = all(any(word in names for word in each) for each in inside)
-    return wider if named and wanted in wider else found
+    return wider if named and unnamed in wider else found
 
 
-def _saved(path: Path) -> dict[str, Dataset]:
+def _saved(path: Path, unnamed: str) -> dict[str, Dataset]:
     try:
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
@@ -104,7 +104,7 @@ def _saved(path: Path) -> dict[str, Dataset]:
             where=str(path),
             hint="save it again with save_to_disk",
         ) from error
-    return dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+    return dict(saved) if isinstance(saved, DatasetDict) else {unnamed: saved}
 
 
 def _matching(path: Path, key: str) -> list[Path]:

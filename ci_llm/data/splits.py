@@ -19,14 +19,13 @@ Splits = Mapping[str, Any]
 EVAL_SPLITS: Final = ("test", "validation", "valid", "val", "dev", "eval")
 
 
-def open_splits(name: str, subset: str | None, wanted: str, key: str = "dataset_name") -> Splits:
+def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
     """All splits of a data set.
 
     Args:
         name: `embedded`, a hub id, a file, a glob or a folder.
         subset: the configuration of a hub data set.
-        wanted: a split that files may be named after, beside train and those to evaluate on. What is named after
-            none is the split train.
+        unnamed: what the only split of a source without named splits is called.
         key: the key of the configuration that holds the name, for error messages.
 
     Raises:
@@ -41,7 +40,7 @@ def open_splits(name: str, subset: str | None, wanted: str, key: str = "dataset_
     if is_on_hub(name):
         found = splits_on_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
     else:
-        found = splits_of_files(path, wanted, key)
+        found = splits_of_files(path, unnamed, key)
     return {split: mapped(data) for split, data in found.items()}
 
 
