@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
@@ -16,7 +16,8 @@ from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+#: Options that say how tokens are drawn.
+SAMPLING: Final = ("temperature", "top_p", "top_k", "seed")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
     from ci_llm.crowd.asking import GenerationOptions
     from ci_llm.crowd.decoding import Decoding
 
-    sampling = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
+    sampling = {name: value for name in SAMPLING if (value := getattr(call, name)) is not None}
     if sampling.get("temperature") == 0:
         sampling = {}
     choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
@@ -70,12 +71,12 @@ def require_run(path: str, base_model: str | None) -> None:
         BadInput: there is no such folder, or its run has no checkpoint yet.
     """
     from ci_llm.checkpoints.folders import committed
-    from ci_llm.cluster.hub import go_offline_if_unreachable, may_be_repository
+    from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_repository
     from ci_llm.core.run_status import last_status, read_status
 
     if may_be_repository(path):
         if reason := go_offline_if_unreachable(path):
-            note(f"the hub is unreachable, only its local cache is used ({reason})")
+            note(f"the hub is unreachable: {OFFLINE} is set, and only its local cache is used ({reason})")
         return
     if not Path(path).is_dir():
         hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"

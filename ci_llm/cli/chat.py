@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cli.answer_text import beside, given, how_sure
 from ci_llm.cli.arguments import make_parser
-from ci_llm.cli.asking import add_options, choices_of, lines_of, note, open_run, require_run, stop_strings
+from ci_llm.cli.asking import SAMPLING, add_options, choices_of, lines_of, note, open_run, require_run, stop_strings
 from ci_llm.cli.guard import print_error
 from ci_llm.cli.mirrors import located
 from ci_llm.errors import BadInput, ConfigError, DataError
@@ -145,6 +145,8 @@ class Conversation:
         prompt, choices = self._prompt(message), dict(self._choices)
         if choices.get("do_sample"):
             choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
+        else:
+            choices = {name: value for name, value in choices.items() if name not in SAMPLING}
         self._asked = prompt, choices
         pieces: list[str] = []
         with self._stream(prompt, choices) as stream:

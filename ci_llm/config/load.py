@@ -105,6 +105,12 @@ def given_in_call(config: Config | Mapping[str, Any] | str | os.PathLike[str] | 
     if config is None or isinstance(config, Mapping | Config):
         values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
         return FileEntries(None, entries_of(values or {}, IN_CALL))
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"a {type(config).__name__} is no configuration",
+            where=IN_CALL,
+            hint="give a YAML file, a mapping of keys, a Config or nothing, and keys as keywords: learning_rate=1e-3",
+        )
     return read_file(config)
 
 

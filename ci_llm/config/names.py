@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ci_llm.config.aliases import ALIASES, ALWAYS, TRANSLATIONS, VALUE_ALIASES
-from ci_llm.config.parsing import Entry, FlagForm, Scalar, takes_flag
+from ci_llm.config.parsing import Entry, FlagForm, Items, Scalar, means_no_items, takes_flag
 from ci_llm.config.schema import AllKeys
 
 FIELDS = AllKeys.model_fields
@@ -43,6 +43,8 @@ def resolve(entry: Entry) -> tuple[str, Entry] | None:
     key = canonical(name)
     if key not in FIELDS:
         raise UnknownNameError
+    if means_no_items(FIELDS[key], entry.raw):
+        return key, replace(entry, raw=Items(()))
     value = VALUE_ALIASES.get(key, {}).get(text) if text is not None else None
     return key, entry if value is None else replace(entry, raw=Scalar(value))
 

@@ -85,7 +85,7 @@ class Entry:
     @property
     def text(self) -> str:
         """The value as it is shown to people."""
-        return self.raw.text if isinstance(self.raw, Scalar) else str(self.raw)
+        return self.raw.text if isinstance(self.raw, Scalar) else "none" if self.raw == Items(()) else str(self.raw)
 
     @property
     def is_null(self) -> bool:
@@ -154,6 +154,14 @@ _MISS = object()
 def takes_list(field: FieldInfo) -> bool:
     """Whether the value of the key may be a list itself."""
     return any(kind.item is not None or kind.may_be_several for kind in kinds_of(field))
+
+
+def means_no_items(field: FieldInfo, raw: Raw) -> bool:
+    """Whether `raw` is none where the field takes a list of choices: with quotes, in brackets, or an empty list."""
+    if isinstance(raw, Items) and len(raw.values) == 1:
+        [raw] = raw.values
+    is_none = isinstance(raw, Scalar) and raw.text.strip("[]'\" ").lower() in NULL_WORDS
+    return is_none and any(kind.item is not None and kind.item.choices for kind in kinds_of(field))
 
 
 def lists_values(field: FieldInfo, raw: Items) -> bool:
@@ -290,6 +298,8 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
     """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, BF16, a typo."""
     if raw == NESTED_MAPPING:
         return "keys are flat: one value per key"
+    if not isinstance(raw, Scalar) and raw != NO_VALUE and any(kind.may_be_several for kind in kinds_of(field)):
+        return "give paths or names; data in memory gets a path by ds.save_to_disk(FOLDER), or as a .jsonl file"
     if isinstance(raw, Scalar) and not _can_read(field, raw):
         for text in _respellings(raw.text):
             if _can_read(field, Scalar(text)):

@@ -5,9 +5,10 @@ Legend: K agents.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import torch
 
@@ -23,6 +24,10 @@ from ci_llm.errors import BadInput, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd
+
+
+logger = logging.getLogger(__name__)
+_DRAWING: Final = ("temperature", "top_p", "top_k")
 
 
 class Choices(TypedDict, total=False):
@@ -134,6 +139,8 @@ def options_of(
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
     decoding = decoding_of(prompter_of(crowd), **choices)
+    if not decoding.do_sample and (ignored := [name for name in _DRAWING if choices.get(name) not in (None, 1)]):
+        logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
     options = GenerationOptions(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)
     if abstain_below is not None or agents_per_prompt is not None:
         _require_calibration(crowd, decoding.aggregator, abstains=abstain_below is not None)

@@ -107,7 +107,13 @@ def last_answer(example: Example) -> slice:
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. A list of messages is one prompt; a list of strings or chats is many."""
+    """One prompt or many, as a list. A list of messages is one prompt; a list of strings or chats is many.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
     if isinstance(prompts, str) or any(isinstance(part, Mapping) for part in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -134,9 +140,12 @@ def _messages(prompt: Prompt) -> tuple[Message, ...]:
     try:
         messages = tuple(Message(turn["role"], turn["content"]) for turn in prompt)
     except (KeyError, TypeError) as error:
-        raise DataError(
-            "a prompt is neither text nor a chat", where=str(prompt)[:80], hint='[{"role": "user", "content": "..."}]'
-        ) from error
+        raise _no_prompt(prompt) from error
     if not messages or messages[-1].role == "assistant":
         raise DataError("a chat has nothing to answer", where=str(prompt)[:80], hint="end it with a user's turn")
     return messages
+
+
+def _no_prompt(prompt: object) -> DataError:
+    what, hint = "a prompt is neither text nor a chat", '[{"role": "user", "content": "..."}]'
+    return DataError(what, where=str(prompt)[:80], hint=hint)

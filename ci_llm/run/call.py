@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +14,43 @@ from typing import TYPE_CHECKING, Any
 from ci_llm.cluster.hub import offline_note
 from ci_llm.cluster.launch import accelerate_settings, read_launch
 from ci_llm.config import Config, as_typed, read_call
+from ci_llm.config.load import IN_CALL
 from ci_llm.core.imports import set_library_defaults
+from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
     from ci_llm.run.result import Result
 
 
+_training = threading.Lock()
+
+
+def _unlock_in_child() -> None:
+    global _training
+    _training = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+
+
+@contextmanager
+def _only_run() -> Iterator[None]:
+    """Refuse a second run while one trains in this process: what the libraries set globally is for one of them."""
+    lock = _training
+    if not lock.acquire(blocking=False):
+        raise BadInput(
+            "a run is already training in this process",
+            where=IN_CALL,
+            hint="wait for its end, or train in another process",
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@_only_run()
 def train(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
@@ -60,7 +91,7 @@ def train(
 
         launch = replace(launch, arguments=_words_for_a_shell(read.config))
         with _process_as_it_was():
-            return run_job(read.config, interrupts, launch, sources=[*read.lines, *offline], callbacks=tuple(callbacks))
+            return run_job(read.config, interrupts, launch, sources=[*read.lines, *offline], callbacks=callbacks)
 
 
 def _words_for_a_shell(config: Config) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def run_job(
     launch: Launch,
     *,
     sources: Sequence[str] = (),
-    callbacks: Sequence[object] = (),
+    callbacks: Iterable[object] = (),
 ) -> Result:
     """Train as `config` says, from the first step or where an earlier call stopped.
 

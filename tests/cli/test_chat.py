@@ -164,7 +164,9 @@ def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
 
 
 @pytest.mark.slow
-def test_seed_draws_and_takes_back(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seed_draws_and_takes_back(
+    crowd: Crowd, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     talk = Conversation(crowd, {**SHORT, "temperature": 3.0}, (), shows_sureness=False)
     greedy = said(talk, QUESTIONS[0], capsys)
     talk.command("/seed 5")
@@ -172,6 +174,7 @@ def test_seed_draws_and_takes_back(crowd: Crowd, capsys: pytest.CaptureFixture[s
     assert drawn == crowd.generate(QUESTIONS[0], do_sample=True, seed=5, temperature=3.0, **SHORT)[0] != greedy
     talk.command("/seed")
     assert said(talk, QUESTIONS[0], capsys) == greedy
+    assert caplog.messages == [], "the temperature is kept for the next /seed 5"
     for bad in ("/seed x", "/seed 1 2"):
         with pytest.raises(ConfigError, match="a seed is one whole number"):
             talk.command(bad)

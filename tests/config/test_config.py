@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -22,6 +23,7 @@ from ci_llm.config import (
     groups,
     keys_as_markdown,
     load_config,
+    read_call,
     read_config,
 )
 from ci_llm.config.aliases import ALIASES, VALUE_ALIASES
@@ -161,6 +163,34 @@ def test_a_config_is_strict() -> None:
             Config(**bad)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    values: dict[str, Any] = {
+        "learning_rate": np.float32(0.5),
+        "max_train_steps": np.int64(3),
+        "compile": np.bool_(True),
+        "agent_layers": [np.int32(1)],
+    }
+    plain = Config(learning_rate=0.5, max_train_steps=3, compile=True, agent_layers=[1])
+    assert Config(**values) == read_call(values, {}).config == read_call(None, values).config == plain
+    with pytest.raises(ConfigError, match=r"num_agents is '0\.5'"):
+        Config(num_agents=np.float32(0.5))
+
+
+@pytest.mark.parametrize("value", [[{"text": "a"}, {"text": "b"}], {"train": []}, object(), iter("ab")])
+def test_data_in_memory_is_refused_with_the_way_to_a_path(value: object) -> None:
+    for read in (lambda: Config(dataset_name=value), lambda: read_call(None, {"dataset_name": value})):
+        with pytest.raises(ConfigError, match=r"save_to_disk\(FOLDER\), or as a .jsonl file"):
+            read()
+
+
+@pytest.mark.parametrize("value", [[1], object(), 1.5])
+def test_what_is_no_configuration_is_named(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=f"a {type(value).__name__} is no configuration\n.*train(.|\n)*a mapping of keys"
+    ):
+        read_call(value, {})
+
+
 # Forms
 
 
@@ -195,6 +225,8 @@ def test_a_config_is_strict() -> None:
         (["agent_layers=[3, 5]"], {"agent_layers": (3, 5)}),
         (["agent_layers=3"], {"agent_layers": (3,)}),
         (["report_to=none"], {"report_to": ()}),
+        (["report_to=[]"], {"report_to": ()}),
+        (["report_to=['none']"], {"report_to": ()}),
         (["report_to=wandb,tensorboard"], {"report_to": ("wandb", "tensorboard")}),
         (
             ["stop_signals=SIGUSR1,SIGTERM", "save_signals=none"],
@@ -228,6 +260,16 @@ def test_a_config_is_strict() -> None:
 )
 def test_forms_of_the_command_line(arguments: list[str], values: dict[str, Any]) -> None:
     assert changed(load_config(None, arguments)) == values
+
+
+@pytest.mark.parametrize("none", ['"none"', "[none]", '["none"]', "[]", "none", "null"])
+@pytest.mark.parametrize("key", ["report_to", "save_signals"])
+def test_none_is_an_empty_list_of_choices_however_it_is_written(key: str, none: str, file: Path) -> None:
+    for text in (f"{key}: {none}\n", f'{{"{key}": {none}}}'):
+        file.write_text(text)
+        assert getattr(load_config(file), key) == ()
+    value: Any = yaml.safe_load(none)
+    assert getattr(Config(**{key: value}), key) == getattr(read_call({key: value}, {}).config, key) == ()
 
 
 def test_values_in_a_file_mean_what_their_key_makes_of_them(file: Path) -> None:

@@ -165,6 +165,21 @@ def test_a_text_ends_where_its_stop_string_is_complete(crowd: Crowd) -> None:
     assert answer.complete
 
 
+@pytest.mark.parametrize("prompts", [None, 5, [5], {"role": "user", "content": "a"}])
+def test_what_is_no_prompt_is_refused(crowd: Crowd, prompts: Any) -> None:
+    with pytest.raises(BadInput, match="a prompt is neither text nor a chat"):
+        crowd.generate(prompts)
+
+
+def test_sampling_settings_without_sampling_are_told(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
+    options_of(crowd, temperature=5.0, top_k=50)
+    assert caplog.messages == ["temperature, top_k without effect: tokens are drawn only with do_sample=True"]
+    caplog.clear()
+    options_of(crowd, temperature=5.0, do_sample=True)
+    options_of(crowd, temperature=1, top_p=1.0, top_k=1)
+    assert caplog.messages == []
+
+
 def test_an_empty_stop_string_is_refused(crowd: Crowd) -> None:
     with pytest.raises(BadInput, match="a stop string is empty"):
         crowd.generate("hello", stop_strings=["a", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from nbclient import NotebookClient
+from transformers import EarlyStoppingCallback
 
 import ci_llm
 from ci_llm.checkpoints.checkpoint import load_checkpoint
@@ -23,7 +25,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run import job, shutdown
+from ci_llm.run import call, job, shutdown
 from ci_llm.run.callbacks import Callbacks, Control, TrainerState
 from ci_llm.run.mirroring import RunMirror
 from tools.testbed.events import DEADLINE_S
@@ -264,21 +266,38 @@ def test_a_configuration_is_a_file_a_mapping_or_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("keywords", "message"),
     [
         ({"config": {"learning_rat": 1, "num_agents": "many"}}, "learning_rat(.|\n)*num_agents"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml"),
         ({"batch_size": 0, "lr": "fast"}, "learning_rate(.|\n)*batch_size"),
         ({"model_name": "embedded", "dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"callbacks": [object()]}, "no method for an event"),
+        ({"callbacks": StopAt(1)}, r"callbacks is a StopAt, but takes a list(.|\n)*brackets"),
+        ({"callbacks": [EarlyStoppingCallback(2)]}, "TrainerCallback of Transformers(.|\n)*a plain class"),
+        ({"config": [1]}, "a list is no configuration"),
     ],
 )
 def test_bad_input_is_an_exception_that_says_what_and_where(
-    call: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keywords: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ci_llm.CiLlmError, match=message):
-        ci_llm.train(**call)
+        ci_llm.train(**keywords)
+
+
+def test_a_second_run_at_the_same_time_is_refused_and_a_forked_child_may_train() -> None:
+    bad: Any = {"config": [1]}  # what a call that may train says
+    with call._only_run(), pytest.raises(ci_llm.CiLlmError, match="a run is already training in this process"):
+        ci_llm.train(**bad)
+    with pytest.raises(ci_llm.CiLlmError, match="no configuration"):
+        ci_llm.train(**bad)
+    with call._only_run():
+        if not (child := os.fork()):
+            with contextlib.suppress(BaseException), call._only_run():
+                os._exit(0)
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_callback_for_an_event_that_nothing_calls_is_refused() -> None:
