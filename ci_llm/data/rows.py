@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal, Protocol
@@ -196,10 +197,20 @@ class Rows:
         Raises:
             DataError: a row is malformed.
         """
-        return (self._read(number, row) for number, row in enumerate(self.raw))
+        with self._text_as_utf8():
+            yield from (self._read(number, row) for number, row in enumerate(self.raw))
 
     def __getitem__(self, number: int) -> Row | None:
-        return self._read(number, self.raw[number])
+        with self._text_as_utf8():
+            return self._read(number, self.raw[number])
+
+    @contextmanager
+    def _text_as_utf8(self) -> Iterator[None]:
+        """Arrow takes any bytes of a json file for text, and finds out when a row is read."""
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise DataError(f"the text is not UTF-8: {error}", where=self.where, hint="save it as UTF-8") from error
 
     def evaluated_although_trained_on(self, count: int) -> Rows:
         """These rows to evaluate on, of which `count` are rows to train on; the description ends with that."""

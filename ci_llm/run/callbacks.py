@@ -1,6 +1,6 @@
 """Callbacks: a program's own code, told what happens while a run trains, under the names of Transformers' Trainer.
 
-A callback is an object of a plain class with one or more methods of these names:
+A callback is an object with one or more methods of these names:
 
     class Prune:
         def on_evaluate(self, args, state, control, metrics, **kwargs):
@@ -25,6 +25,7 @@ Event = Literal["on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_sa
 EVENTS: Final[tuple[str, ...]] = get_args(Event)
 #: The reason of an interruption that a callback has asked for, as status.json has it.
 STOPPED_BY_CALLBACK: Final = "callback"
+_BASE_OF_THE_TRAINER: Final = "TrainerCallback"  # has a method for every event, each of which does nothing
 _WHERE: Final = "train(callbacks=...)"
 
 
@@ -63,8 +64,8 @@ class Callbacks:
         callbacks: objects with methods named after events.
 
     Raises:
-        ConfigError: an object has no such method, or one for an event that does not exist here, or is a callback of
-            Transformers.
+        ConfigError: an object has no such method, or one for an event that does not exist here, or is one of
+            Transformers' own callbacks, which ask for more than there is here.
     """
 
     def __init__(self, callbacks: Iterable[object] = ()) -> None:
@@ -104,14 +105,19 @@ def _check(callback: object) -> None:
     if isinstance(callback, type):
         name = callback.__name__
         raise ConfigError(f"the callback {name} is a class", where=_WHERE, hint=f"callbacks=[{name}()]")
-    kinds = type(callback).__mro__
-    if any(kind.__name__ == "TrainerCallback" and kind.__module__.startswith("transformers.") for kind in kinds):
+    if type(callback).__module__.startswith("transformers."):
         raise ConfigError(
-            f"{type(callback).__name__} is a TrainerCallback of Transformers, and asks for more than there is here",
+            f"{type(callback).__name__} is a callback of Transformers, and asks for more than there is here",
             where=_WHERE,
             hint=f"write a plain class with some of these methods: {', '.join(EVENTS)}",
         )
-    methods = {name for kind in kinds for name in vars(kind) if name.startswith("on_")}
+    methods = {
+        name
+        for kind in type(callback).__mro__
+        if kind.__name__ != _BASE_OF_THE_TRAINER
+        for name in vars(kind)
+        if name.startswith("on_")
+    }
     unknown = sorted(methods - {*EVENTS})
     if unknown or not methods:
         problem = f"has {', '.join(unknown)}, which nothing calls" if unknown else "has no method for an event"

@@ -476,6 +476,13 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
 }
 
 
+def test_a_later_row_that_is_not_utf8_is_one_message_too(tmp_path: Path) -> None:
+    lines = ['{"question": "q", "answer": "a"}'] * 3 + ['{"question": "Straße?", "answer": "ß"}']
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    with pytest.raises(DataError, match=r"the text is not UTF-8: 'utf-8' codec(.|\n)*save it as UTF-8"):
+        [*load_rows(Config(dataset_name=str(tmp_path / "a.jsonl"), val_set_size=0), "train")]
+
+
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input_is_one_clear_message(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make, what, hint = BAD_INPUT[name]

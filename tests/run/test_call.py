@@ -274,7 +274,10 @@ def test_a_configuration_is_a_file_a_mapping_or_keys(tmp_path: Path) -> None:
         ({"model_name": "embedded", "dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"callbacks": [object()]}, "no method for an event"),
         ({"callbacks": StopAt(1)}, r"callbacks is a StopAt, but takes a list(.|\n)*brackets"),
-        ({"callbacks": [EarlyStoppingCallback(2)]}, "TrainerCallback of Transformers(.|\n)*a plain class"),
+        (
+            {"callbacks": [EarlyStoppingCallback(2)]},
+            "EarlyStoppingCallback is a callback of Transformers(.|\n)*a plain class",
+        ),
         ({"config": [1]}, "a list is no configuration"),
     ],
 )
