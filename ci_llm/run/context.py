@@ -163,11 +163,15 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether no step is left: the last one is taken, or patience with the evaluations has run out."""
-        patience = self.config.early_stopping_patience
-        out_of_patience = patience is not None and self.state.validation.without_better >= patience
+        return self.is_out_of_patience or self.state.step >= self.total_steps
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether early stopping ends the run here."""
         if self.state.members is not None and self.state.members.waits:
-            out_of_patience = False  # the search begins anew with the other agents
-        return out_of_patience or self.state.step >= self.total_steps
+            return False  # the search begins anew with the other agents
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.state.validation.without_better >= patience
 
     @property
     def evaluation_due(self) -> bool:
