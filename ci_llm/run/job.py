@@ -152,7 +152,8 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
     if run.is_finished and (record := run.processes.on_main(conclusion)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        log_next_steps(run, record)
+        if run.proposes:
+            log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
         return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
@@ -189,7 +190,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     run.status.finish("completed")
     but = f", but {warning}" if (warning := run.status.current.warning) else ""
     logger.info(f"completed at step {run.state.step}{but}")
-    log_next_steps(run, record)
+    if run.proposes:
+        log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 

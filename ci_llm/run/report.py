@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cluster.elastic import has_rounds
+from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config, default_file
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd
     from ci_llm.distributed.processes import Processes
     from ci_llm.interrupts import Interrupts
-    from ci_llm.run.context import Run
 
 logger = logging.getLogger(__name__)
 
@@ -98,28 +98,15 @@ _GOES_ON = (
 MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
 
 
-def log_next_steps(run: Run, record: Mapping[str, Any]) -> None:
-    """Say what to do after a run that is completed, unless another program leads it.
-
-    Args:
-        record: its `evaluation.json`.
-    """
-    if not run.proposes:
-        return
+def log_next_steps(
+    config: Config, launch: Launch, record: Mapping[str, Any], to_go_on: Mapping[str, str | None]
+) -> None:
+    """Say what to do after a completed run; `record` is its `evaluation.json`, the rest as for `next_steps`."""
     if warning := describe_not_finite(record):
         logger.warning(warning)
         return
-    for line in next_steps(run.present_config, partial(command_line, run.processes.launch), _keys_to_go_on(run)):
+    for line in next_steps(config, partial(command_line, launch), to_go_on):
         logger.info(line)
-
-
-def _keys_to_go_on(run: Run) -> dict[str, str | None]:
-    """The keys to change for a run that is over to train on; None: to be left out."""
-    changes: dict[str, str | None] = {}
-    if run.is_out_of_patience:
-        more = run.state.validation.without_better + (run.config.early_stopping_patience or 0)
-        changes["early_stopping_patience"] = str(more)
-    return changes if run.state.step < run.total_steps else {**changes, **MORE_STEPS}
 
 
 def next_steps(

@@ -114,14 +114,7 @@ def test_one_adapter_of_all_is_suggested_where_there_are_several() -> None:
         assert sum(line.startswith("elsewhere") for line in lines) == expected
 
 
-def completed(step: int, without_better: int, patience: int | None) -> Any:
-    """A run of 20 steps that is over, as far as `log_next_steps` looks at it."""
-    config = Config(early_stopping_patience=patience)
-    state = SimpleNamespace(step=step, members=None, validation=Validation(without_better=without_better))
-    launch = Launch("python", 1, 0, 0, 1, None, {}, arguments=())
-    run = SimpleNamespace(config=config, present_config=config, state=state, total_steps=20, proposes=True)
-    run.processes, run.is_out_of_patience = SimpleNamespace(launch=launch), Run.is_out_of_patience.fget(run)  # type: ignore[attr-defined]
-    return run
+LAUNCH = Launch("python", 1, 0, 0, 1, None, {}, arguments=())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,11 @@ def test_the_longer_run_is_one_that_goes_on(
 ) -> None:
     """After early stopping, more steps alone ended at the same step again."""
     caplog.set_level(logging.INFO)
-    log_next_steps(completed(step, without_better, patience), evaluation(4, 8, 0.5, step))
+    config = Config(early_stopping_patience=patience)
+    state = SimpleNamespace(step=step, members=None, validation=Validation(without_better=without_better))
+    run: Any = Run.__new__(Run)
+    run.__dict__.update(config=config, state=state, total_steps=20)
+    log_next_steps(config, LAUNCH, evaluation(4, 8, 0.5, step), run.keys_to_go_on)
     [longer] = [line for line in caplog.messages if line.startswith("longer")]
     assert longer.endswith(f" {keys}   goes on from here")
 
@@ -147,7 +144,7 @@ def test_adapters_without_finite_scores_are_named_and_not_offered(caplog: pytest
     caplog.set_level(logging.INFO)
     record = evaluation(2, 8, 0.0, 20)
     record["nll"]["agents"] = [float("nan"), 1.0]
-    log_next_steps(completed(20, 0, None), record)
+    log_next_steps(Config(), LAUNCH, record, {})
     [said] = caplog.records
     assert said.levelname == "WARNING"
     assert said.getMessage().startswith("the scores of agent0 are not finite: these adapters cannot be used")
