@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from ci_llm.checkpoints.manifest import MANIFEST, FileImage, FileRecord, Manifest, verify_files, verify_folder
 from ci_llm.core.durable import Filesystem, commit_folder, remove_tree, sync_tree, write_new
+from ci_llm.core.run_folder import is_run
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 BLOCK_BYTES = 4096
@@ -68,8 +69,10 @@ def commit(
         where the old `target` is now, if there was one.
 
     Raises:
-        OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
+        OSError: the disk failed, or a run stands there. DamagedCheckpoint: the device does not hold what was written.
     """
+    if is_run(target):
+        raise FileExistsError(errno.EEXIST, "a run stands there, which is left alone", str(target))
     draft, old = draft_in(work), draft_in(work)
     with contextlib.ExitStack() as undo:
         undo.callback(_remove_if_there, draft, disk)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ci_llm.checkpoints.manifest import STEP_FOLDER, Manifest, read_folder, read_manifest
+from ci_llm.core.run_folder import is_run
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 FINAL = "final_checkpoint"
@@ -34,11 +35,11 @@ def is_named_checkpoint(folder: Path) -> bool:
 
 
 def numbered_steps(directory: Path) -> list[int]:
-    """The steps that have a folder of their own, ascending."""
+    """The steps that have a folder of their own, ascending. A run with such a name is none: nothing may remove it."""
     if not directory.is_dir():
         return []
-    matches = (STEP_FOLDER.match(path.name) for path in directory.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
+    matches = [(path, STEP_FOLDER.match(path.name)) for path in directory.iterdir()]
+    return sorted(int(match[1]) for path, match in matches if match and not is_run(path))
 
 
 def committed(directory: Path) -> list[tuple[int, Path]]:

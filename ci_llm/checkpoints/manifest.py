@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from ci_llm.core.durable import Bytes, read_chunks, read_exactly
+from ci_llm.core.run_folder import is_run
 from ci_llm.core.sealed import seal, unseal
 from ci_llm.core.typed_json import Json, decode, encode, parse_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
@@ -190,6 +191,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it is a link, and no link is followed: the folder itself is needed")
         if not os.path.isdir(folder):
             raise ValueError("there is no such folder")
+        if is_run(folder):
+            raise ValueError("it is a run, and no checkpoint: move it out of this folder when it does not train")
         size = os.lstat(folder / MANIFEST).st_size
         if size > MAX_MANIFEST_BYTES:
             raise ValueError(f"the manifest has {size} bytes")

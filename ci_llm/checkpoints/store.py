@@ -36,6 +36,7 @@ from ci_llm.checkpoints.lease import Lease, Owner, acquire_lease, leftovers
 from ci_llm.checkpoints.manifest import FileImage, FileRecord, Manifest, read_manifest, verify_folder
 from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED, finish_moves, move_to_shelf, set_aside
 from ci_llm.core.durable import DISK, Filesystem, remove_tree
+from ci_llm.core.run_folder import is_run
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 WRITER_TIMEOUT_S = 60.0
@@ -401,7 +402,7 @@ class CheckpointStore:
         self._clear(draft)
 
     def _quarantine(self, folder: Path, damage: DamagedCheckpoint, heal: bool) -> None:
-        if not heal:
+        if not heal or is_run(folder):
             logger.warning("%s; passed over", damage.what)
             return
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS
 from ci_llm.config.unsupported import NO_EFFECT
+from ci_llm.core.run_folder import is_reserved
 from ci_llm.core.urls import is_url, why_no_mirror
 
 if TYPE_CHECKING:
@@ -70,11 +71,22 @@ def find_clashes(c: Config) -> Iterator[Clash]:
             "restart_from goes back within the existing run, and overwrite_output_dir moves that run aside",
             "keep one of them; resume_from_checkpoint sets where a new run begins",
         )
-    if c.experiment_name is not None and ("/" in c.experiment_name or c.experiment_name in (".", "..")):
+    yield from _name_clashes(c.experiment_name or "")
+
+
+def _name_clashes(name: str) -> Iterator[Clash]:
+    """What no run can be called: its folder stands in output_dir, where another run may have its own."""
+    if "/" in name or name in (".", ".."):
         yield Clash(
             ("experiment_name",),
-            f"experiment_name {c.experiment_name!r} is a path; it names a folder inside output_dir",
+            f"experiment_name {name!r} is a path; it names a folder inside output_dir",
             "write a plain name, and the path as output_dir",
+        )
+    elif is_reserved(name):
+        yield Clash(
+            ("experiment_name",),
+            f"experiment_name {name!r} is a name that a run in output_dir gives to a part of its own",
+            f"write another name, run_{name.lstrip('.')} for instance",
         )
 
 

@@ -15,30 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.folders import FINAL, folders_of, is_named_checkpoint
+from ci_llm.checkpoints.folders import folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
-from ci_llm.core.attempts import ATTEMPTS
 from ci_llm.core.durable import read_fields, write_json
+from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, is_run
 from ci_llm.core.urls import is_url
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
-from ci_llm.run.crowd_requests import FOLDER, RECORD, forget_after
+from ci_llm.run.crowd_requests import forget_after
 from ci_llm.run.resume import Source, newest_source, open_source
 
 logger = logging.getLogger(__name__)
 
-NAME: Final = "beginning.json"
 LATEST: Final = "latest"
-#: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
-OF_A_RUN: Final = (
-    *("checkpoint_step_*", FINAL, QUARANTINE, SUPERSEDED, ATTEMPTS, NAME, "recovery.json", "skipped_batches.json"),
-    *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
-    *("tensorboard", "profile", FOLDER, RECORD, "predictions.jsonl", "predictions.source.json", "calibration.json"),
-)
 
 
 @dataclass(frozen=True)
@@ -97,7 +89,7 @@ def read_beginning(run_folder: Path) -> Beginning | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = run_folder / NAME
+    path = run_folder / BEGINNING
     try:
         return Beginning(**read_fields(Beginning, path))
     except FileNotFoundError:
@@ -148,7 +140,7 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
             forget_after(folder, start.keeps)
         lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
         if not _is_recorded(folder, start.beginning):
-            write_json(folder / NAME, asdict(start.beginning), staging=manager.staging)
+            write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.staging)
     except OSError as error:
         raise cannot_begin(folder, error) from error
     return lines
@@ -164,7 +156,7 @@ def cannot_begin(folder: Path, error: OSError) -> CheckpointError:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return sorted({path for pattern in OF_A_RUN for path in folder.glob(pattern)})
+    return sorted({path for pattern in OF_A_RUN for path in folder.glob(pattern) if not is_run(path)})
 
 
 def find_start(

@@ -34,6 +34,7 @@ from ci_llm.run.members import config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
+from ci_llm.run.report import MORE_STEPS
 from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.rounds import StopVote
@@ -163,11 +164,24 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether no step is left: the last one is taken, or patience with the evaluations has run out."""
-        patience = self.config.early_stopping_patience
-        out_of_patience = patience is not None and self.state.validation.without_better >= patience
+        return self.is_out_of_patience or self.state.step >= self.total_steps
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether early stopping ends the run here."""
         if self.state.members is not None and self.state.members.waits:
-            out_of_patience = False  # the search begins anew with the other agents
-        return out_of_patience or self.state.step >= self.total_steps
+            return False  # the search begins anew with the other agents
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.state.validation.without_better >= patience
+
+    @property
+    def keys_to_go_on(self) -> dict[str, str | None]:
+        """The keys to change for a run that is over to train on; None: to be left out."""
+        changes: dict[str, str | None] = {}
+        if self.is_out_of_patience:
+            more = self.state.validation.without_better + (self.config.early_stopping_patience or 0)
+            changes["early_stopping_patience"] = str(more)
+        return changes if self.state.step < self.total_steps else {**changes, **MORE_STEPS}
 
     @property
     def evaluation_due(self) -> bool:

@@ -40,11 +40,11 @@ from ci_llm.run.learning import Learning
 from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
-from ci_llm.run.report import final_card, leave_page, next_steps, push_result, score_table
+from ci_llm.run.report import final_card, leave_page, log_next_steps, push_result, score_table
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source, recorded_config, settle_precision
-from ci_llm.run.setup import build, check_folder
-from ci_llm.run.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
+from ci_llm.run.setup import build, check_folder, require_no_sweep
+from ci_llm.run.shutdown import Attempt, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import TrainState, Validation
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ def run_job(
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
     told = Callbacks(callbacks)  # refuses what is none, before anything is loaded
+    require_no_sweep(config.run_folder)
     processes = meet(config, launch, interrupts)
     result: Result | None = None
     try:
@@ -151,7 +152,8 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
     if run.is_finished and (record := run.processes.on_main(conclusion)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        _log_next_steps(run.present_config, run.processes.launch, run.proposes)
+        if run.proposes:
+            log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
         return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
@@ -188,7 +190,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     run.status.finish("completed")
     but = f", but {warning}" if (warning := run.status.current.warning) else ""
     logger.info(f"completed at step {run.state.step}{but}")
-    _log_next_steps(run.present_config, run.processes.launch, run.proposes)
+    if run.proposes:
+        log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
     leave_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 
@@ -412,8 +415,3 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         "best": run.state.validation.record(),
         "warning": run.status.current.warning,
     }
-
-
-def _log_next_steps(config: Config, launch: Launch, proposes: bool) -> None:
-    for line in next_steps(config, partial(command_line, launch)) if proposes else ():
-        logger.info(line)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cluster.elastic import has_rounds
+from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config, default_file
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import rows_evaluated
+from ci_llm.run.shutdown import command_line
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager
@@ -43,6 +47,18 @@ def score_table(record: Mapping[str, Any]) -> str:
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)
+
+
+def describe_not_finite(record: Mapping[str, Any]) -> str:
+    """What an `evaluation.json` says against the use of the adapters; empty if every agent has finite scores."""
+    bad = [k for k, loss in enumerate(record["nll"]["agents"]) if loss is None or not math.isfinite(loss)]
+    if not bad:
+        return ""
+    names = record.get("names") or [f"agent{k}" for k in range(len(record["nll"]["agents"]))]
+    return (
+        f"the scores of {', '.join(names[k] for k in bad)} are not finite: these adapters cannot be used; a smaller"
+        " learning_rate, with overwrite_output_dir=true or another experiment_name, trains them again"
+    )
 
 
 def _together(exact: Mapping[str, Any], nll: Mapping[str, Any]) -> Iterator[str]:
@@ -78,23 +94,42 @@ _GOES_ON = (
 )
 
 
-def next_steps(config: Config, command: Callable[[Mapping[str, str | None]], str]) -> list[str]:
+#: The keys that make a run longer which has taken its last step.
+MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
+
+
+def log_next_steps(
+    config: Config, launch: Launch, record: Mapping[str, Any], to_go_on: Mapping[str, str | None]
+) -> None:
+    """Say what to do after a completed run; `record` is its `evaluation.json`, the rest as for `next_steps`."""
+    if warning := describe_not_finite(record):
+        logger.warning(warning)
+        return
+    for line in next_steps(config, partial(command_line, launch), to_go_on):
+        logger.info(line)
+
+
+def next_steps(
+    config: Config,
+    command: Callable[[Mapping[str, str | None]], str],
+    to_go_on: Mapping[str, str | None] = MORE_STEPS,
+) -> list[str]:
     """Lines for people: what to do after a completed run.
 
     Args:
         config: with the agents that the run ends with.
         command: returns the command for a run like this one with changed keys; None leaves a key out.
+        to_go_on: the keys to change for this run to train on.
     """
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     is_example = not any(Path(name).expanduser().exists() for name in config.dataset_names)
-    longer = command({"epochs": None, "max_train_steps": "..."})
     return [
         f"ask        ci-llm chat {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
         *([f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"] if config.num_agents > 1 else []),
-        f"longer     {longer}   goes on from here",
+        f"longer     {command(to_go_on)}   goes on from here",
         *([f"own data   {command(_with_own_data(config))}   with columns question, answer"] if is_example else []),
     ]
 

@@ -19,6 +19,7 @@ from torch.utils import deterministic
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
+from ci_llm.core.run_folder import SWEEP
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base
 from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
@@ -58,6 +59,20 @@ logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
 INITIAL_LOSS_SCALE = 2.0**16  # PyTorch's GradScaler starts there as well
+
+
+def require_no_sweep(folder: Path) -> None:
+    """Refuse the folder of a sweep, whose runs lie below it.
+
+    Raises:
+        ConfigError: it holds one.
+    """
+    if (folder / SWEEP).exists():
+        raise ConfigError(
+            "this folder holds a sweep, and no run",
+            where=f"output_dir: {folder}",
+            hint="experiment_name=NAME, or another output_dir, for the run",
+        )
 
 
 def check_folder(folder: Path) -> None:

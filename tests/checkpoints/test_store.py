@@ -747,6 +747,22 @@ def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
     assert visible(run.directory) == ["final_checkpoint", "quarantine"]
 
 
+@pytest.mark.parametrize("name", ["final_checkpoint", "checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_9"])
+@pytest.mark.parametrize("mark", ["beginning.json", "attempts/1/began.json"])
+def test_a_run_that_has_the_name_of_a_checkpoint_is_left_alone(name: str, mark: str, run: Run) -> None:
+    """It was moved to quarantine, or pruned, while it trained there."""
+    record = run.directory / name / mark
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    store = run.open(save_total_limit=1)
+    for step in (2, 3):
+        assert store.save(step, files(step)).saved == (name != f"checkpoint_step_{step}")
+    assert store.latest() == 3
+    assert (store.finish().saved, record.read_text()) == (name != "final_checkpoint", "{}")
+    assert all(path.name not in ("quarantine", "superseded") for path in run.directory.iterdir())
+    assert all("it is a run" in line for line in run.said)
+
+
 def test_the_format_of_this_version_and_the_one_before_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run.open()
     store.save(1, files(1))

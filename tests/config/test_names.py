@@ -285,6 +285,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("report_to: wand", "report_to is 'wand', but takes a list of tensorboard | mlflow |", "did you mean wandb?"),
     ("model_name: null", "model_name is 'null', but takes text", 'the default is "embedded"'),
     ("experiment_name: a/b", "experiment_name 'a/b' is a path; it names a folder inside output_dir", "output_dir"),
+    ("experiment_name: final_checkpoint", "experiment_name 'final_checkpoint' is a name that a run", "run_final_ch"),
     ("model_dtype: fp64\nbf16: true", "mixed_precision bf16 would undo model_dtype fp64", "set mixed_precision to no"),
     ("eval_steps: null\nload_best_model_at_end: true", "load_best_model_at_end compares evaluations", "set eval_steps"),
     ("seed: 1\nseed: 2", "seed is given twice", "keep one of them"),

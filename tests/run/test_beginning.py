@@ -14,8 +14,9 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
+from ci_llm.core.run_folder import BEGINNING
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
-from ci_llm.run.beginning import NAME, Start, find_start, known_beginning, prepare, read_beginning
+from ci_llm.run.beginning import Start, find_start, known_beginning, prepare, read_beginning
 from tests.support.log_lines import log_lines
 from tools.testbed.disks import FailingDisk
 
@@ -164,10 +165,10 @@ def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_ways_on(s
 
 def test_a_folder_without_a_record_goes_on_as_it_did(source: Folder, run: Folder) -> None:
     run.begin(saves=(2, 6))
-    (run.path / NAME).unlink()
+    (run.path / BEGINNING).unlink()
     assert "a fresh start is wanted" in run.refusal("resume_from_checkpoint=null").what
     assert run.went_on() == "run/checkpoint_step_6"
-    (run.path / NAME).unlink()
+    (run.path / BEGINNING).unlink()
     words = from_path(source.path / "checkpoint_step_4")
     assert run.went_on(words) == "source/checkpoint_step_4"
     run.begin(words, saves=(7,))
@@ -177,16 +178,16 @@ def test_a_folder_without_a_record_goes_on_as_it_did(source: Folder, run: Folder
 def test_latest_goes_on_where_the_record_is_damaged(run: Folder) -> None:
     run.begin(saves=(2, 6))
     record = read_beginning(run.path)
-    (run.path / NAME).write_bytes(b"\x00" + (run.path / NAME).read_bytes()[1:])
+    (run.path / BEGINNING).write_bytes(b"\x00" + (run.path / BEGINNING).read_bytes()[1:])
     assert run.went_on() == "run/checkpoint_step_6"
-    assert any("cannot be read" in line and str(run.path / NAME) in line for line in run.lines)
+    assert any("cannot be read" in line and str(run.path / BEGINNING) in line for line in run.lines)
     assert read_beginning(run.path) == record
 
 
 @pytest.mark.parametrize("words", [["resume_from_checkpoint=null"], ["restart_from=2"], ["overwrite_output_dir=true"]])
 def test_what_depends_on_a_damaged_record_is_refused(words: list[str], run: Folder) -> None:
     run.begin(saves=(2, 6))
-    (run.path / NAME).write_text("[]")
+    (run.path / BEGINNING).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):
         run.begin(*words)
 
@@ -194,7 +195,7 @@ def test_what_depends_on_a_damaged_record_is_refused(words: list[str], run: Fold
 def test_a_run_without_a_step_needs_its_record(run: Folder) -> None:
     """It may have begun from another run's checkpoint."""
     run.begin()
-    (run.path / NAME).write_text("[]")
+    (run.path / BEGINNING).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):
         run.begin()
 
@@ -259,12 +260,12 @@ def test_overwriting_moves_the_run_aside_once_and_leaves_other_files(source: Fol
     assert run.lines[1] == f"what was here moved to {aside}"
     moved = {path.name for path in aside.iterdir()}
     assert moved == {
-        *("checkpoint_step_2", "checkpoint_step_6", "final_checkpoint", NAME),
+        *("checkpoint_step_2", "checkpoint_step_6", "final_checkpoint", BEGINNING),
         *("metrics.jsonl", "status.json", "recovery.json"),
     }
     assert load_checkpoint(aside / "final_checkpoint").manifest.step == 6
     left = {path.name for path in run.path.iterdir() if not path.name.startswith(".")}
-    assert left == {"mine.jsonl", "other", "overwritten", NAME}
+    assert left == {"mine.jsonl", "other", "overwritten", BEGINNING}
     run.begin(*words, saves=(5,))
     assert run.went_on(*words) == "run/checkpoint_step_5"
     assert run.went_on(words[0]) == "run/checkpoint_step_5"

@@ -185,6 +185,16 @@ def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.Capt
     assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
 
 
+def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    for words in ([], ["overwrite_output_dir=true"]):
+        assert train(tmp_path, *words) == 2
+        assert "this folder holds a sweep, and no run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
 @pytest.mark.slow
 def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(run, "max_train_steps=8") == 0

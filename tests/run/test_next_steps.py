@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config, load_config
-from ci_llm.run.report import next_steps
+from ci_llm.run.context import Run
+from ci_llm.run.report import log_next_steps, next_steps
 from ci_llm.run.shutdown import command_line
+from ci_llm.run.state import Validation
+from tests.report.folders import evaluation
 
 ROOT = Path(__file__).parents[2]
 PRESET = "configs/qwen2.5_0.5b_gsm8k.yaml"
@@ -106,3 +112,39 @@ def test_one_adapter_of_all_is_suggested_where_there_are_several() -> None:
     for agents, expected in ((1, 0), (2, 1)):
         lines = next_steps(Config(num_agents=agents), lambda changes: "")
         assert sum(line.startswith("elsewhere") for line in lines) == expected
+
+
+LAUNCH = Launch("python", 1, 0, 0, 1, None, {}, arguments=())
+
+
+@pytest.mark.parametrize(
+    ("step", "without_better", "patience", "keys"),
+    [
+        (20, 5, None, "max_train_steps=..."),
+        (20, 1, 2, "max_train_steps=..."),
+        (9, 2, 2, "early_stopping_patience=4"),
+        (20, 3, 2, "early_stopping_patience=5 max_train_steps=..."),
+    ],
+)
+def test_the_longer_run_is_one_that_goes_on(
+    step: int, without_better: int, patience: int | None, keys: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After early stopping, more steps alone ended at the same step again."""
+    caplog.set_level(logging.INFO)
+    config = Config(early_stopping_patience=patience)
+    state = SimpleNamespace(step=step, members=None, validation=Validation(without_better=without_better))
+    run: Any = Run.__new__(Run)
+    run.__dict__.update(config=config, state=state, total_steps=20)
+    log_next_steps(config, LAUNCH, evaluation(4, 8, 0.5, step), run.keys_to_go_on)
+    [longer] = [line for line in caplog.messages if line.startswith("longer")]
+    assert longer.endswith(f" {keys}   goes on from here")
+
+
+def test_adapters_without_finite_scores_are_named_and_not_offered(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    record = evaluation(2, 8, 0.0, 20)
+    record["nll"]["agents"] = [float("nan"), 1.0]
+    log_next_steps(Config(), LAUNCH, record, {})
+    [said] = caplog.records
+    assert said.levelname == "WARNING"
+    assert said.getMessage().startswith("the scores of agent0 are not finite: these adapters cannot be used")
