@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal, NoReturn
 
@@ -95,6 +95,7 @@ def _within(model: PreTrainedModel, names: Collection[str], layers: Layers) -> l
 def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
     linear = linear_layers(model)
     head = model.get_output_embeddings()
+    matches: Callable[[str], bool]
     if wanted == "all-linear":
         if not (everything := [n for n, m in linear.items() if m is not head]):
             raise ModelError(
@@ -103,16 +104,16 @@ def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str
                 hint="choose another base",
             )
         return everything
-    patterns = {wanted: wanted} if isinstance(wanted, str) else {name: rf"(.*\.)?{re.escape(name)}" for name in wanted}
-    names = [name for name, _ in model.named_modules()]
-    matched = {given: {*filter(re.compile(pattern).fullmatch, names)} for given, pattern in patterns.items()}
-    found = [name for name in names if any(name in each for each in matched.values())]
-    idle = [given for given, each in matched.items() if not each]
+    if isinstance(wanted, str):
+        pattern = re.compile(wanted)
+        matches = lambda name: pattern.fullmatch(name) is not None  # noqa: E731
+    else:
+        matches = lambda name: any(name == w or name.endswith(f".{w}") for w in wanted)  # noqa: E731
+    found = [n for n, _ in model.named_modules() if matches(n)]
     odd = [n for n in found if n not in linear or linear[n] is head]
-    if odd or idle:
+    if odd or not found:
         offered = sorted({n.rpartition(".")[2] for n, m in linear.items() if m is not head})
-        nothing = f"{', '.join(idle)} matches nothing in this model"
-        problem = f"matches {odd[0]}, which cannot carry an adapter" if odd else nothing
+        problem = f"matches {odd[0]}, which cannot carry an adapter" if odd else "matches nothing in this model"
         raise ModelError(
             f"lora_target_modules {problem}",
             where=f"lora_target_modules: {wanted if isinstance(wanted, str) else list(wanted)}",

@@ -315,12 +315,7 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [
-        (("nowhere",), "nowhere matches nothing"),
-        (("q_proj", "nope"), "modules nope matches nothing"),
-        (("self_attn",), "cannot carry"),
-        ("lm_head", "cannot carry"),
-    ],
+    [(("nowhere",), "matches nothing"), (("self_attn",), "cannot carry"), ("lm_head", "cannot carry")],
 )
 def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
