@@ -104,8 +104,8 @@ class Tally:
             hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
         if evaluated:
             hint += "; or choose other rows to evaluate on: val_set_size= or eval_dataset_name="
-        purpose = "evaluate" if evaluated else "learn from"
-        return DataError(f"No row is left to {purpose}: {self._left_out()}.", where=rows.where, hint=hint)
+        lost = "No row is left to evaluate" if evaluated else "No row is left to learn from"
+        return DataError(f"{lost}: {self._left_out()}.", where=rows.where, hint=hint)
 
     @property
     def _num_left_out(self) -> int:

@@ -43,7 +43,7 @@ def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        complaint = first_line(error)
+        complaint = first_line(error) if str(error) else "out of memory"
     return None, complaint
 
 
