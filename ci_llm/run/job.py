@@ -67,12 +67,12 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    told = Callbacks(callbacks)  # refuses what is none, before anything is loaded
+    checked = Callbacks(callbacks)  # refuses what is none, before anything is loaded
     require_no_sweep(config.run_folder)
     processes = meet(config, launch, interrupts)
     result: Result | None = None
     try:
-        result = run_among(processes, config, interrupts, sources=sources, callbacks=told)
+        result = run_among(processes, config, interrupts, sources=sources, callbacks=checked)
         return result
     finally:
         if not processes.shutdown():
