@@ -20,7 +20,7 @@ from ci_llm.config import Config, load_config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.calibration import Calibration
-from ci_llm.crowd.distilling import distilled
+from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.export_scores import settings_of
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.merge_methods import Distillation, merge_of
@@ -108,7 +108,7 @@ def distillates(checkpoint: Path, _: Path) -> Answers:
     """One agent that learned the crowd's distributions, and the control that learned its own texts."""
     saved = open_pretrained(checkpoint, "cpu")
     assert saved.run_config is not None
-    student, control = distilled(saved, parse_config(saved.run_config, "config.yaml"), Distillation(learning_rate=2e-3))
+    student, control = distil(saved, parse_config(saved.run_config, "config.yaml"), Distillation(learning_rate=2e-3))
     return {"distilled": _alone(saved, student), "distilled, own labels": _alone(saved, control)}
 
 

@@ -103,7 +103,7 @@ def time_ballots(folder: str) -> int:
         began = time.perf_counter()
         processes.agree(ballot)
         seconds.append(time.perf_counter() - began)
-    if processes.is_main:
+    if processes.is_main_process:
         Path(folder, "ballot.json").write_text(json.dumps(seconds))
     processes.shutdown()
     return 0

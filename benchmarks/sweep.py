@@ -106,7 +106,7 @@ class Bench:
         self.processes = Processes(self.config, launch=read_launch())
         self.loaded: Loaded = load(self.config, self.processes)
         self.warmup = self.config.warmup_steps(steps)
-        first = trials.Plan.of(steps, RUNGS, len(GRID), len(GRID), keep, "nll", self.warmup).steps[0]
+        first = trials.HalvingPlan.of(steps, RUNGS, len(GRID), len(GRID), keep, "nll", self.warmup).steps[0]
         #: Where Optuna's pruner compares: a rung is 1 / keep times as long as the one before.
         self.rungs = [*takewhile(lambda step: step < steps, (round(first / keep**n) for n in count())), steps]
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -29,6 +30,7 @@ from benchmarks import (
     mirror_stall,
     objectives,
     precision,
+    probe,
     real_rows,
     record,
     sharded,
@@ -38,14 +40,16 @@ from benchmarks import (
     uncertainty,
 )
 from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
+from ci_llm import embedded
 from ci_llm.config import load_config
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.calibration import fit
+from ci_llm.crowd.calibration import fit, signals
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.sweep.board import agents_of
 from ci_llm.sweep.trials import Trial
+from tests.support.crowds import disturbed_crowd
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
@@ -386,6 +390,29 @@ def test_numbers_are_judged_by_the_wrong_answers_that_they_find() -> None:
     priced = uncertainty.escalation(rows, made).splitlines()[2:]
     assert priced[0] == "| 1 | 1.00 | 0.500 | 100.0% |"
     assert priced[-1].startswith("| 3 | 3.00 |")
+
+
+def test_a_probe_reads_what_was_written() -> None:
+    crowd = disturbed_crowd()
+    questions: list[Any] = [row["question"] for row in embedded.rows("test")[:20]]
+    complete = [answer for answer in crowd.generate(questions, details=True, max_new_tokens=64) if answer.complete]
+    assert complete
+    found, states = probe.read(crowd, [(str(answer.prompt), answer.answer) for answer in complete])
+    assert found == pytest.approx(np.array([signals(answer.tokens) for answer in complete]), abs=1e-4)
+    assert states.shape == (len(complete), 4 * crowd.head.weight.shape[1])
+    [alone], [own] = probe.read(crowd, [(str(complete[-1].prompt), complete[-1].answer)])
+    assert alone == pytest.approx(found[-1], abs=1e-4)
+    assert own == pytest.approx(states[-1], abs=1e-4), "whatever it is read with"
+
+
+def test_a_probe_learns_from_each_answer_once() -> None:
+    row = {"prompt": "p", "answer": "a", "agents": ["a", "b"], "correct": True, "agents_correct": [True, False]}
+    assert probe.labelled([row, {**row, "prompt": "q"}]) == (
+        [("p", "a"), ("p", "b"), ("q", "a"), ("q", "b")],
+        [True, False, True, False],
+    )
+    told = probe.table({"signals": np.array([0.9, 0.8, 0.2, 0.1])}, np.array([1.0, 1.0, 0.0, 0.0]))
+    assert told.splitlines()[2] == "| signals | 1.000 (1.000 to 1.000) | 0.667 |"
 
 
 @pytest.mark.slow

@@ -182,15 +182,13 @@ def _interrupted(
         found = Divergence(kind, done + 1, f"it took no step after a resume ({how}): {last[0]}")
         return Check(name, (found,), None, None, 0, None, note=_left(struck))
     compared = [
-        replace(_continued(name, *traces, unstable, cut=resumed.succeeded), process=process, note=_left(struck))
+        replace(_continued(name, *traces, unstable), process=process, note=_left(struck))
         for process, traces in enumerate(zip(straight, struck.traces, resumed.traces, strict=False))
     ]
     return _worst(compared)
 
 
-def _continued(
-    name: str, straight: Trace, struck: Trace, resumed: Trace, unstable: frozenset[str], *, cut: bool
-) -> Check:
+def _continued(name: str, straight: Trace, struck: Trace, resumed: Trace, unstable: frozenset[str]) -> Check:
     began = resumed_from(struck, resumed)
     missing = list(restored(struck, resumed, began))
     found = compare(straight, resumed, began, unstable)

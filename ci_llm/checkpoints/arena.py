@@ -66,8 +66,10 @@ class Arena:
     def _require(self, nbytes: int, pinned: bool) -> None:
         if nbytes > self.nbytes or (pinned and not self._block.is_pinned()):
             self._places, self.bodies = [], []
-            self._block = torch.empty(0, dtype=torch.uint8)  # free the old block first: never two of them at once
-            self._block = _allocate(nbytes, pinned)
+            was_pinned, self._block = self._block.is_pinned(), torch.empty(0, dtype=torch.uint8)
+            if was_pinned:
+                _free_pinned()
+            self._block = _allocate(nbytes, pinned)  # the old block is free: never two of them at once
 
 
 class Copy:
@@ -152,6 +154,12 @@ def _views(block: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         parts = block[:nbytes].view(dtype).split(counts)
         yield from (part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True))
         block = block[nbytes:]
+
+
+def _free_pinned() -> None:
+    """Give the machine back what torch keeps of page-locked memory for later."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
 
 
 def _allocate(nbytes: int, pinned: bool) -> Tensor:

@@ -18,14 +18,14 @@ _NUMBERED: Final = re.compile(r"agent(\d+)(/.*)?")
 
 
 @dataclass(frozen=True)
-class Member:
+class CheckpointMember:
     """One member of a checkpoint that was read and verified."""
 
     checkpoint: Checkpoint
     number: int
 
 
-def compose(members: Sequence[Member], lists: Collection[str] = ()) -> dict[str, Any]:
+def compose(members: Sequence[CheckpointMember], lists: Collection[str] = ()) -> dict[str, Any]:
     """The state in which these are all the members, numbered anew in their order; the rest is the first one's.
 
     Args:
@@ -48,7 +48,7 @@ def compose(members: Sequence[Member], lists: Collection[str] = ()) -> dict[str,
     return state
 
 
-def _files_of(member: Member, place: int) -> dict[str, Any]:
+def _files_of(member: CheckpointMember, place: int) -> dict[str, Any]:
     """What a checkpoint holds of one member, under its new number. Bytes are copies of common files."""
     old, new = f"agent{member.number}/", f"agent{place}/"
     found = {
@@ -90,7 +90,7 @@ def _is_member(key: object) -> bool:
     return isinstance(key, str) and _NUMBERED.fullmatch(key) is not None
 
 
-def _require_one_step(members: Sequence[Member]) -> None:
+def _require_one_step(members: Sequence[CheckpointMember]) -> None:
     steps = {one.checkpoint.manifest.step for one in members}
     if len(steps) > 1:
         folders = ", ".join(dict.fromkeys(str(one.checkpoint.folder) for one in members))

@@ -83,7 +83,7 @@ class FolderAccess(ABC):
         self.wait_until_finished()
         if self._opened is None or not self._store.is_newest(self._opened, at_most):
             self._opened = None  # the old one goes first: never two in memory
-            self._opened = self._store.open_newest(heal=self._is_main and not self._read_only, at_most=at_most)
+            self._opened = self._store.open_newest(heal=self._is_main_process and not self._read_only, at_most=at_most)
         newest = None if self._opened is None else self._opened.manifest.step
         self._has_looked, self._newest_step = True, newest
         return newest
@@ -134,7 +134,7 @@ class FolderAccess(ABC):
         objects = into if args is None else state_of(None, args)
         if objects is None:
             return state
-        give_own_parts(state, objects, self._processes.index)
+        give_own_parts(state, objects, self._processes.process_index)
         waiting = self._gradients.own_part(state.pop(KEY, None), objects, some=isinstance(args, Mapping))
         restored = put(state, into, args)
         self._gradients.put_back(waiting)
@@ -195,7 +195,7 @@ class FolderAccess(ABC):
         self._forget_newest()
         if verified == after_step:  # it was read byte by byte, and is the newest now: no save has to look again
             self._has_looked, self._newest_step = True, after_step
-        return self._store.supersede(after_step) if self._is_main else []
+        return self._store.supersede(after_step) if self._is_main_process else []
 
     def set_aside(self, entries: Sequence[Path]) -> Path:
         """Move a whole run, `entries` of this folder, to `overwritten/<n>/`; returns where they are. For process 0.
@@ -215,7 +215,7 @@ class FolderAccess(ABC):
         """
         self._require_open(writing=True)
         self._forget_newest()
-        if self._is_main:
+        if self._is_main_process:
             self._store.delete(step)
 
     # The lease of the folder
@@ -253,5 +253,5 @@ class FolderAccess(ABC):
         self._retention.forget()
 
     @property
-    def _is_main(self) -> bool:
-        return self._processes.index == 0
+    def _is_main_process(self) -> bool:
+        return self._processes.process_index == 0

@@ -104,7 +104,7 @@ class Gradients:
         found = dict(_optimizers_in(objects, "")) if some else self._named(objects)
         if saved is None:
             return Restored({optimizer: {} for optimizer in found.values()}, None)
-        own = saved.get(f"process{self._processes.index}", {"gradients": {}})
+        own = saved.get(f"process{self._processes.process_index}", {"gradients": {}})
         names = [name for name in own["gradients"] if name in found or not some]
         if ((names or not some) and len(saved) != num_processes()) or set(names) - set(found):
             raise ForeignCheckpoint(

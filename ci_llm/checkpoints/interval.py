@@ -91,7 +91,7 @@ class BestInterval:
 
     Args:
         clock: seconds, monotonic.
-        past: the failures before, where they are known already; otherwise `record` looks them up.
+        past: the failures before, where they are known already; otherwise `load_past` looks them up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, past: FailureHistory | None = None) -> None:
@@ -102,16 +102,21 @@ class BestInterval:
         self._saves: list[float] = []
         self._logged, self._lock = 0.0, threading.Lock()
 
-    def record(self, directory: Path, newest: int | None, attempt: int, *, left: bool) -> dict[str, Any]:
-        """The entry of the manifest that the next attempt reads.
+    def load_past(self, directory: Path, newest: int | None, attempt: int) -> None:
+        """Look up the failures before attempt number `attempt`, unless they are known.
 
         Args:
-            newest: the step in `directory` that this save comes after.
-            attempt: the number of this one.
-            left: whether it was asked to stop.
+            newest: the step in `directory` that the attempt goes on from.
         """
         if self._past is None:
             self._past = FailureHistory() if newest is None else FailureHistory.before(directory, newest, attempt)
+
+    def record(self, *, left: bool) -> dict[str, Any]:
+        """The entry of the manifest that the next attempt reads.
+
+        Args:
+            left: whether this attempt was asked to stop.
+        """
         return {"endurance": asdict(self.history(left=left))}
 
     def history(self, *, left: bool) -> FailureHistory:

@@ -116,7 +116,7 @@ class Lease:
         work: the folder in which it works and from which it commits.
     """
 
-    def __init__(self, folder: Path, token: str, owner: Owner, timeout_s: float, disk: Filesystem) -> None:
+    def __init__(self, folder: Path, token: str, timeout_s: float, disk: Filesystem) -> None:
         self.attempt = _number(folder)
         self.folder, self.work = folder, folder / token
         ended = threading.Event()
@@ -194,7 +194,7 @@ def acquire_lease(
             with contextlib.suppress(FileNotFoundError, FileExistsError, _LostRaceError):
                 takeover = _evict_dead(directory, token, owner, taken_after_s or timeout_s, disk)
                 folder = _take(directory, token, owner, disk)
-                return Lease(folder, token, owner, timeout_s, disk), takeover
+                return Lease(folder, token, timeout_s, disk), takeover
         raise WriterBusy("other processes take this folder again and again", where=str(directory))
     finally:
         with contextlib.suppress(OSError):  # it is gone after a success; the next start sweeps what stays

@@ -39,7 +39,7 @@ from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.retention import METRICS, Metrics, RetentionPolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Contribution, EachProcess, Votes, add_up, own_parts, replace_entries
+from ci_llm.checkpoints.votes import Contribution, EachProcess, Exchanged, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
@@ -204,8 +204,7 @@ class CheckpointManager(FolderAccess):
                 return False
         began = time.perf_counter()
         manifest_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
-        entries, spared = list[StateEntry](), set(keep)
-        contributions = self._exchange(step, state, manifest_info, entries, spared)
+        contributions, entries, spared = self._exchange(step, state, manifest_info)
         votes = add_up(contributions)
         if force:
             self._save_vote.record(step, votes)
@@ -215,8 +214,8 @@ class CheckpointManager(FolderAccess):
         self._complete(entries, state, contributions)
         self._interrupts.take_save_request()
         self._tried_at = self._clock()
-        manifest_info |= self._endurance(left=votes.stop > 0)
-        return self._write(step, entries, manifest_info, spared, waited_s=time.perf_counter() - began)
+        manifest_info |= self._failure_history(left=votes.stop > 0)
+        return self._write(step, entries, manifest_info, spared.union(keep), waited_s=time.perf_counter() - began)
 
     def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
         """Commit `step` at once and without a collective, as the last of this attempt. Raises as `save` does.
@@ -226,7 +225,7 @@ class CheckpointManager(FolderAccess):
         self._require_open()
         self.wait_until_finished()
         self._store.acquire_lease(SURVIVOR_TIMEOUT_S)
-        snapshot, whole_info = take_snapshot(state), {**copy_info(info), **self._endurance(left=True)}
+        snapshot, whole_info = take_snapshot(state), {**copy_info(info), **self._failure_history(left=True)}
         return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=whole_info, keep=keep))
 
     def reached_preemption(self, step: int) -> bool:
@@ -297,7 +296,7 @@ class CheckpointManager(FolderAccess):
 
     def _own_votes(self, step: int) -> Votes:
         own = self._own_opinion(step)
-        return own if self._is_main else own._replace(due=0, newer=0)
+        return own if self._is_main_process else own._replace(due=0, newer=0)
 
     def _own_opinion(self, step: int) -> Votes:
         stop = self._interrupts.stop_reason is not None
@@ -309,13 +308,9 @@ class CheckpointManager(FolderAccess):
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
         return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
 
-    def _exchange(
-        self, step: int, state: Any, info: Mapping[str, object], entries: list[StateEntry], spared: set[int]
-    ) -> list[Contribution]:
-        """What every process tells the others before `step` is saved; fills `entries`, and on process 0 `spared`.
-
-        Everything that may fail on one process alone is tried before the exchange, which makes it an error of all.
-        """
+    def _exchange(self, step: int, state: Any, info: Mapping[str, object]) -> Exchanged:
+        """Get ready to save, then tell the other processes: what has failed on one alone becomes an error of all."""
+        entries, spared = list[StateEntry](), set[int]()
 
         def contribute() -> bytes:
             votes, own = self._own_votes(step), own_parts(state)
@@ -324,13 +319,14 @@ class CheckpointManager(FolderAccess):
                 self.wait_until_finished()
                 entries.extend(hand_off({**state, **own} if own else state))
                 metrics = copy_info(info).get(METRICS)  # a copy: the loop may change its own
-                self._endurance(left=False)  # reads the manifest before this one
-                if self._is_main:
+                if self._is_main_process:
+                    self._load_failures()
                     spared.update(self._retention.spared(self.directory, step, metrics))
             return Contribution(votes, self._gradients.are_waiting(state), own).pack()
 
         self._channel = self._channel or SideChannel()
-        return [Contribution.unpack(message) for message in self._channel.exchange_result_of(contribute)]
+        told = [Contribution.unpack(message) for message in self._channel.exchange_result_of(contribute)]
+        return Exchanged(told, entries, spared)
 
     def _complete(self, entries: list[StateEntry], state: Any, contributions: Sequence[Contribution]) -> None:
         """Add to the entries what the other processes have of their own."""
@@ -338,7 +334,7 @@ class CheckpointManager(FolderAccess):
         if any(each.inside_window for each in contributions):
             assert self._channel is not None
             collected[KEY] = self._gradients.of_everyone(state, self._channel)
-        if self._backend.all_write or self._is_main:
+        if self._backend.all_write or self._is_main_process:
             replace_entries(entries, hand_off(collected))
 
     def _note_restored(self) -> None:
@@ -378,40 +374,46 @@ class CheckpointManager(FolderAccess):
             last, begun, self._begun = self.last_result, self._begun, None
             if last is None or (last.step, last.saved) != (begun, True):
                 self._has_looked = False
-        if not self._has_looked and self._is_main:
+        if not self._has_looked and self._is_main_process:
             self._store.acquire_lease()
             self._has_looked, self._newest_step = True, self._store.latest()
         # Process 0 decides, and has verified them; on the others this is for `should_save` only.
         return self._newest_step if self._has_looked else max(self._store.all_steps(), default=None)
 
     def _log_if_saved(self, step: int, votes: Votes) -> None:
-        if not votes.newer and self._is_main and step == self._newest():
+        if not votes.newer and self._is_main_process and step == self._newest():
             logger.info("step %d is saved already", step)
 
     def _log_if_busy(self, step: int) -> None:
-        if self._is_main and self.is_saving_in_progress():
+        if self._is_main_process and self.is_saving_in_progress():
             warning = "saving step %d waits for the save before it: saves are due faster than they are written"
             logger.warning(warning, step)
 
-    def _endurance(self, *, left: bool) -> dict[str, Any]:
-        """What the manifest says about the failures of the run, where the interval follows from them."""
-        if self._interval is None or not self._is_main:
+    def _load_failures(self) -> None:
+        """Look up the failures before this attempt, where the interval follows from them."""
+        if self._interval is not None:
+            self._interval.load_past(self.directory, self._newest(), self._store.acquire_lease())
+
+    def _failure_history(self, *, left: bool) -> dict[str, Any]:
+        """What the manifest says of the failures of the run, for the attempts after this one."""
+        if self._interval is None or not self._is_main_process:
             return {}
-        return self._interval.record(self.directory, self._newest(), self._store.acquire_lease(), left=left)
+        self._load_failures()
+        return self._interval.record(left=left)
 
     def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:
         self.wait_until_finished()
-        return self._is_main and self._log(self._store.finish(extra, step=step))
+        return self._is_main_process and self._log(self._store.finish(extra, step=step))
 
     def _note(self, result: SaveResult) -> bool:
-        if result.saved and self._interval is not None and self._is_main:
+        if result.saved and self._interval is not None and self._is_main_process:
             stall_s = result.seconds if self._async_saver is None else self._async_saver.stall_s
             self._interval.measured(stall_s, result.seconds)
         return self._log(result)
 
     def _log(self, result: SaveResult) -> bool:
         self.last_result = result
-        if result.note and self._is_main:
+        if result.note and self._is_main_process:
             logger.log(logging.WARNING if result.saved or result.cause else logging.INFO, result.note)
         self.after_save(result)
         return result.saved

@@ -54,6 +54,8 @@ def _check_fit(target: object, saved: object, where: str) -> None:
             raise _misfit(where, _describe(target), _describe(saved))
         for i, item in enumerate(target):
             _check_fit(item, saved[i], f"{where}[{i}]")
+    elif isinstance(target, Mapping):
+        raise _misfit(where, f"a {type(target).__name__}, which cannot be filled", _describe(saved))
 
 
 def _is_of_other_kind(saved: object, target: object) -> bool:

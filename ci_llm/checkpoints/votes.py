@@ -131,6 +131,20 @@ def give_own_parts(state: dict[str, Any], objects: Any, index: int) -> None:
         state[key] = EachProcess(collected[f"process{index}"])
 
 
+class Exchanged(NamedTuple):
+    """What one process knows after the exchange before a save.
+
+    Attributes:
+        contributions: of all processes, by index.
+        entries: what this one writes.
+        spared: older steps that are not pruned; on process 0.
+    """
+
+    contributions: list[Contribution]
+    entries: list[StateEntry]
+    spared: set[int]
+
+
 def add_up(contributions: Sequence[Contribution]) -> Votes:
     """The votes of all processes."""
     return Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.core.imports import importing
+from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def require_run(path: str, base_model: str | None) -> None:
     if committed(Path(path)) or last_status(path) is None:
         go_offline_if_base_unreachable(path, base_model)
         return
-    if (Path(path) / "sweep.json").is_file():
+    if (Path(path) / SWEEP).is_file():
         from ci_llm.crowd.recognise import require_checkpoint
 
         require_checkpoint(Path(path), path)  # names the run of the best trial
@@ -97,8 +98,8 @@ def require_run(path: str, base_model: str | None) -> None:
     raise BadInput(what, where=path, hint=status.next_command or "train it again")
 
 
-def open_run(path: str, base_model: str | None) -> Crowd:
-    """The crowd of a run or a checkpoint; what is noteworthy about it goes to stderr.
+def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
+    """The crowd of a run or a checkpoint, and its agents' names for people; what is noteworthy goes to stderr.
 
     Raises:
         BadInput: there is none, it is damaged, or its base is not found.
@@ -113,9 +114,11 @@ def open_run(path: str, base_model: str | None) -> Crowd:
     note(f"{folder}: loading..." if sys.stderr.isatty() else None)
     with importing():
         from ci_llm.crowd.model import Crowd
+        from ci_llm.crowd.pretrained import given_names, open_pretrained
 
     try:
-        return Crowd.from_pretrained(folder, base_model=base_model)
+        saved = open_pretrained(folder, base_model=base_model)
+        return Crowd.of(saved), given_names(saved.meta)
     except DamagedCheckpoint as error:
         hint = f"ci-llm checkpoints verify {folder} checks it whole; ci-llm checkpoints list shows the others"
         raise BadInput(f"the checkpoint is damaged: {error.what}", where=str(folder), hint=hint) from error

@@ -54,9 +54,9 @@ def chat(words: Sequence[str]) -> int:
     call.run = located(call.run)
     require_run(call.run, call.base_model)
     choices, stops = choices_of(call), stop_strings(call)
-    crowd = open_run(call.run, call.base_model)
+    crowd, names = open_run(call.run, call.base_model)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    conversation = Conversation(crowd, choices, stops, call.system, shows_sureness=at_terminal)
+    conversation = Conversation(crowd, choices, stops, call.system, names=names, shows_sureness=at_terminal)
     who = f"{crowd.num_agents} agents answer together" if crowd.num_agents > 1 else "One agent answers"
     note(f"{who}.\n{conversation.kind}")
     if at_terminal:
@@ -104,6 +104,7 @@ class Conversation:
     Args:
         choices: how tokens are chosen, as for `Crowd.generate`.
         system: a message before the first turn.
+        names: of the agents, for people; by default those of their folders.
         shows_sureness: print a line after each answer.
 
     Raises:
@@ -117,12 +118,13 @@ class Conversation:
         stops: Sequence[str],
         system: str | None = None,
         *,
+        names: Sequence[str] = (),
         shows_sureness: bool = True,
     ) -> None:
         from ci_llm.crowd.asking import prompter_of
 
         self._crowd, self._choices, self._stops, self._shows_sureness = crowd, choices, stops, shows_sureness
-        self._prompter = prompter_of(crowd)
+        self._prompter, self._names = prompter_of(crowd), names or crowd.names
         if system is not None and self._prompter.form == "text":
             what = "the crowd was trained on plain text, which has no place for a system message"
             raise ConfigError(what, where="--system", hint="leave it out")
@@ -210,7 +212,7 @@ class Conversation:
         prompt, choices = self._asked
         choices = {name: value for name, value in choices.items() if name != "agents_per_prompt"}
         [answer] = answers(self._crowd, [prompt], options_of(self._crowd, self._stops, **choices))
-        print(beside(answer, self._crowd.names))
+        print(beside(answer, self._names))
         print(how_sure(answer))
 
     def _reset(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm checkpoints", _DESCRIPTION, examples)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name: str, does: str) -> argparse.ArgumentParser:
+    def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
         made = verbs.add_parser(
             name,
             help=does,
@@ -56,32 +56,34 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        made.set_defaults(verb=globals()[f"_{name}"])
+        made.set_defaults(verb=run)
         return made
 
     listing = verb(
-        "list", "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
+        "list", _list, "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
     )
     listing.add_argument("run", type=path_or_url, metavar="RUN", help="the output_dir of a run, or a mirror's URL")
     listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
-    verifying = verb("verify", "compare every byte of a checkpoint, or of all of a run, with its digest")
+    verifying = verb("verify", _verify, "compare every byte of a checkpoint, or of all of a run, with its digest")
     verifying.add_argument(
         "path", type=path_or_url, metavar="PATH", help="a checkpoint, the output_dir of a run, or a mirror's URL"
     )
-    diff = verb("diff", "compare two checkpoints bit by bit")
+    diff = verb("diff", _diff, "compare two checkpoints bit by bit")
     diff.add_argument("one", type=path_or_url, metavar="A", help="a checkpoint; of a run or a mirror, its newest one")
     diff.add_argument("other", type=path_or_url, metavar="B", help="another")
-    prune = verb("prune", "remove all but the newest checkpoints that verify; refused while a run writes")
+    prune = verb("prune", _prune, "remove all but the newest checkpoints that verify; refused while a run writes")
     prune.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many to keep, at least 1")
     prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
-    pulling = verb("pull", "bring a mirror's newest step that verifies, with logs and metrics, or the step of the URL")
+    pulling = verb(
+        "pull", _pull, "bring a mirror's newest step that verifies, with logs and metrics, or the step of the URL"
+    )
     pulling.add_argument("url", metavar="URL", help="a mirror, or URL/checkpoint_step_100 of one")
     pulling.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the output_dir that goes on from it")
-    pushing = verb("push", "send what a run's folder holds to a mirror, and heal what is damaged there")
+    pushing = verb("push", _push, "send what a run's folder holds to a mirror, and heal what is damaged there")
     pushing.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that does not run now")
     pushing.add_argument("url", metavar="URL", help="the mirror")
-    importing = verb("import", "make one crowd of PEFT adapters, or of agents of the first CI-LLM")
+    importing = verb("import", _import, "make one crowd of PEFT adapters, or of agents of the first CI-LLM")
     importing.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="a folder with one adapter or more")
     importing.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where; must not exist yet")
     importing.add_argument(

@@ -44,7 +44,7 @@ def evaluate_run(words: Sequence[str]) -> int:
         OutOfMemory: a batch does not fit.
         SystemExit: with 0, after `--help`.
     """
-    call = _parser().parse_intermixed_args(words)
+    call = _parser().parse_args(words)
     _check(call)
     from ci_llm.cli.asking import require_run
     from ci_llm.cluster.hub import go_offline_if_unreachable
@@ -78,7 +78,9 @@ def evaluate_run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="a key of the configuration, see below")
+    parser.add_argument(
+        "keys", nargs="*", default=[], metavar="key=value", help="a key of the configuration, see below"
+    )
     parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     parser.add_argument("--split", metavar="S", help="the split of the data set")
     parser.add_argument("--max-samples", type=int, metavar="N", help="at most N rows, evenly spread")

@@ -19,7 +19,6 @@ from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
-    from ci_llm.crowd.model import Crowd
 
 _DESCRIPTION = """Ask the crowd of a run. A terminal shows the answer and how sure the crowd is; a pipe gets the
 answer alone; --json gives one object per prompt."""
@@ -43,7 +42,8 @@ def generate(words: Sequence[str]) -> int:
     """
     parser = make_parser("ci-llm generate", _DESCRIPTION, _EXAMPLES)
     add_options(parser)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one prompt; - reads them from standard input")
+    about = "a prompt; - alone reads them from standard input"
+    parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help=about)
     parser.add_argument("--file", metavar="F", help="one prompt per line, or rows with the columns of training")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts answered at a time (16)")
     parser.add_argument("--agents", action="store_true", help="also show what each agent answers alone")
@@ -55,7 +55,7 @@ def generate(words: Sequence[str]) -> int:
     prompts = list(_prompts(call))
     choices = choices_of(call)
     whole = call.json or call.agents or sys.stdout.isatty()
-    crowd, found = _asked(call, prompts, choices, include_agents=whole)
+    names, found = _asked(call, prompts, choices, include_agents=whole)
     for number, answer in enumerate(found):
         if call.json:
             print(_as_json(answer, tokens=call.tokens), flush=True)
@@ -64,7 +64,7 @@ def generate(words: Sequence[str]) -> int:
         else:
             if len(prompts) > 1:
                 print("\n" * (number > 0) + textwrap.shorten(f"> {_words(answer.prompt)}", width()))
-            print(beside(answer, crowd.names) if answer.agents and call.agents else given(answer))
+            print(beside(answer, names) if answer.agents and call.agents else given(answer))
             print(how_sure(answer), flush=True)
     return 0
 
@@ -75,34 +75,37 @@ def _prompts(call: argparse.Namespace) -> Iterator[Any]:
     Raises:
         BadInput: there is none, or there are two sources.
     """
-    if (call.prompt is None) == (call.file is None):
-        what = "there is no prompt" if call.prompt is None else "a prompt and --file were both given"
+    prompts: list[str] = call.prompts
+    if bool(prompts) == (call.file is not None):
+        what = "a prompt and --file were both given" if prompts else "there is no prompt"
         raise ConfigError(what, where="command line", hint='ci-llm generate RUN "a prompt" | --file F | -')
+    if "-" in prompts and len(prompts) > 1:
+        raise ConfigError("- stands beside another prompt", where="command line", hint="- reads all of them")
     from ci_llm.data.prompt_files import prompts_of_file, prompts_of_lines
 
-    if "-" in (call.prompt, call.file):
+    if call.file == "-" or prompts == ["-"]:
         yield from prompts_of_lines(lines_of(sys.stdin), "standard input")
     elif call.file is not None:
         yield from prompts_of_file(Path(call.file))
-    elif call.prompt.strip():
-        yield call.prompt
+    elif all(prompt.strip() for prompt in prompts):
+        yield from prompts
     else:
-        raise ConfigError("the prompt is empty", where="command line", hint="write one, or give --file F")
+        raise ConfigError("a prompt is empty", where="command line", hint="write one, or give --file F")
 
 
 def _asked(
     call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any], *, include_agents: bool
-) -> tuple[Crowd, Iterator[Answer]]:
-    """The crowd, opened, and its answers, which come one by one."""
+) -> tuple[list[str], Iterator[Answer]]:
+    """The names of the agents, and the answers of their crowd, which come one by one."""
     from ci_llm.crowd.asking import answers, options_of
     from ci_llm.crowd.streaming import stop_strings_of
 
     stops = stop_strings_of(stop_strings(call))
     if call.batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="--batch-size", hint="leave it out for 16")
-    crowd = open_run(call.run, call.base_model)
+    crowd, names = open_run(call.run, call.base_model)
     options = options_of(crowd, stops, **choices)
-    return crowd, answers(crowd, prompts, options, call.batch_size, include_agents=include_agents)
+    return names, answers(crowd, prompts, options, call.batch_size, include_agents=include_agents)
 
 
 def _as_json(answer: Answer, *, tokens: bool) -> str:

@@ -61,7 +61,7 @@ def pull(call: argparse.Namespace) -> dict[str, Any]:
     from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.checkpoints.mirror.filling import fill
     from ci_llm.checkpoints.mirror.local_copy import open_mirror, write_opened
-    from ci_llm.run.mirroring import STORY
+    from ci_llm.run.mirroring import RUN_FILES
 
     reader, head, name = open_mirror(call.url, "URL")
     if name is not None:
@@ -72,7 +72,7 @@ def pull(call: argparse.Namespace) -> dict[str, Any]:
         return {"folder": str(target)}
     with CheckpointManager(call.to) as manager:
         manager.acquire_lease()
-        fill(reader, manager, STORY)
+        fill(reader, manager, RUN_FILES)
         step = manager.latest_step()
     if step is None:
         raise DamagedCheckpoint("no checkpoint in this mirror verifies", where=reader.url)
@@ -85,13 +85,13 @@ def push(call: argparse.Namespace) -> dict[str, Any]:
     from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.checkpoints.mirror.found import Found, read_token
     from ci_llm.checkpoints.mirror.mirror import Mirror
-    from ci_llm.run.mirroring import STORY
+    from ci_llm.run.mirroring import RUN_FILES
 
     if not current_line(call.run):
         raise BadInput("there is no checkpoint here", where=str(call.run), hint="give the output_dir of a run")
     with CheckpointManager(call.run) as manager:
         number = manager.acquire_lease()
-        mirror = Mirror(call.url, call.run, story=STORY)
+        mirror = Mirror(call.url, call.run, files=RUN_FILES)
         head = mirror.reader.head()
         step = manager.latest_step() or 0
         token = read_token(call.run)

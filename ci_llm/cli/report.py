@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ci_llm.cli.arguments import make_parser
 from ci_llm.core.imports import importing
+from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -87,7 +88,6 @@ def compare_runs(words: Sequence[str]) -> int:
 def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: bool) -> int:
     """What a comparison says about the folder of a sweep; returns the exit code."""
     from ci_llm.report.compare import trials_as_text
-    from ci_llm.report.trials import NAME
 
     if not is_alone:
         best = f"give {board.best_run}, the run of the best trial so far; " if board.best_run else ""
@@ -96,6 +96,6 @@ def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: b
             where=str(folder),
             hint=f"{best}ci-llm compare {shlex.quote(str(folder))} compares its trials",
         )
-    for line in [(folder / NAME).read_text().rstrip()] if as_json else trials_as_text(board):
+    for line in [(folder / SWEEP).read_text().rstrip()] if as_json else trials_as_text(board):
         print(line)
     return 0

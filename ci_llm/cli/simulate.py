@@ -31,7 +31,7 @@ def simulate(words: Sequence[str]) -> int:
 
     does = "Simulate a job on nodes that fail: when to save, what a failure costs, what another cluster would change."
     parser = make_parser("ci-llm simulate", does, _EXAMPLE + describe_keys())
-    parser.add_argument("keys", nargs="*", metavar="key=value")
+    parser.add_argument("keys", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="keys of the cluster, in YAML")
     parser.add_argument("--run", metavar="RUN", help="take what this run has measured; keys overrule it")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write curves and tables as one HTML page")

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ci_llm.core.push_record import PushRecord, last_push
+
 if TYPE_CHECKING:
     from ci_llm.watch.reading import Reading
 
@@ -69,10 +71,18 @@ def _lines(found: Reading) -> list[str]:
         f"warning: {run.warning}" if run.warning else "",
         f"best crowd in an evaluation so far: after step {run.best_step}" if run.best_step is not None else "",
         _mirror(run.mirror) if run.mirror else "",
+        _hub(pushed) if (pushed := last_push(found.folder)) else "",
         f"go on with: {run.next_command}" if run.next_command else "",
     ]
     head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
     return [head, *filter(None, lines)]
+
+
+def _hub(pushed: PushRecord) -> str:
+    """How the last push to the hub ended."""
+    if pushed.error is not None:
+        return f"hub: not published: {pushed.error}; the same call tries it again"
+    return f"hub: step {pushed.step} is published in {pushed.url}"
 
 
 def _mirror(state: Mapping[str, Any]) -> str:

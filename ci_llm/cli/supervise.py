@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: A script that imports the command line of this project starts its trainer, as train.py does.
-_OWN_ENTRY: Final = re.compile(r"^\s*(?:from|import) ci_llm\.(?:cli|entrance)\b", re.MULTILINE)
+_OWN_ENTRY: Final = re.compile(r"^\s*(?:from|import) ci_llm\.cli\b", re.MULTILINE)
 
 
 def supervise(arguments: Sequence[str]) -> int:

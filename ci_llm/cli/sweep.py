@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ci_llm._version import __version__
+from ci_llm.cli.arguments import take_dry_run
 from ci_llm.cli.guard import print_line
 from ci_llm.core.imports import importing
+from ci_llm.core.run_folder import BEST
 
 if TYPE_CHECKING:
     from ci_llm.cluster.launch import Launch
@@ -41,25 +42,16 @@ def sweep(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         print(_usage())
         return 0
-    from ci_llm.cluster.hub import offline_note
-    from ci_llm.cluster.launch import accelerate_settings, read_launch
+    from ci_llm.cli.starting import start
+    from ci_llm.cluster.launch import accelerate_settings
     from ci_llm.config import default_file
     from ci_llm.config.sweep import read_sweep
-    from ci_llm.interrupts import Interrupts, die_with_parent
+    from ci_llm.interrupts import Interrupts
 
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
-        is_dry = not {"--dry-run", "--dry_run"}.isdisjoint(words)
-        keys = [word for word in words if word not in ("--dry-run", "--dry_run")]
+        is_dry, keys = take_dry_run(words)
         reading = read_sweep(default_file(), keys, accelerate_settings(os.environ))
-        config = reading.config
-        interrupts.set_signals(config.stop_signals, config.save_signals)
-        launch = read_launch(arguments=words)
-        if not launch.forwards_sigterm:
-            die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
-        if launch.is_main:
-            print_line(f"ci_llm {__version__}   sweep {config.run_folder}   loading...")
-        if (note := offline_note(config.names_of_inputs)) and launch.is_main:
-            print_line(f"hub       {note}")
+        launch = start("sweep", reading.config, interrupts, words)
         if is_dry:
             return _dry_run(reading, interrupts, launch, debug="--debug" in words)
         return _train(reading, interrupts, launch)
@@ -69,18 +61,18 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
     from ci_llm.cluster.elastic import exit_code_after_stop
 
     with importing():
-        from ci_llm.sweep.conduct import Conductor, known_sweep
+        from ci_llm.sweep.runner import SweepRunner, known_sweep
 
     known = known_sweep(reading)
-    if known is not None and known.is_complete and (not known.has_winner or (known.folder / "best").exists()):
-        if launch.is_main:
+    if known is not None and known.is_complete and (not known.has_winner or (known.folder / BEST).exists()):
+        if launch.is_main_process:
             print_line("This sweep is complete; nothing is left to do.")
         return _concluded(known, launch)
-    conductor = Conductor(reading, interrupts, launch, _say)
+    runner = SweepRunner(reading, interrupts, launch, _say)
     try:
-        found, stop = conductor.run()
+        found, stop = runner.run()
     except KeyboardInterrupt:
-        if launch.is_main and (known := known_sweep(reading)) is not None:
+        if launch.is_main_process and (known := known_sweep(reading)) is not None:
             show(known, launch.arguments)
         raise
     code = _concluded(found, launch)
@@ -89,7 +81,7 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
 
 def _concluded(found: Sweep, launch: Launch) -> int:
     """Show what stands; returns the exit code of a sweep that nobody has stopped."""
-    if launch.is_main:
+    if launch.is_main_process:
         show(found, launch.arguments)
         if found.is_complete and not found.has_winner:
             print_line("every trial has failed: none gave finite numbers to its first rung")
@@ -99,14 +91,14 @@ def _concluded(found: Sweep, launch: Launch) -> int:
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
     """The dry run of a pack that trains as many steps as all segments together."""
     from ci_llm.dry_run.plan import dry_run
-    from ci_llm.sweep.conduct import Conductor, known_sweep
     from ci_llm.sweep.cost import as_one_run, described
+    from ci_llm.sweep.runner import SweepRunner, known_sweep
 
     known_sweep(reading)  # refuses what the sweep itself would refuse
-    plan = Conductor(reading, interrupts, launch, _say).plan()
+    plan = SweepRunner(reading, interrupts, launch, _say).plan()
     code = dry_run(as_one_run(reading, plan), interrupts, launch, debug=debug)
-    if launch.is_main:
-        for line in described(plan, str(reading.keys.sampler)):
+    if launch.is_main_process:
+        for line in described(plan, reading):
             print_line(line)
         count = len(plan.segment_steps)
         print_line(f"time is of all {count} segments together; storage is of one: {count} times that at most")

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ci_llm._version import __version__
-from ci_llm.cli.guard import print_line
+from ci_llm.cli.arguments import take_dry_run
 from ci_llm.core.imports import importing
 from ci_llm.errors import ConfigError
 
@@ -21,7 +20,8 @@ _LOGGER = logging.getLogger(__name__)
 TRAIN_USAGE = """python train.py [--config FILE] [--continue] [key=value | --key value | --key=value ...]
 The command line wins over the file, the file over `accelerate launch`, and that over the defaults below.
 Without --config the file is configs.yaml of the current folder, else the project's own.
---continue: refuse to start without a checkpoint. --debug: show debug lines, and the traceback of an error.
+--continue: refuse to start without a checkpoint. --dry-run: only check that the run will work here.
+--debug: show debug lines, and the traceback of an error.
 Names of Trainer, PEFT and TRL work too (docs/keys.md).
 example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine
 """
@@ -35,23 +35,16 @@ def train(words: list[str]) -> int:
     """`ci-llm train`, and `python train.py`."""
     if "-h" in words or "--help" in words:
         return _print_train_help()
-    from ci_llm.cluster.hub import offline_note
-    from ci_llm.cluster.launch import read_launch
-    from ci_llm.interrupts import Interrupts, die_with_parent
+    is_dry, keys = take_dry_run(words)
+    if is_dry:
+        return check(keys)
+    from ci_llm.cli.starting import start
+    from ci_llm.interrupts import Interrupts
 
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         read = read_configuration(words)
         config = read.config
-        interrupts.set_signals(config.stop_signals, config.save_signals)
-        if "--continue" in words:
-            _require_checkpoint(config)
-        launch = read_launch(arguments=words)
-        if not launch.forwards_sigterm:
-            die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
-        if launch.is_main:
-            print_line(f"ci_llm {__version__}   run {config.run_folder}   loading...")
-        if (note := offline_note(config.names_of_inputs)) and launch.is_main:
-            print_line(f"hub       {note}")
+        launch = start("run", config, interrupts, words, require=_require_checkpoint if "--continue" in words else None)
         with importing():
             from ci_llm.run.job import run_job
 
@@ -103,22 +96,14 @@ def check(words: list[str]) -> int:
     if {"-h", "--help"} & {*words}:
         print(CHECK_USAGE)
         return 0
-    from ci_llm.cluster.hub import offline_note
-    from ci_llm.cluster.launch import read_launch
-    from ci_llm.interrupts import Interrupts, die_with_parent
+    from ci_llm.cli.starting import start
+    from ci_llm.interrupts import Interrupts
 
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
-        read, launch = read_configuration(words), read_launch(arguments=words)
-        config = read.config
-        if not launch.forwards_sigterm:
-            die_with_parent()
-        if launch.is_main:
-            print_line(f"ci_llm {__version__}   dry run for {config.run_folder}   loading...")
-            for line in read.lines:
-                print_line(f"config    {line}")
-        if (note := offline_note(config.names_of_inputs)) and launch.is_main:
-            print_line(f"hub       {note}")
+        read = read_configuration(words)
+        require = _require_checkpoint if "--continue" in words else None
+        launch = start("dry run for", read.config, interrupts, words, lines=read.lines, require=require)
         with importing():
             from ci_llm.dry_run.plan import dry_run
 
-        return dry_run(config, interrupts, launch, debug="--debug" in words)
+        return dry_run(read.config, interrupts, launch, debug="--debug" in words)

@@ -93,7 +93,7 @@ class Launch:
     arguments: tuple[str, ...] = ()
 
     @property
-    def is_main(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process prints and writes for the run."""
         return self.process_index == 0
 
@@ -220,11 +220,11 @@ def launch_notes(
     if not num_gpus and launch.num_local_processes > _num_cores():
         shared = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
         lines.append(f"{shared}: more of them than cores make a run slower and take more memory")
-    # Launchers set OMP_NUM_THREADS=1 if it is unset, which leaves cores idle with fewer processes than cores.
+    # With fewer processes than cores, that leaves cores idle.
     throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
     if throttled and launch.threads_per_process > 1:
         lines.append(
-            "one CPU thread per process, as launchers set it:"
+            "one CPU thread per process (OMP_NUM_THREADS=1, which launchers set if it is not set):"
             f" `export OMP_NUM_THREADS={launch.threads_per_process}` uses all cores"
         )
     return [*lines, *step_notes(environ), *elastic.elastic_notes(environ, option(launch.launcher_command, "nnodes"))]

@@ -164,6 +164,8 @@ TRANSLATIONS: Final[dict[str, dict[str, str]]] = {
     "do_eval": {"true": ALWAYS},
     "packing": {"true": ALWAYS},
     "sample_packing": {"true": ALWAYS},
+    "eval_sample_packing": {"true": ALWAYS},
+    "pad_to_sequence_len": {"false": ALWAYS},
     "padding_free": {"true": ALWAYS},
     "attn_implementation": {"sdpa": ALWAYS, "auto": ALWAYS},
     "flash_attn": {"auto": ALWAYS, "sdpa": ALWAYS},

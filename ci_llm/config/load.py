@@ -179,7 +179,7 @@ def parse_config(text: str, where: str) -> Config:
     problems: list[Problem] = []
     given = by_key(known, problems, last_wins=False)
     own = take_own_entries([given], problems)
-    return _build(given, own, problems)
+    return _build(given, own, problems, recorded=True)
 
 
 def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
@@ -224,12 +224,15 @@ def _build(
     own: OwnEntries,
     problems: list[Problem],
     check: Callable[[Config], Iterable[Problem]] = lambda _: (),
+    *,
+    recorded: bool = False,
 ) -> Config:
     """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
     values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
     config = Config.model_construct({*values}, **values)
     unsound = {*given} - {*values}
-    problems += [clashing(clash, given) for clash in find_clashes(config) if not unsound & {*clash.keys}]
+    clashes = find_clashes(config, recorded=recorded)
+    problems += [clashing(clash, given) for clash in clashes if not unsound & {*clash.keys}]
     problems += check(config)
     if problems:
         raise error_of(problems)

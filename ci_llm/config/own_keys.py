@@ -55,6 +55,16 @@ def names_of(agents: Sequence[Mapping[str, Any]]) -> list[str]:
     return [str(agent.get(NAME) or f"agent{k}") for k, agent in enumerate(agents)]
 
 
+def to_plain(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON has them: with lists in place of tuples."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
+
+
+def from_plain(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `to_plain`."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
+
+
 def overriding(own: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that an agent's own settings change, with those that they set aside: a ratio sets aside a number."""
     aside = {strong: None for strong, weak in STRONGER.items() if weak in own and strong not in own}

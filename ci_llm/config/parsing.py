@@ -299,6 +299,9 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
     if raw == NESTED_MAPPING:
         return "keys are flat: one value per key"
     if not isinstance(raw, Scalar) and raw != NO_VALUE and any(kind.may_be_several for kind in kinds_of(field)):
+        mapped = [value for value in raw.values if isinstance(value, Mapped)] if isinstance(raw, Items) else []
+        if any(entry.name == "path" for value in mapped for entry in value.entries):
+            return "give paths or names alone: the format of each is recognised by its columns"
         return "give paths or names; data in memory gets a path by ds.save_to_disk(FOLDER), or as a .jsonl file"
     if isinstance(raw, Scalar) and not _can_read(field, raw):
         for text in _respellings(raw.text):

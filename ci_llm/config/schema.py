@@ -36,6 +36,8 @@ def _joined(value: object) -> object:
 
 
 def _as_tuple(value: object) -> object:
+    """A list as a tuple; text as the command line reads it: a name alone is a list of one, as in Transformers."""
+    value = [part.strip() for part in value.strip("[]").split(",")] if isinstance(value, str) else value
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -113,12 +113,14 @@ class SweepReading:
         spaces: by key, in the order in which they were written.
         keys: how the trials are run; `trials` and `sampler` are decided.
         lines: for people, as of `Reading`.
+        trials_wanted: that were asked for, if the spaces have fewer settings; else None.
     """
 
     config: Config
     spaces: Mapping[str, Space]
     keys: SweepKeys
     lines: tuple[str, ...] = ()
+    trials_wanted: int | None = None
 
     def warmup_steps(self, total_steps: int) -> int:
         """Optimizer steps after which the learning rate has risen, in whichever trial that takes longest."""
@@ -187,7 +189,8 @@ def _read(
             Problem(COMMAND_LINE, what, f"write 'learning_rate=log(5e-4,1.6e-2)', or another key as {_HOW}")
         )
     spaces = written.spaces
-    keys = _decided(_settings(written.keys, problems), spaces, written.keys, problems)
+    given = _settings(written.keys, problems)
+    keys = _decided(given, spaces, written.keys, problems)
     reading = build_reading(
         FileEntries(
             file.path, [*(entry for entry in rest_of_file if key_of(entry) != "num_agents"), _candidates(spaces)]
@@ -197,10 +200,11 @@ def _read(
         problems,
         check=lambda config: _unfit(config, [*rest_of_file, *rest]),
     )
-    found = iter(reading.config.agents)
-    values = {key: tuple(next(found)[key] for _ in space.values) for key, space in spaces.items()}
+    candidates = iter(reading.config.agents)
+    values = {key: tuple(next(candidates)[key] for _ in space.values) for key, space in spaces.items()}
     config = reading.config.model_copy(update={"agents": (), "num_agents": 1})
-    return SweepReading(config, {key: _space(spaces[key], values[key]) for key in spaces}, keys, reading.lines)
+    found = {key: _space(spaces[key], values[key]) for key in spaces}
+    return SweepReading(config, found, keys, reading.lines, given.trials if given.trials != keys.trials else None)
 
 
 def _space(written: _Space, values: tuple[Value, ...]) -> Space:

@@ -22,6 +22,7 @@ _OWN_TEMPLATE = "leave it out for the base's own chat template, or chat_template
 _ALL_ROWS = "leave it out: no row is dropped, and the order is a function of seed, epoch and position"
 _PACKED = "leave it out: rows are always packed, and never see each other"
 _EVERY_ROW = "leave it out: rows are packed, so that lengths cost nothing"
+_PATHS = "{}, or a list of paths or names: the format is recognised by the columns (docs/data.md)"
 _WANDB = "set {} in the environment; report_to=wandb switches the tracker on"
 _NO_CODE = "leave it out: code from a hub is never executed"
 
@@ -67,6 +68,8 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "eval_file": ("a file to evaluate on", _HELD_OUT),
     "test_file": ("a file to evaluate on", _HELD_OUT),
     "train_file": ("a file to train on", "dataset_name=FILE"),
+    "datasets": ("a list of data sets with their formats", _PATHS.format("dataset_name=PATH")),
+    "test_datasets": ("a list of data sets with their formats", _PATHS.format("eval_dataset_name=PATH")),
     "dataset_dir": ("a folder of data sets", "dataset_name=FOLDER, or the path of a file in it"),
     "dataset_num_proc": ("processes that tokenise", "leave it out: tokens are cached after the first run"),
     "preprocessing_num_workers": ("processes that tokenise", "leave it out: tokens are cached after the first run"),
@@ -78,8 +81,14 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
         "a switch against packed rows",
         _PACKED,
     ),
+    "eval_sample_packing": ("a switch against packed rows", _PACKED),
+    "pad_to_sequence_len": ("a switch for padded rows", _PACKED),
     "padding_free": ("a switch for padded rows", _PACKED),
     "template": ("the name of a chat template", _OWN_TEMPLATE),
+    "special_tokens": (
+        "tokens for the tokenizer",
+        "leave it out: the base's own tokenizer is taken, and packed rows need no pad token",
+    ),
     "tokenizer_name": ("a tokenizer of its own", "leave it out: the base's own tokenizer is taken"),
     "tokenizer_name_or_path": ("a tokenizer of its own", "leave it out: the base's own tokenizer is taken"),
     # The base and its adapters
@@ -105,6 +114,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "modules_to_save": ("layers that train beside the adapters", _PLAIN_LORA),
     "lora_target_linear": ("a switch for adapters on all Linear layers", "lora_target_modules=q_proj,v_proj"),
     "attn_implementation": ("an attention kernel", _FUSED_KERNEL),
+    "flash_attention": ("an attention kernel", _FUSED_KERNEL),
     "flash_attn": ("an attention kernel", _FUSED_KERNEL),
     "trust_remote_code": ("a switch that executes code from a hub", _NO_CODE),
     "use_liger_kernel": ("fused kernels", "leave it out: logits are computed only where a label is, and never whole"),

@@ -27,8 +27,14 @@ class Clash:
     hint: str
 
 
-def find_clashes(c: Config) -> Iterator[Clash]:
-    """Every combination that cannot work."""
+def find_clashes(c: Config, *, recorded: bool = False) -> Iterator[Clash]:
+    """Every combination that cannot work.
+
+    Args:
+        recorded: by a run, whose results have to stay readable: older releases took a slice as a name.
+    """
+    if not recorded:
+        yield from _slices(c)
     if c.diversity == "joint" and c.lambda_sw >= 1:
         yield Clash(
             ("diversity", "lambda_sw"),
@@ -194,6 +200,20 @@ def _data_clashes(c: Config) -> Iterator[Clash]:
             f"val_set_size {c.val_set_size:g} is neither a share below 1 nor a number of rows",
             "write 0.05 for a twentieth of the rows, or 200 for 200 rows",
         )
+
+
+def _slices(c: Config) -> Iterator[Clash]:
+    """Parts of splits as the library `datasets` writes them."""
+    splits = [("dataset_split", own.get("dataset_split", c.dataset_split)) for own in [{}, *c.agents]]
+    for key, split in dict.fromkeys([*splits, ("eval_split", c.eval_split)]):
+        if not split or "[" not in split:
+            continue
+        name, _, part = split.partition("[")
+        hint = "write the rows that you mean to a file of their own"
+        if name and part.startswith(":"):
+            fewer = "max_train_samples" if key == "dataset_split" else "eval_samples"
+            hint = f"write {key}={name}, and the number of rows as {fewer}"
+        yield Clash((key,), f"{key} {split} is a slice, and a split is taken whole", hint)
 
 
 def _any(c: Config, keys: Sequence[str]) -> bool:

@@ -50,7 +50,7 @@ def capture() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # else this process has drawn nothing there
         state["cuda"] = {f"{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     return state
 
@@ -61,7 +61,8 @@ def restore(state: dict[str, Any]) -> str | None:
     Returns:
         the generators that keep their state, because this machine has more or fewer GPUs; None if all are restored.
     """
-    cuda, here = state.get("cuda", {}), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda = state.get("cuda", {})
+    here = torch.cuda.device_count() if cuda or torch.cuda.is_initialized() else 0
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

@@ -15,6 +15,7 @@ import torch
 _MESSAGES: Final = re.compile(
     r"DefaultCPUAllocator|not enough memory: you tried to allocate|std::bad_alloc|CUDA error: out of memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|MPS backend out of memory"
+    r"|Cuda failure (\d+ )?'out of memory'"
 )
 
 
@@ -46,7 +47,8 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of the memory of `device`; for the CPU within the limits of all control groups."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(free), int(total)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for this process
+        return int(free) + cached, int(total)
     memory = psutil.virtual_memory()
     return min([(int(memory.available), int(memory.total)), *cgroup_limits()])
 

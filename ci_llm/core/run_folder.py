@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Final
 
 from ci_llm.core.attempts import ATTEMPTS
+from ci_llm.core.push_record import NAME as PUSH
 from ci_llm.core.recovery import NAME as RECOVERY
 
 BEGINNING: Final = "beginning.json"
+#: Of a sweep: its record, the folder of its runs, and that of the agent of its best trial.
 SWEEP: Final = "sweep.json"
+SEGMENTS: Final = "segments"
+BEST: Final = "best"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
     *("tensorboard", "profile", "requests", "crowd_changes.json", "skipped_batches.json"),
-    *("predictions.jsonl", "predictions.source.json", "calibration.json"),
+    *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH),
 )
-#: What else may be there and keeps its place: of the run, and of a sweep. `best/` of a sweep is a likely name of a run.
-_BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, "segments")
+#: What else may be there and keeps its place: of the run, and of a sweep. `BEST` is a likely name of a run.
+_BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, SEGMENTS)
 
 
 def is_reserved(name: str) -> bool:

@@ -92,7 +92,7 @@ class RunStatus:
     Args:
         output_dir: the run's folder.
         attempt: its number.
-        is_main: on any other process every call does nothing.
+        is_main_process: on any other process every call does nothing.
         still_held: called before each write. Once it returns False, a later attempt owns the folder, and nothing is
             written any more.
         interval_s: seconds between heartbeats.
@@ -103,12 +103,12 @@ class RunStatus:
         output_dir: Path | str,
         attempt: int,
         *,
-        is_main: bool = True,
+        is_main_process: bool = True,
         still_held: Callable[[], bool] = lambda: True,
         interval_s: float = 5.0,
     ) -> None:
         self._path = Path(output_dir, "status.json")
-        self._active = is_main
+        self._active = is_main_process
         self._still_held, self._interval_s = still_held, interval_s
         now = time.time()
         self._current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)

@@ -258,7 +258,7 @@ class AgentStorage:
         return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
 
     @torch.no_grad()
-    def made_of(self, settings: LoraSettings, sources: Sequence[int | None]) -> AgentStorage:
+    def with_agents_from(self, settings: LoraSettings, sources: Sequence[int | None]) -> AgentStorage:
         """A storage on the same layers with copies of these agents; this one keeps its numbers and loses the layers.
 
         Args:

@@ -43,6 +43,7 @@ class Questions:
         read: finds the answer in a text, normalised.
         ends: token ids that end an answer in these rows.
         left_out: how many rows have no question, or leave no place for an answer.
+        too_long: how many of them have a question.
     """
 
     rows: list[int]
@@ -51,6 +52,7 @@ class Questions:
     read: Reader
     ends: frozenset[int]
     left_out: int = 0
+    too_long: int = 0
 
     @classmethod
     def of(
@@ -61,18 +63,20 @@ class Questions:
         count: int,
         max_seq_length: int,
         metric: str = "exact_match",
+        sets: Sequence[range] | None = None,
     ) -> Questions:
         """Up to `count` rows, evenly spread over the rows with a question whose last answer is complete.
 
         Args:
+            sets: the rows of several sets; `count` then holds for each. None: all rows are one set.
             max_seq_length: a row of so many tokens may have been cut and is left out, as is a row that leaves the base
                 no position for an answer.
             metric: a module of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
-        usable = [number for number in range(len(rows)) if _is_usable(rows[number], limit)]
-        count = min(count, len(usable))
-        numbers = [usable[i * len(usable) // count] for i in range(count)]
+        fits = {n: len(row.input_ids) < limit for n in range(len(rows)) if _has_question(row := rows[n])}
+        found = [[number for number in part if fits.get(number)] for part in sets or [range(len(rows))]]
+        numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
         chosen = [rows[number] for number in numbers]
         references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in chosen]
         return cls(
@@ -81,7 +85,8 @@ class Questions:
             references=references,
             read=answer_reader(references, metric),
             ends=prompter.ends_of(chosen),
-            left_out=len(rows) - len(usable),
+            left_out=len(rows) - usable,
+            too_long=len(fits) - usable,
         )
 
     @cached_property
@@ -145,7 +150,8 @@ class AnswerScores:
         means = [
             float(agent[own].mean()) for agent, own in zip(agents, self.own or [slice(None)] * len(agents), strict=True)
         ]
-        best = agents[means.index(max(means))]
+        of_all = [float(agent.mean()) for agent in agents]  # as the gains are
+        best = agents[of_all.index(max(of_all))]
         return {
             "n": self.right.shape[1],
             "exact_match": {
@@ -257,9 +263,15 @@ def score_answers(
     return AnswerScores(torch.cat(parts, dim=1), example)
 
 
-def _is_usable(row: Example, limit: int) -> bool:
-    """Whether a row is complete and has a question: in plain text only the first token precedes the "answer"."""
-    return len(row.input_ids) < limit and bool(last_answer(row).start > 1)
+def _spread(numbers: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the numbers, evenly spread."""
+    count = min(count, len(numbers))
+    return [numbers[i * len(numbers) // count] for i in range(count)]
+
+
+def _has_question(row: Example) -> bool:
+    """Whether a row asks something: in plain text only the first token precedes the "answer"."""
+    return bool(last_answer(row).start > 1)
 
 
 def merge_records(teacher_forced: dict[str, Any], generated: AnswerScores | None) -> dict[str, Any]:

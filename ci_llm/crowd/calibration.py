@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ci_llm.crowd.aggregators import Learned, dirichlet
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd
     from ci_llm.data.batches import Batch
 
+_LOWEST: Final = 0.5
+#: From the lowest temperature to the highest: this factor, in so many equal factors.
+_RANGE: Final = 4
+_STEPS: Final = 24
 #: The temperatures that are tried; the best one is refined by a parabola through it and its neighbours.
-TEMPERATURES: Final = tuple(0.5 * 4 ** (step / 24) for step in range(25))
+TEMPERATURES: Final = tuple(_LOWEST * _RANGE ** (step / _STEPS) for step in range(_STEPS + 1))
 #: Shares of the validation rows for which the probability of the agent that is asked first is kept.
 QUANTILES: Final = 100
 #: A probability below this counts as this, so that its logarithm is finite.
@@ -64,24 +69,25 @@ class Logistic:
         return 1 / (1 + math.exp(-z)) if z >= 0 else math.exp(z) / (1 + math.exp(z))
 
     @classmethod
-    def fit(cls, found: Sequence[Sequence[float]], right: Sequence[bool]) -> Logistic:
-        """Fit by Newton's method, with a penalty of half the squared coefficients of standardised signals.
+    def fit(cls, found: ArrayLike, right: Sequence[bool], penalty: ArrayLike = 1.0) -> Logistic:
+        """Fit by Newton's method, with a penalty on half the squared coefficients of standardised signals.
 
         Args:
             found: [n, F] signals, with n at least 1.
             right: [n]. As Platt does, the goals stay away from 0 and 1, so that the fit exists if all are alike.
+            penalty: of every coefficient, or [F] of each; more where many signals say little alone (benchmarks.probe).
         """
         x, positive = np.asarray(found, float), np.asarray(right, bool)
         mean, spread = x.mean(0), x.std(0)
         spread[spread == 0] = 1
         standard = np.column_stack([(x - mean) / spread, np.ones(len(x))])
         goals = np.where(positive, (positive.sum() + 1) / (positive.sum() + 2), 1 / ((~positive).sum() + 2))
-        penalty = np.diag([1.0] * x.shape[1] + [0.0])
+        ridge = np.diag([*np.broadcast_to(np.asarray(penalty, float), x.shape[1:]), 0.0])
         w = np.zeros(standard.shape[1])
         for _ in range(50):
             p = 1 / (1 + np.exp(-np.clip(standard @ w, -30, 30)))
-            slope = standard.T @ (p - goals) + penalty @ w
-            step = np.linalg.solve((standard.T * (p * (1 - p))) @ standard + penalty, slope)
+            slope = standard.T @ (p - goals) + ridge @ w
+            step = np.linalg.solve((standard.T * (p * (1 - p))) @ standard + ridge, slope)
             w -= step
             if np.abs(step).max() < 1e-9:
                 break
@@ -180,7 +186,8 @@ def learn_temperature(nats: Sequence[float]) -> float:
         before, here, after = nats[best - 1 : best + 2]
         bend = before - 2 * here + after
         shift = (before - after) / (2 * bend) if bend > 0 else 0.0
-    return 0.5 * math.exp(math.log(4) / 24 * (best + shift))
+    # The power above rounds in another way. Both forms stay, so that what is learned keeps its last bit.
+    return _LOWEST * math.exp(math.log(_RANGE) / _STEPS * (best + shift))
 
 
 @torch.no_grad()

@@ -160,10 +160,14 @@ def _draw(log_probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     `torch.multinomial` would draw for the whole batch from one generator, and a sample would depend on its batch.
     """
     # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
-    cumulative = log_probs.double().softmax(-1).cumsum(-1)
+    probabilities = log_probs.double().softmax(-1)
+    if torch.are_deterministic_algorithms_enabled():
+        probabilities = probabilities.cpu()  # CUDA has no deterministic cumulative sum
+    cumulative = probabilities.cumsum(-1)
     heights = torch.stack([torch.rand(1, generator=g) for g in generators])
     # The last sum differs from 1 by rounding, so the numbers are scaled to it.
-    return torch.searchsorted(cumulative, heights.to(cumulative) * cumulative[:, -1:], right=True).squeeze(-1)
+    drawn = torch.searchsorted(cumulative, heights.to(cumulative) * cumulative[:, -1:], right=True).squeeze(-1)
+    return drawn.to(log_probs.device)
 
 
 def _forced(log_probs: Tensor, chosen: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ci_llm.core.work import working
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import TokenIds, num_positions
-from ci_llm.crowd.lora import OWN, LoraSettings
+from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.merge_methods import Distillation
 from ci_llm.crowd.merging import Adapter
 from ci_llm.crowd.model import Crowd
@@ -61,7 +61,7 @@ class Lesson:
     control: Sequence[Packable]
 
 
-def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapter, Adapter]:
+def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapter, Adapter]:
     """The student and the control, each of the shape of the agent that they start as.
 
     Args:
@@ -73,10 +73,9 @@ def distilled(saved: Pretrained, config: Config, how: Distillation) -> tuple[Ada
     """
     start, rate = _start(saved, how), _rate(config, how)
     lesson = _lesson(saved, config, how, start)
-    teachers, shape = saved.settings.num_agents, asdict(saved.settings.of(start))
-    own = [{key: asdict(saved.settings.of(k))[key] for key in OWN} for k in range(teachers)]
-    own += [{key: shape[key] for key in OWN}] * 2
-    still = [{**each, "dropout": 0.0, "dropconnect": 0.0} for each in own]
+    teachers = saved.settings.num_agents
+    shapes = [asdict(saved.settings.of(k)) for k in (*range(teachers), start, start)]
+    still = [{**shape, "dropout": 0.0, "dropconnect": 0.0} for shape in shapes]
     crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, saved.base.pad_id)
     try:
         for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):

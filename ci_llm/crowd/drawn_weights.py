@@ -49,7 +49,7 @@ class DrawnWeights:
             if agent.dropconnect:
                 keep = 1 - agent.dropconnect
                 generator = generator_for(agent.seed, "dropconnect", step, agent.index)
-                row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep)
+                row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep, non_blocking=True)
 
     def draw_masks_of_pass(self) -> None:
         """Draw the masks of one pass from the global generator, as dropout does, unless those of a step are in force.

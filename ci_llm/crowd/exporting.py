@@ -16,7 +16,7 @@ from ci_llm.core.durable import new_folder, write_new
 from ci_llm.crowd.base import load_architecture, load_base
 from ci_llm.crowd.calibration import Calibration
 from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, public_name
-from ci_llm.crowd.distilling import CONTROL, distilled
+from ci_llm.crowd.distilling import CONTROL, distil
 from ci_llm.crowd.export_scores import Comparison, compare
 from ci_llm.crowd.merge_methods import DISTILLED, Distillation, Merge
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged
@@ -164,12 +164,14 @@ def prepare(
 
     Args:
         source, base_model, device: see `open_pretrained`.
-        agent: this one alone.
+        agent: this one alone, not merged.
 
     Raises:
-        BadInput: there is no such crowd or agent, or its agents cannot be merged in this way.
+        BadInput: there is no such crowd or agent, its agents cannot be merged in this way, or one agent alone is to be.
         DamagedCheckpoint, ForeignCheckpoint: see `open_pretrained`.
     """
+    if agent is not None and merge is not None:
+        raise BadInput("one agent alone cannot be merged", where=f"agent {agent}", hint="leave agent out, or merge")
     saved = open_pretrained(source, device, base_model)
     agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
     count = len(agents)
@@ -199,7 +201,7 @@ def _distilled(saved: Pretrained, how: Distillation) -> Export:
             where=f"--merge {DISTILLED}",
             hint="take the run or one of its checkpoints; or --merge svd, which needs no rows",
         )
-    student, control = distilled(saved, parse_config(saved.run_config, "config.yaml"), how)
+    student, control = distil(saved, parse_config(saved.run_config, "config.yaml"), how)
     title = f"{saved.settings.num_agents} LoRA agents distilled into one"
     what = f"This LoRA adapter of rank {student.rank} learned the distributions of {saved.settings.num_agents} agents."
     return Export(saved, DISTILLED, student, title, what, {CONTROL: control})

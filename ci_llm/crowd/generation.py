@@ -25,7 +25,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from ci_llm.crowd.aggregators import Learned, find_vote
 from ci_llm.crowd.base import positions_of
 from ci_llm.crowd.decoding import CrowdChoice, Decoding, EndWhenOver, StopOnRequest
-from ci_llm.crowd.numerics import distance, tolerance
+from ci_llm.crowd.numerics import distance, dtypes_of, tolerance
 from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.errors import DataError
 
@@ -151,7 +151,7 @@ def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -
     """
     short, long = [[1, 2, 3]], [[1, 2, 3, 4, 5, 6, 7]]
     alone, beside = (_scores(model, num_agents, rows, pad_id) for rows in (short, short + long))
-    return distance(beside, alone) <= tolerance(alone.dtype, model.dtype)  # False if one of them holds NaN
+    return distance(beside, alone) <= tolerance(*dtypes_of(model, alone))  # False if one of them holds NaN
 
 
 def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:

@@ -130,7 +130,11 @@ class _TargetLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (slopes,) = ctx.saved_tensors
-        return slopes * grad[..., None].to(slopes.dtype), None, None
+        grad = grad[..., None]
+        # A loss scale of 65536 is no number of fp16, and its product with a slope is one.
+        if slopes.dtype == torch.float16:
+            return (slopes * grad).to(slopes.dtype), None, None
+        return slopes * grad.to(slopes.dtype), None, None
 
 
 def target_log_probs(states: Tensor, targets: Tensor, head: Head) -> Tensor:

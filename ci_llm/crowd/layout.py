@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ci_llm.crowd.numerics import describe_error, distance, tolerance, unusable_base
+from ci_llm.crowd.numerics import describe_error, distance, dtypes_of, tolerance, unusable_base
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ModelError
 
@@ -59,7 +59,7 @@ def choose_route(crowd: Crowd) -> str | None:
                 reason = describe_error(error)
                 continue
             gap = distance(found, wanted)
-            if gap <= tolerance(*_precisions(crowd, found)):
+            if gap <= tolerance(*dtypes_of(crowd.model, found)):
                 return reason
             reason = f"{crowd.route} rows change its logits by {gap:.1e}"
     raise unusable_base(
@@ -98,19 +98,12 @@ def _refuse_non_causal(crowd: Crowd, batch: Batch) -> None:
     other[0, -1] = (other[0, -1] + 1) % crowd.model.get_input_embeddings().weight.shape[0]
     with crowd.active_agent(0) as model:
         first, second = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (row, other))
-    if distance(first, second) > tolerance(*_precisions(crowd, first)):
+    if distance(first, second) > tolerance(*dtypes_of(crowd.model, first)):
         raise ModelError(
             f"{type(crowd.model).__name__} is no causal language model: a later token changes earlier logits",
             where=f"model_name: {crowd.base_name}",
             hint="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
         )
-
-
-def _precisions(crowd: Crowd, logits: Tensor) -> list[torch.dtype]:
-    """The dtypes in which the logits were computed."""
-    kind = crowd.device.type
-    autocast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
-    return [logits.dtype, crowd.model.dtype, *autocast]
 
 
 def _probe(model: PreTrainedModel, device: torch.device) -> Batch:

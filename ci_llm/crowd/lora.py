@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ci_llm.config.own_keys import SHAPE_KEYS
+from ci_llm.config.own_keys import SHAPE_KEYS, from_plain, to_plain
 from ci_llm.crowd.casting import Casts, compute_dtype
 from ci_llm.crowd.groups import AgentGroup
 from ci_llm.crowd.input_dropout import InputDropout
@@ -115,14 +115,14 @@ class LoraSettings:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ci_llm_meta_config.json holds them; without `agents` where none has settings of its own."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "agents"}
-        own = {"agents": [_plain(agent) for agent in self.agents]} if self.agents else {}
-        return _plain(values) | own
+        own = {"agents": [to_plain(agent) for agent in self.agents]} if self.agents else {}
+        return to_plain(values) | own
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoraSettings:
         """The inverse of `to_dict`."""
-        agents = tuple(_tupled(agent) for agent in values.get("agents", ()))
-        return cls(**{**_tupled(values), "agents": agents})
+        agents = tuple(from_plain(agent) for agent in values.get("agents", ()))
+        return cls(**{**from_plain(values), "agents": agents})
 
 
 #: What an agent may have of its own.
@@ -140,14 +140,6 @@ FIELD_OF_KEY: Final = {
 }
 #: Of these, what gives an adapter its shape and scale.
 SHAPE: Final = {key: FIELD_OF_KEY[key] for key in SHAPE_KEYS}
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-def _tupled(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 class _FusedLinear(torch.autograd.Function):

@@ -26,7 +26,7 @@ from ci_llm.crowd.head import Head, target_log_probs
 from ci_llm.crowd.layout import Route, choose_route
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.numerics import describe_error, unusable_base
-from ci_llm.crowd.passes import Passes, recompute_layers
+from ci_llm.crowd.passes import Passes, recompute_layers, stop_recomputing
 from ci_llm.crowd.pretrained import Pretrained, default_names, open_pretrained, save_crowd
 from ci_llm.crowd.prompts import Prompt, Prompter, prompts_of
 from ci_llm.crowd.quantized import stored_quantization
@@ -145,9 +145,9 @@ class Crowd(nn.Module):
     def detach(self) -> PreTrainedModel:
         """The base by itself again, with its own layers and attention. The crowd cannot be used any more."""
         for name, layer in self.agents.layers.items():
-            parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, layer.base_layer)
+            self.model.set_submodule(name, layer.base_layer)
         self.model.config._attn_implementation = self._native_attention
+        stop_recomputing(self.model)
         return self.model
 
     @property
@@ -166,9 +166,9 @@ class Crowd(nn.Module):
     def num_agents(self) -> int:
         return self.settings.num_agents
 
-    def become(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
-        """Go on with copies of some of the agents, and with new ones; see `AgentStorage.made_of`."""
-        self.agents = self.agents.made_of(settings, sources)
+    def replace_agents(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
+        """Go on with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
+        self.agents = self.agents.with_agents_from(settings, sources)
         self.settings, self.names = settings, [*names]
 
     @property

@@ -27,6 +27,13 @@ def tolerance(*dtypes: torch.dtype) -> float:
     return max(1e-5, math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes)))
 
 
+def dtypes_of(model: PreTrainedModel, logits: Tensor) -> list[torch.dtype]:
+    """The dtypes in which the logits were computed, that of autocast included, if it is on."""
+    kind = logits.device.type
+    autocast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
+    return [logits.dtype, model.dtype, *autocast]
+
+
 def describe_error(error: Exception) -> str:
     """Type and first line of an error that a base raised.
 

@@ -119,7 +119,7 @@ def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | 
     Args:
         keys: see `Objective.bootstrap`.
     """
-    weights = bootstrap_weights(keys, batch.sample_ids).to(log_probs)
+    weights = bootstrap_weights(keys, batch.sample_ids).to(log_probs, non_blocking=True)
     return -(log_probs * weights[:, batch.target_rows]).sum()
 
 

@@ -167,6 +167,12 @@ def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
     model.disable_input_require_grads()
 
 
+def stop_recomputing(model: PreTrainedModel) -> None:
+    """Undo `recompute_layers`, by which the layers of the base hold the agents."""
+    if model.is_activation_checkpointing:
+        model.activation_checkpointing_disable()
+
+
 def _both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a recomputed layer: of its pass, and of that in backward, which has to know whose tokens it reads."""
     spans = next(iter(agents.layers.values())).spans

@@ -143,6 +143,15 @@ def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
     return [*meta.get("folders", default_names(meta["num_agents"]))]
 
 
+def given_names(meta: Mapping[str, Any]) -> list[str]:
+    """The names of the agents of a saved crowd for people: those that the run gave them, or those of their folders.
+
+    Args:
+        meta: of a checkpoint: `Crowd.meta`, with `agents` if they had settings of their own.
+    """
+    return [agent["name"] for agent in meta["agents"]] if "agents" in meta else names_of_agents(meta)
+
+
 @contextmanager
 def located(source: Path | str) -> Iterator[Path]:
     """The folder that a source means.

@@ -6,19 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.data.chat_template import BUILT_IN_TEMPLATE, chat_template
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
+from ci_llm.data.messages import messages_of
 from ci_llm.data.rows import Chat, Message, Rows
 from ci_llm.errors import DataError
 
 PromptForm = Literal["chat", "text"]
-Turns = Sequence[Mapping[str, str]]
+Turns = Sequence[Mapping[str, Any]]
 Prompt = str | Turns
+
+#: Keys of a turn, of which it has one.
+_SAID = {"content", "value", "tool_calls", "function_call"}
 
 #: Placeholders for the answer: the tokens before one are the prompt. The prompt tokenised alone can have other ids.
 #: The second placeholder is for templates whose prompt opens a <think> block.
@@ -138,9 +142,11 @@ def _messages(prompt: Prompt) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         return (Message("user", prompt),)
     try:
-        messages = tuple(Message(turn["role"], turn["content"]) for turn in prompt)
-    except (KeyError, TypeError) as error:
+        messages = messages_of(list(prompt))  # as in training, with calls of tools and what else the template shows
+    except (ValueError, TypeError) as error:
         raise _no_prompt(prompt) from error
+    if not all(_SAID & {*turn} for turn in prompt):
+        raise _no_prompt(prompt)
     if not messages or messages[-1].role == "assistant":
         raise DataError("a chat has nothing to answer", where=str(prompt)[:80], hint="end it with a user's turn")
     return messages

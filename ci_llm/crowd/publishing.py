@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.manifest import read_manifest, verify_folder
-from ci_llm.checkpoints.mirror.pace import backoff_s
+from ci_llm.checkpoints.mirror.rate_limit import backoff_s
 from ci_llm.cluster.hub import OFFLINE, why_unreachable
-from ci_llm.crowd.pretrained import FILES
+from ci_llm.core.push_record import PushRecord, keep_push, last_push
+from ci_llm.crowd.pretrained import FILES, weights_fingerprint
 from ci_llm.crowd.recognise import require_checkpoint
 from ci_llm.errors import BadInput, CheckpointError, first_line
 
@@ -77,14 +78,29 @@ def publish(
     if (why := why_unreachable()) is not None:
         raise CheckpointError(f"the hub cannot be reached: {why}", where=to or run.name, hint="call it again later")
     hub = _Hub(sleep)
-    made = hub.repository((to or run.resolve().name).removeprefix(PREFIX), private)
+    made = hub.repository(_asked_for(run, to), private)
     files = {path.relative_to(folder).as_posix(): path for pattern in PUBLISHED for path in folder.glob(pattern)}
     with TemporaryDirectory() as scratch:
         if merge is not None:
             merged = _merged(run, merge, Path(scratch, MERGED))
             files |= {f"{MERGED}/{path.name}": path for path in merged.iterdir()}
-        hub.commit(made, files, f"{run.resolve().name}, step {read_manifest(folder).step}")
-    return Publication(made, hub.url(made), hub.is_private(made), len(files))
+        manifest = read_manifest(folder)
+        hub.commit(made, files, f"{run.resolve().name}, step {manifest.step}")
+    done = Publication(made, hub.url(made), hub.is_private(made), len(files))
+    if folder.name == FINAL:
+        pushed = PushRecord(_asked_for(run, to), made, done.url, manifest.step, weights_fingerprint(manifest))
+        keep_push(folder.parent, pushed)
+    return done
+
+
+def is_published(run: Path, to: str | None) -> bool:
+    """Whether the `final_checkpoint` is known to be published there, as it is now; for arguments see `publish`."""
+    known = last_push(run)
+    return known is not None and known.has(weights_fingerprint(read_manifest(_final(run))), _asked_for(run, to))
+
+
+def _asked_for(run: Path, to: str | None) -> str:
+    return (to or run.resolve().name).removeprefix(PREFIX)
 
 
 def _final(run: Path) -> Path:
@@ -138,8 +154,12 @@ class _Hub:
     def _asked(self, name: str, ask: Callable[[], T]) -> T:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-        # Its base class is the HTTPError of httpx or httpx2, whichever the library uses: no answer came.
-        failing: tuple[type[Exception], ...] = (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError)
+        # Its base class is the HTTPError of httpx or httpx2, whichever the library uses: no answer came. An upload that
+        # was broken off is a RuntimeError, and an answer of its storage that says so a ValueError.
+        failing: tuple[type[Exception], ...] = (
+            *(HfHubHTTPError, *HfHubHTTPError.__bases__),
+            *(OSError, RuntimeError, ValueError),
+        )
         where, failures = f"{PREFIX}{name}", 0
         while True:
             try:

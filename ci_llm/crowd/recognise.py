@@ -8,6 +8,7 @@ from pathlib import Path
 from ci_llm.checkpoints.checkpoint import find_checkpoint
 from ci_llm.checkpoints.folders import committed
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest
+from ci_llm.core.run_folder import SEGMENTS, SWEEP
 from ci_llm.crowd.external_adapters import CONFIG, META_FILE
 from ci_llm.errors import BadInput
 
@@ -54,11 +55,11 @@ def _is_original(folder: Path) -> bool:
 def _best_of_sweep(folder: Path) -> Path | None:
     """The run in which the best trial of a sweep was trained last; None: no trial is scored."""
     try:
-        record = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        record = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
         best = next(trial for trial in record["trials"] if trial["id"] == record["best"])
     except (OSError, ValueError, TypeError, KeyError, StopIteration):
         return None
-    return folder / "segments" / str(best["segment"])
+    return folder / SEGMENTS / str(best["segment"])
 
 
 def _what_else(folder: Path) -> tuple[str, str]:
@@ -73,7 +74,7 @@ def _what_else(folder: Path) -> tuple[str, str]:
             f"ci-llm checkpoints import {folder} --to imported makes a crowd of them that can be asked;"
             f" init_from={folder} trains on from them",
         )
-    if (folder / "sweep.json").is_file():
+    if (folder / SWEEP).is_file():
         best = _best_of_sweep(folder)
         return "this is a sweep, whose runs lie in segments/", (
             f"give {best}, the run of the best trial so far" if best else "give one of them; no trial is scored yet"

@@ -31,7 +31,7 @@ def distance_between_rows(inputs: TermInputs, scale: Callable[[Tensor], Tensor] 
     # Keyed by the step: a resumed run draws the directions that an uninterrupted one draws.
     generator = generator_for(inputs.seed, "directions", inputs.step)
     directions = unit_directions(points.shape[-1], inputs.projections, generator)
-    return sliced_wasserstein(points, directions.to(points), inputs.finite) * batch.num_targets
+    return sliced_wasserstein(points, directions.to(points, non_blocking=True), inputs.finite) * batch.num_targets
 
 
 def sliced_wasserstein(points: Tensor, directions: Tensor, finite: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, 
         the packed positions in order.
     """
     device = batch.input_ids.device
-    bounds = torch.tensor(batch.bounds, device=device)
+    bounds = torch.tensor(batch.bounds).to(device, non_blocking=True)
     lengths = bounds.diff()
     rows = torch.repeat_interleave(torch.arange(batch.num_rows, device=device), lengths, output_size=batch.num_tokens)
     index = (rows, batch.position_ids)

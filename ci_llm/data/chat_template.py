@@ -42,6 +42,10 @@ _CHATML: Final = (
 BUILT_IN: Final[Mapping[str, str]] = {"plain": BUILT_IN_TEMPLATE, "roles": _ROLES, "chatml": _CHATML}
 
 
+#: The line about a template that is none of these. It is kept with the tokens, which do not know where it is from.
+OWN_TEMPLATE: Final = "chat template: the tokenizer's own"
+
+
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The template in force: the tokenizer's own, else the built-in one.
 
@@ -76,9 +80,24 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) ->
     tokenizer.chat_template = {**BUILT_IN, **own}.get(wanted) or _written(wanted)
 
 
+def naming_template(line: str, wanted: str | None) -> str:
+    """A line about rows; if it says that the template is the tokenizer's own, and it is another, it says which.
+
+    Args:
+        wanted: what `use_chat_template` was given.
+    """
+    if line != OWN_TEMPLATE or wanted is None:
+        return line
+    return "chat template: the text that the configuration gives" if _is_text(wanted) else f"chat template: {wanted}"
+
+
+def _is_text(wanted: str) -> bool:
+    return "{{" in wanted or "{%" in wanted
+
+
 def _written(wanted: str) -> str:
     """The template in a file, or the text of one."""
-    if "{{" in wanted or "{%" in wanted:
+    if _is_text(wanted):
         return wanted
     try:
         return Path(os.path.expanduser(wanted)).read_text(encoding="utf-8")

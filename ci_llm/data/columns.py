@@ -28,7 +28,7 @@ from ci_llm.errors import DataError
 
 def _chat(messages: tuple[Message, ...], trained_from: int = 0, tools: tuple[Any, ...] = ()) -> Chat | None:
     spoken = [m for m in messages[trained_from:] if m.content.strip() or m.tool_calls]
-    if any(m.role == "assistant" for m in spoken):
+    if any(m.role == "assistant" and m.learned for m in spoken):
         return Chat(messages, trained_from, tools)
     for role in dict.fromkeys(m.role for m in spoken if m.role not in ROLES):
         # Templates may know other roles, so that only one which hides the answer is refused.
@@ -233,7 +233,7 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> 
         raise DataError(
             f"The data set cannot be trained on: {error}.",
             where=where,
-            hint="train on the better answers: prompt_column=prompt answer_column=chosen, or messages_column=chosen",
+            hint=_better_answers(columns),
         ) from error
     if form is None:
         raise DataError(
@@ -242,6 +242,17 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> 
             hint=_advice(columns, where),
         )
     return form
+
+
+def _better_answers(columns: Sequence[str]) -> str:
+    """How to train on the better answers of preference pairs that have these columns."""
+    by_name = {column.lower(): column for column in columns}
+    chosen = by_name["chosen"]
+    prompt = next((by_name[name] for name in _PROMPTS if name in by_name), None)
+    of_text = f"prompt_column={prompt} answer_column={chosen}" if prompt else f"text_column={chosen}"
+    return (
+        f"train on the better answers: {of_text} if {chosen} holds text, messages_column={chosen} if it holds messages"
+    )
 
 
 def _advice(columns: Sequence[str], where: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ci_llm.data.chat_template import BUILT_IN, BUILT_IN_TEMPLATE, chat_template
+from ci_llm.data.chat_template import BUILT_IN, BUILT_IN_TEMPLATE, OWN_TEMPLATE, chat_template
 from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Message, Row, Tokens
 from ci_llm.errors import ModelError
 
@@ -49,7 +49,7 @@ class Encoder:
     """Turns canonical rows into examples, with one tokenizer and the chat template in force.
 
     Args:
-        train_on_prompt: learn every token of a row, and not only what the assistant says.
+        train_on_prompt: learn every token of a row but answers that are marked, and not only what the assistant says.
 
     Raises:
         ModelError: the tokenizer cannot tell which characters a token stands for.
@@ -81,7 +81,10 @@ class Encoder:
         """
         example = self._encode(row)
         if self.train_on_prompt and example.supervised.any():
-            return _example(example.input_ids, np.ones(len(example.input_ids), bool))
+            learned = np.ones(len(example.input_ids), bool)
+            if isinstance(row, Chat) and row.marked:
+                learned = ~self._located(row, row.marked).supervised
+            return _example(example.input_ids, learned)
         return example
 
     def describe(self, row: Row | None) -> str:
@@ -93,7 +96,7 @@ class Encoder:
         if not self._tokenizer.chat_template:
             return "chat template: built in, as the tokenizer has none"
         name = next((name for name, template in BUILT_IN.items() if template == self.template), None)
-        return f"chat template: {name}, built in" if name else "chat template: the tokenizer's own"
+        return f"chat template: {name}, built in" if name else OWN_TEMPLATE
 
     def decode(self, input_ids: Any) -> str:
         """Token ids as text, special tokens included."""
@@ -124,9 +127,10 @@ class Encoder:
             return self._completion(row)
         if row.uses_tools:
             self._require_tools_shown(row)
-        if self._marks_answers and not row.trained_from:
+        if self._marks_answers and not row.trained_from and not row.marked:
             return self._marked(row)
-        return self._located(row)
+        answers = [n for n, m in enumerate(row.messages) if m.role == "assistant" and m.learned]
+        return self._located(row, [number for number in answers if number >= row.trained_from])
 
     def _given(self, row: Tokens) -> Example:
         """A row that was tokenised elsewhere."""
@@ -148,14 +152,10 @@ class Encoder:
         encoded = self._apply(chat, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         return _example(encoded["input_ids"], encoded["assistant_masks"])
 
-    def _located(self, chat: Chat) -> Example:
+    def _located(self, chat: Chat, answers: Sequence[int]) -> Example:
+        """The row, and of it the answers with these numbers."""
         whole = self._render(chat)
-        spans = [
-            self._answer(chat, number, whole)
-            for number, message in enumerate(chat.messages)
-            if message.role == "assistant" and number >= chat.trained_from
-        ]
-        return self._tokenized(whole, spans)
+        return self._tokenized(whole, [self._answer(chat, number, whole) for number in answers])
 
     def _answer(self, chat: Chat, number: int, whole: str) -> Span:
         """Where answer `number` is in the rendered chat.
@@ -166,6 +166,9 @@ class Encoder:
         """
         before, after = chat.messages[:number], chat.messages[number + 1 :]
         prompt = self._render(replace(chat, messages=before), add_generation_prompt=True) if number else ""
+        if not whole.startswith(prompt):  # templates may show the thoughts before an answer until the answer follows
+            bare = tuple(replace(message, more={}) if message.role == "assistant" else message for message in before)
+            prompt = self._render(replace(chat, messages=bare), add_generation_prompt=True)
         if not whole.startswith(prompt):
             raise RefusedRowError(
                 "the prompt it makes for an answer is not what precedes the answer in the whole chat "

@@ -25,6 +25,11 @@ ROLES: Final[Mapping[str, str]] = {
 #: Speakers of ShareGPT whose words are a call of a tool, as JSON.
 _CALLERS: Final = ("function_call", "tool_call")
 
+#: Keys by which an answer is marked as not to be learned, by 0 or false: OpenAI's, and Axolotl's.
+_MARKS: Final = ("weight", "train", "training")
+#: Keys that are read here; all others are for the chat template.
+_READ: Final = {"role", "from", "content", "value", "tool_calls", "function_call", *_MARKS}
+
 
 def text_of(value: Any) -> str:
     """A cell as text: numbers as they print, the text parts of a list of parts, and "" for nothing."""
@@ -64,8 +69,15 @@ def _message(raw: Any) -> Message:
     if role in _CALLERS:
         calls, content = content, None
     kind = ROLES.get(role.lower(), role)
-    more = {key: raw[key] for key in ("name", "tool_call_id") if raw.get(key)} if kind == "tool" else {}
-    return Message(kind, text_of(content), _calls(calls), more)
+    others = sorted(set(raw) - _READ)  # sorted: the same row in another file has the same fingerprint
+    more = {key: raw[key] for key in others if isinstance(raw[key], str | int | float)}
+    learned = kind != "assistant" or not any(_says_no(raw.get(key)) for key in _MARKS)
+    return Message(kind, text_of(content), _calls(calls), more, learned)
+
+
+def _says_no(mark: Any) -> bool:
+    """Whether a mark is 0 or false, also as text: a column of Arrow or CSV may hold nothing else."""
+    return mark.strip().lower() in ("0", "0.0", "false") if isinstance(mark, str) else mark == 0
 
 
 def _calls(value: Any) -> tuple[Any, ...]:

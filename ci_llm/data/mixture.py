@@ -90,6 +90,11 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
     return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))
 
 
+def joined_sizes(rows: Rows) -> list[int]:
+    """The number of rows of each data set in what `mix` returned; one number for other rows."""
+    return [*map(len, rows.origin.parts)] if isinstance(rows, _MixedRows) and rows.origin else [len(rows)]
+
+
 def _described(part: Rows, count: int) -> Iterator[str]:
     yield from part.description
     if count != len(part):

@@ -27,13 +27,15 @@ class Message:
     Attributes:
         role: "user", "assistant", "system", "tool", or what else the chat template knows.
         tool_calls: what the assistant calls, as Transformers' templates read it.
-        more: further keys for the template: `name` and `tool_call_id` of an answer of a tool.
+        more: further keys for the template, such as `reasoning_content`, or `tool_call_id` of an answer of a tool.
+        learned: False for an answer that is marked as not to be learned.
     """
 
     role: str
     content: str
     tool_calls: tuple[Any, ...] = field(default=(), hash=False)
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    learned: bool = True
 
     def as_turn(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
@@ -43,7 +45,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; every assistant turn from message `trained_from` on is learned.
+    """A conversation; every assistant turn from message `trained_from` on is learned, unless it is marked.
 
     Attributes:
         tools: descriptions of the tools that the assistant may call, for the chat template.
@@ -60,8 +62,13 @@ class Chat:
 
     @property
     def answer(self) -> str | None:
-        """The last assistant turn."""
-        return next((m.content for m in reversed(self.messages) if m.role == "assistant"), None)
+        """The last assistant turn that is learned."""
+        return next((m.content for m in reversed(self.messages) if m.role == "assistant" and m.learned), None)
+
+    @property
+    def marked(self) -> list[int]:
+        """The numbers of the answers that are marked as not to be learned."""
+        return [number for number, message in enumerate(self.messages) if not message.learned]
 
     @property
     def uses_tools(self) -> bool:
@@ -247,5 +254,10 @@ class Rows:
         """xxh3-128 of the canonical rows: the same data in another file format has the same."""
         digest = xxhash.xxh3_128()
         for row in self:
-            digest.update(json.dumps(row, default=vars).encode())
+            digest.update(json.dumps(row, default=_attributes).encode())
         return digest.hexdigest()
+
+
+def _attributes(part: Any) -> dict[str, Any]:
+    """What a row or a message holds; a message that is not marked has the fingerprint that it had before marks."""
+    return {name: value for name, value in vars(part).items() if name != "learned" or not value}

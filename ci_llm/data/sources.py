@@ -130,7 +130,7 @@ def _evaluation_rows(config: Config, name: str) -> Rows:
     training = _split(splits, config.dataset_split, "dataset_split", name)
     if held_out := _held_out(config, splits, name):
         where = f"{_where(name, config.dataset_split)}, held out"
-        return _selected(config, training, where, *_spread_evenly(config, held_out))
+        return _selected(config, training, where, *_thinned(config, training, where, held_out))
     split = _eval_split(config, splits) or config.dataset_split
     return _whole_split(config, splits, name, split, [config] if split == config.dataset_split else [])
 
@@ -159,7 +159,7 @@ def _whole_split(config: Config, splits: Splits, name: str, split: str, trained:
         trained: the configurations by which the same split is trained on.
     """
     data = _split(splits, split, "eval_split", name)
-    numbers, notes = _spread_evenly(config, range(len(data)))
+    numbers, notes = _thinned(config, data, _where(name, split), range(len(data)))
     limits = [len(data) if own.max_train_samples is None else own.max_train_samples for own in trained]
     count = sum(number < max(limits, default=0) for number in numbers)
     return _selected(config, data, _where(name, split), numbers, notes).evaluated_although_trained_on(count)
@@ -218,6 +218,24 @@ def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], 
     return [rows[number] for number in _spread(total, limit)], [note]
 
 
+def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+    """At most `eval_samples` of the wanted rows, as by `_spread_evenly`.
+
+    If an answer is missing in every one of them, they are spread over the wanted rows that have one.
+    """
+    numbers, notes = _spread_evenly(config, wanted)
+    if not notes:
+        return numbers, notes
+    rows = _selected(config, data, where, range(len(data)), ())
+    if any(rows[number] is not None for number in numbers):
+        return numbers, notes
+    usable = [number for number in wanted if rows[number] is not None]
+    if not usable:
+        return numbers, notes
+    chosen, _ = _spread_evenly(config, usable)
+    return chosen, [f"{len(chosen)} of {len(wanted)} rows, evenly spread over the {len(usable)} that have an answer"]
+
+
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
     named = NamedColumns(config.prompt_column, config.answer_column, config.text_column, config.messages_column)
     if len(numbers) == len(data):
@@ -240,5 +258,5 @@ def _split(splits: Splits, name: str, key: str, source: str) -> Any:
     raise DataError(
         f"The data set has no split {name!r}; it has: {', '.join(splits) or 'none'}.",
         where=f"{source}, {key}",
-        hint=f"set {key} to one of them" + (", and max_train_samples for fewer rows" if "[" in name else ""),
+        hint=f"set {key} to one of them",
     )

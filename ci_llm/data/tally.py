@@ -24,6 +24,7 @@ class Tally:
     answer_too_far: int = 0
     hidden_tools: int = 0
     without_roles: int = 0
+    marked: int = 0
     endless: int = 0
     end: str = ""
     longest: int = 0
@@ -59,7 +60,8 @@ class Tally:
             yield number, example
 
     def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
-        """Count chats that the template makes hard to learn."""
+        """Count answers that are marked, and chats that the template makes hard to learn."""
+        self.marked += len(row.marked) if isinstance(row, Chat) else 0
         self.without_roles += encoder.lacks_roles(row)
         if (end := encoder.unlearned_end(row, whole)) is not None:
             self.endless += 1
@@ -70,6 +72,8 @@ class Tally:
             f"{self.tokens} tokens in {self.kept_rows} rows, {self.targets} of them learned; "
             f"the longest row has {self.longest}"
         )
+        if self.marked:
+            yield f"{self.marked} answers are not learned: they are marked by weight 0, train false or training false"
         if self.cut:
             yield f"{self.cut} rows cut at max_seq_length {self.max_seq_length}"
         if self._num_left_out:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 6
+FORMAT = 7
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -104,6 +104,11 @@ class TokenizedRows:
     def num_targets(self) -> int:
         """Tokens that are learned, of all rows."""
         return int(self._facts["targets"])
+
+    @property
+    def num_cut(self) -> int:
+        """How many of the rows are cut at their end."""
+        return int(self._facts["cut"])
 
     @property
     def description(self) -> list[str]:
@@ -202,7 +207,7 @@ def tokenize(
     cache_folder: Path | None = None,
     train_on_prompt: bool = False,
     evaluated: bool = False,
-    main_first: AbstractContextManager[Any] | None = None,
+    main_process_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
     """Tokenise the rows, unless the cache folder holds the same rows by the same tokenizer already.
 
@@ -212,7 +217,7 @@ def tokenize(
             `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved.
         train_on_prompt: learn every token of a row, and not only what the assistant says.
         evaluated: the rows are to evaluate on, for messages.
-        main_first: a context that the main process enters and leaves before the others enter it.
+        main_process_first: a context that the main process enters and leaves before the others enter it.
 
     Raises:
         DataError: the chat template fails on a row, nothing is left to learn, or the cache cannot be written.
@@ -223,7 +228,7 @@ def tokenize(
     content += ["train_on_prompt"] * train_on_prompt
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     path = (cache_folder or _default_cache()) / name
-    with main_first or nullcontext():
+    with main_process_first or nullcontext():
         if not _is_whole(path):
             _write(path, rows, encoder, max_seq_length, evaluated=evaluated)
     return TokenizedRows(rows, path)
@@ -317,7 +322,7 @@ def _batches(
         *tally.lines(),
         f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
     ]
-    facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "lines": lines}
+    facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "cut": tally.cut, "lines": lines}
     facts["warnings"] = [*tally.warnings()]
     yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
 

@@ -58,6 +58,40 @@ class Verdict:
     request: bool = False
 
 
+@dataclass(frozen=True)
+class StepSums:
+    """What the sums of a ballot are in training, in this order.
+
+    Attributes:
+        losses: [K] cross-entropy of every agent.
+        targets: [K] of every agent, if agents have rows of their own; empty: all have those of the ballot.
+        diversity: of the crowd.
+        tokens: packed ones.
+    """
+
+    losses: tuple[float, ...]
+    targets: tuple[int, ...]
+    diversity: float
+    tokens: int
+
+    @staticmethod
+    def size(num_agents: int, *, own_targets: bool) -> int:
+        """How many numbers they are."""
+        return num_agents * (1 + own_targets) + 2
+
+    @staticmethod
+    def pack(losses: Tensor, targets: Sequence[int], diversity: Tensor, tokens: int) -> Tensor:
+        """Those of one micro-batch, on its device."""
+        counts = [torch.tensor(targets).to(losses, non_blocking=True)] if targets else []
+        return torch.cat([losses, *counts, diversity[None], losses.new_full((1,), tokens)])
+
+    @classmethod
+    def unpack(cls, sums: Sequence[float], num_agents: int) -> StepSums:
+        """Those of a verdict."""
+        *counts, diversity, tokens = sums[num_agents:]
+        return cls(tuple(sums[:num_agents]), tuple(map(int, counts)), diversity, int(tokens))
+
+
 def encode(ballot: Ballot) -> Tensor:
     """The ballot as a vector: [5 + K + number of sums] float64 on the CPU, exact for counts up to 2^53.
 

@@ -13,16 +13,18 @@ from datetime import timedelta
 from functools import cache
 from typing import Final
 
+import torch
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from ci_llm.cluster.elastic import has_rounds, names_of_round
 from ci_llm.cluster.launch import Launch
+from ci_llm.core.memory import is_out_of_memory
 from ci_llm.errors import LaunchError, PeerLost, first_line
 from ci_llm.interrupts import Interrupts
 
 # A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
-# went silent, and for the main process while it works alone (`Processes.main_first`).
+# went silent, and for the main process while it works alone (`Processes.main_process_first`).
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 #: A process that is asked to stop waits so long for the others that it has not met yet.
 MEETING_GRACE_S: Final = 5.0
@@ -95,10 +97,15 @@ def leave() -> None:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """An error of a collective in the block means that a process is gone: a PeerLost."""
+    """An error of a collective in the block means that a process is gone: a PeerLost.
+
+    Not so an error of this process's own device: the first collective after it is where CUDA reports it.
+    """
     try:
         yield
     except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
+        if isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
+            raise
         raise PeerLost(
             "a process of this run is gone or silent",
             where=first_line(error),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,6 +95,7 @@ class Processes:
                 project_dir=project_dir,
                 kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
             )
+            self._meet_on_devices()
         # An Accelerator that exists already has fixed Accelerate's global state: the new one silently adopts it.
         if self.accelerator.num_processes != self.launch.num_processes:
             raise LaunchError(
@@ -106,7 +108,24 @@ class Processes:
         self.follow: Callable[[], None] = lambda: None
         self._tokens: list[Path] = []
         self._autocast = autocast_dtype(config.mixed_precision)
-        logger.debug("process %d of %d on %s; %s", self.index, self.count, self.device, self.launch)
+        logger.debug("process %d of %d on %s; %s", self.process_index, self.num_processes, self.device, self.launch)
+
+    def _meet_on_devices(self) -> None:
+        """Open the connection of the GPUs, which NCCL does at its first collective, while their memory is free.
+
+        Raises:
+            LaunchError: two processes of a machine have one GPU.
+        """
+        if self.num_processes == 1 or self.device.type != "cuda":
+            return
+        if self.launch.launcher == "srun":  # which may show each its own GPU alone
+            has_few = torch.cuda.device_count() < self.launch.num_local_processes
+            card = platform.node(), str(torch.cuda.get_device_properties(self.device).uuid), has_few
+            cards = [(node, uuid) for node, uuid, few in self.gather_object(card) if few]
+            if len({*cards}) < len(cards):
+                raise _too_few_gpus(self.launch)
+        dist.all_reduce(torch.zeros(1, device=self.device))
+        torch.cuda.synchronize(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -115,19 +134,19 @@ class Processes:
         return torch.device("cpu") if device.type == "cpu" else device
 
     @property
-    def index(self) -> int:
-        """0 to count - 1."""
+    def process_index(self) -> int:
+        """0 to num_processes - 1."""
         return int(self.accelerator.process_index)
 
     @property
-    def count(self) -> int:
+    def num_processes(self) -> int:
         """Processes of the run, over all machines."""
         return int(self.accelerator.num_processes)
 
     @property
-    def is_main(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process writes the files of which a run has one."""
-        return self.index == 0
+        return self.process_index == 0
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward pass, in the precision of `mixed_precision`."""
@@ -162,7 +181,7 @@ class Processes:
         return free // self.launch.num_local_processes if self.device.type == "cpu" else free
 
     def agree(self, ballot: Ballot) -> Verdict:
-        """Vote: one small all-reduce, and the only wait for the device in a step. A collective.
+        """Vote: one small all-reduce, and in a plain step the only wait for the device. A collective.
 
         A second collective follows only if a process wants to stop: it tells all of them the reason.
 
@@ -184,14 +203,14 @@ class Processes:
         Raises:
             PeerLost: a process is gone.
         """
-        if self.count > 1:
+        if self.num_processes > 1:
             with peer_errors():
                 dist.all_reduce(tensor)
         return tensor
 
     def gather_object(self, value: T) -> list[T]:
         """The values of all processes, by index, on every process. A collective; not for the inner loop."""
-        if self.count == 1:
+        if self.num_processes == 1:
             return [value]
         with peer_errors():
             gathered: list[T] = gather_object([value])
@@ -199,7 +218,7 @@ class Processes:
 
     def broadcast_object(self, value: T) -> T:
         """The main process's value, on every process. A collective."""
-        if self.count == 1:
+        if self.num_processes == 1:
             return value
         with peer_errors():
             values: list[T] = broadcast_object_list([value])
@@ -212,7 +231,7 @@ class Processes:
             CiLlmError: raised by `work`; on every process, so that none waits for the main one.
         """
         done: tuple[T | None, CiLlmError | None] = None, None
-        if self.is_main:
+        if self.is_main_process:
             try:
                 done = work(), None
             except CiLlmError as error:
@@ -222,27 +241,27 @@ class Processes:
             raise refusal
         return cast("T", value)
 
-    def wait(self) -> None:
+    def wait_for_everyone(self) -> None:
         """Return once every process has called this. A collective."""
         self.reduce_flat_(torch.zeros(1))
 
     @contextmanager
-    def main_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """The main process runs the block before the others, which find its cached work. A collective.
 
         If a CiLlmError ends the block on the main process, the others run it as well and raise the same error, instead
         of losing a peer.
         """
-        if not self.is_main:
-            self.wait()
+        if not self.is_main_process:
+            self.wait_for_everyone()
         try:
             yield
         except CiLlmError:
-            if self.is_main:
-                self.wait()
+            if self.is_main_process:
+                self.wait_for_everyone()
             raise
-        if self.is_main:
-            self.wait()
+        if self.is_main_process:
+            self.wait_for_everyone()
 
     def require_same_folder(self, path: Path | str) -> None:
         """Refuse a folder that is not the same for all processes, or that another launch uses. A collective.
@@ -343,16 +362,25 @@ def _configured_processes(command: Sequence[str]) -> int:
 
 
 def _check_gpus(launch: Launch, on_cpu: bool) -> None:
-    if not on_cpu and launch.num_local_processes > torch.cuda.device_count():
-        raise LaunchError(
-            f"{launch.num_local_processes} processes on this machine, but {torch.cuda.device_count()} GPU(s)",
-            where=f"launcher: {launch.launcher}",
-            hint="start as many processes as GPUs, or export ACCELERATE_USE_CPU=true to run all on the CPU",
-        )
+    """Refuse fewer GPUs than processes; under `srun --gpus-per-task=1`, which shows each its own, that shows later."""
+    seen = torch.cuda.device_count()
+    if not on_cpu and launch.num_local_processes > seen and (launch.launcher, seen) != ("srun", 1):
+        raise _too_few_gpus(launch)
+
+
+def _too_few_gpus(launch: Launch) -> LaunchError:
+    return LaunchError(
+        f"{launch.num_local_processes} processes on this machine, but {torch.cuda.device_count()} GPU(s)",
+        where=f"launcher: {launch.launcher}",
+        hint="start as many processes as GPUs, or export ACCELERATE_USE_CPU=true to run all on the CPU",
+    )
 
 
 def _set_environment(launch: Launch, on_cpu: bool) -> None:
     os.environ.update(launch.variables)
+    if not on_cpu:
+        # For deterministic products. cuBLAS reads it once, before the first product of the process, in any mode.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if on_cpu and launch.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         # Otherwise every process uses all cores, or Accelerate counts those of the machine instead of the job's.
         os.environ["OMP_NUM_THREADS"] = str(launch.threads_per_process)

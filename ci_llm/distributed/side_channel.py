@@ -34,7 +34,7 @@ class ProcessGroup(Protocol):
     """What the manager must know about the processes of a run."""
 
     @property
-    def index(self) -> int: ...
+    def process_index(self) -> int: ...
 
     def reduce_flat_(self, tensor: Tensor) -> Tensor:
         """Add `tensor` over all processes, in place. A collective."""
@@ -52,7 +52,7 @@ class TorchProcessGroup:
         self._device = device
 
     @property
-    def index(self) -> int:
+    def process_index(self) -> int:
         return dist.get_rank() if _distributed() else 0
 
     def reduce_flat_(self, tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class CheckContext:
     @property
     def rows_per_step(self) -> int:
         """The effective batch of the real run."""
-        return self.config.rows_per_step(self.processes.count)
+        return self.config.rows_per_step(self.processes.num_processes)
 
     @property
     def num_rows(self) -> list[int]:
@@ -102,7 +102,7 @@ class CheckContext:
     @property
     def micro_batch(self) -> int:
         """Rows that the real run puts through the base at once, on each process."""
-        return min(self.config.batch_size, -(-self.rows_per_step // self.processes.count))
+        return min(self.config.batch_size, -(-self.rows_per_step // self.processes.num_processes))
 
     @property
     def longest_tokens(self) -> int:
@@ -147,7 +147,7 @@ class CheckContext:
 
     def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:
         """Checkpoints and logs of the toy run; both are closed at the end."""
-        log = RunLog(config.run_folder, is_main=self.processes.is_main, terminal=io.StringIO())
+        log = RunLog(config.run_folder, is_main_process=self.processes.is_main_process, terminal=io.StringIO())
         manager = CheckpointManager(
             config.run_folder,
             save_interval_steps=None,

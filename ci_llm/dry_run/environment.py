@@ -41,7 +41,7 @@ def disk(context: CheckContext) -> str:
     """The folder of the run can be written; a file can be made durable and renamed beside it."""
     folder = context.config.run_folder
     check_folder(folder)
-    if not context.launch.is_main:
+    if not context.launch.is_main_process:
         return ""
     place = scratch_parent(folder)
     try:
@@ -97,19 +97,20 @@ def port(context: CheckContext) -> str:
     if met:
         return met
     address = context.launch.variables
-    return f"{context.processes.count} processes met at {address['MASTER_ADDR']}:{address['MASTER_PORT']}"
+    return f"{context.processes.num_processes} processes met at {address['MASTER_ADDR']}:{address['MASTER_PORT']}"
 
 
 def accelerate(context: CheckContext) -> str:
     """Processes vote, reduce, broadcast and see one folder; autocast has the precision of the configuration."""
     processes = context.processes
-    numbers = list(range(processes.count))
-    verdict = processes.agree(Ballot(num_targets=1, sums=[float(processes.index)]))
+    numbers = list(range(processes.num_processes))
+    verdict = processes.agree(Ballot(num_targets=1, sums=[float(processes.process_index)]))
     total = processes.reduce_flat_(torch.ones(3, device=processes.device)).tolist()
     if (verdict.num_targets, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
         raise LaunchError(f"processes do not add up: {verdict}, {total}", where=str(processes.device))
-    context.scratch = processes.broadcast_object(context.scratch if processes.is_main else Path())
+    context.scratch = processes.broadcast_object(context.scratch if processes.is_main_process else Path())
     processes.require_same_folder(context.scratch)
     with processes.autocast():
         dtype = (torch.ones(2, 2, device=processes.device) @ torch.ones(2, 2, device=processes.device)).dtype
-    return f"{processes.count} process(es) on {processes.device.type}, {str(dtype).removeprefix('torch.')}, one sum"
+    precision = str(dtype).removeprefix("torch.")
+    return f"{processes.num_processes} process(es) on {processes.device.type}, {precision}, one sum"

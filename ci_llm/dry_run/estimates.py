@@ -13,7 +13,7 @@ from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.dry_run.report import duration, size
 from ci_llm.errors import ConfigError
 from ci_llm.run.cost_model import agent_copies, base_dtype
-from ci_llm.run.setup import plan_ahead
+from ci_llm.run.setup import steps_of
 
 #: Training reaches about this share of the speed of bare matrix products.
 EFFICIENCY = 0.5
@@ -51,7 +51,7 @@ def _total_steps(context: CheckContext) -> int | None:
     """Optimizer steps of the real run; None if epochs decide and the rows are not known."""
     if not context.rows:
         return context.config.max_train_steps
-    return plan_ahead(context.config, context.num_rows, context.rows_per_step)[1]
+    return steps_of(context.config, context.num_rows, context.rows_per_step)
 
 
 def time_needed(context: CheckContext) -> str:
@@ -81,7 +81,7 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
         return None, "this architecture cannot be traced"
     flops = found.flops * tokens / (context.micro_batch * context.longest_tokens)
     speed = EFFICIENCY * _flops_per_s(context)
-    return flops / (speed * context.processes.count), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
+    return flops / (speed * context.processes.num_processes), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
 
 
 def _flops_per_s(context: CheckContext) -> float:
@@ -106,6 +106,6 @@ def _evaluation_seconds(context: CheckContext, steps: int) -> float:
         return 0.0
     times = 1 + ((steps - 1) // config.eval_steps if config.eval_steps else 0)
     rows = context.num_eval_rows
-    rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * context.processes.count))
+    rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * context.processes.num_processes))
     answering = rounds * config.max_new_tokens_eval * measured.token_generated_s
     return times * rows * measured.row_evaluated_s + answering

@@ -24,7 +24,7 @@ from ci_llm.crowd.base import load_base
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
-from ci_llm.distributed.precision import DTYPES
+from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.dry_run.checks import Inapplicable
 from ci_llm.dry_run.context import CheckContext
@@ -173,14 +173,15 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
     return F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1) @ value
 
 
-def determinism(device: torch.device, *, required: bool) -> str:
+def determinism(device: torch.device, dtype: torch.dtype | None = None, *, required: bool) -> str:
     """The same step twice, from the same weights: the same bits; else the run is not called bitwise.
 
     Args:
+        dtype: that of autocast in the run, which has kernels of its own; None without.
         required: other bits are a failure, and not only something to know.
     """
     toy = Toy.on(device)
-    first, second = toy.gradients(), toy.gradients()
+    first, second = toy.gradients(dtype), toy.gradients(dtype)
     if changed := int((first != second).sum()):
         what = f"the same step gives other bits the second time: {changed} of {first.numel()} gradients differ"
         if not required:
@@ -216,7 +217,7 @@ def checkpoint(device: torch.device, folder: Path, processes: Processes | None =
         _step(toy, optimizer)  # waits for the copy, and not for the save
         manager.wait_until_finished()
         if processes is not None:
-            processes.wait()  # only the main one has written
+            processes.wait_for_everyone()  # only the main one has written
         manager.restore(1, into=state)
     found = _bits(toy, optimizer)
     changed = [
@@ -280,7 +281,8 @@ def determinism_of(context: CheckContext) -> str:
     if context.config.deterministic is False:
         raise Inapplicable("deterministic is false: not checked")
     set_determinism(context.config)
-    return determinism(device, required=context.config.deterministic is True)
+    dtype = autocast_dtype(context.config.mixed_precision)
+    return determinism(device, dtype, required=context.config.deterministic is True)
 
 
 def checkpoint_of(context: CheckContext) -> str:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.base import require_positions
 from ci_llm.data.agent_rows import EvaluationRows, once_each
-from ci_llm.data.chat_template import use_chat_template
+from ci_llm.data.chat_template import naming_template, use_chat_template
 from ci_llm.data.lengths import SAMPLED, Lengths
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
@@ -51,8 +51,8 @@ def template(context: CheckContext) -> str:
     tokenizer = _tokenizer(context)
     if not context.shape.offline:
         use_chat_template(tokenizer, context.config.chat_template)
-    wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.count)
-    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.count)
+    wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.num_processes)
+    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes)
     if not context.shape.offline:
         context.lengths = _lengths(context.examples)
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
@@ -65,6 +65,7 @@ def _description(context: CheckContext, wanted: int, rows: Rows, examples: Token
     if context.shape.offline:
         source = "tokens of the embedded base, as the base's own tokenizer is not at hand"
     number = wanted if wanted < len(rows) else "all"
+    source = naming_template(source, context.config.chat_template)
     return [f"{source}; of {number} rows:", *lines, *examples.warnings]
 
 
@@ -124,7 +125,7 @@ def tokenized(
         train_on_prompt=context.config.train_on_prompt,
         evaluated=evaluated,
         cache_folder=context.scratch / "tokens",
-        main_first=context.processes.main_first(),
+        main_process_first=context.processes.main_process_first(),
     )
 
 
@@ -149,11 +150,13 @@ def estimate(context: CheckContext) -> str:
 
 def _traced(context: CheckContext) -> Trace:
     shape, processes = context.shape.config, context.processes
-    return trace_longest(context.config, shape, processes.device, context.micro_batch, context.lengths, processes.count)
+    return trace_longest(
+        context.config, shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
+    )
 
 
 def _unshared(context: CheckContext) -> str:
-    alone = context.config.base_sharding == "layers" and context.processes.count == 1
+    alone = context.config.base_sharding == "layers" and context.processes.num_processes == 1
     return "\none process shares the base with nobody: start this check as the run will be started" if alone else ""
 
 

@@ -63,7 +63,7 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
             outcomes.append(outcome)
             _show(report, outcome, launch)
         passed = all(outcome.verdict in ("passed", "inapplicable") for outcome in outcomes)
-        if launch.is_main:
+        if launch.is_main_process:
             for note in [*_notes(context), *config.notices()]:
                 report.say(note)
             report.say(_summary(outcomes, time.monotonic() - start))
@@ -80,7 +80,7 @@ def _notes(context: CheckContext) -> list[str]:
 
 def _show(report: Report, outcome: CheckResult, launch: Launch) -> None:
     """The main process shows every result, the others only their own failures."""
-    if launch.is_main:
+    if launch.is_main_process:
         report.show(outcome)
     elif outcome.verdict == "failed":
         story = "\n".join(outcome.lines)

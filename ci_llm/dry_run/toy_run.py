@@ -32,12 +32,12 @@ from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import make_due_changes
-from ci_llm.run.job import conclude, save
+from ci_llm.run.job import conclude
 from ci_llm.run.loading import open_base, training_rows
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.resume import newest_source
-from ci_llm.run.setup import build_crowd, join, set_determinism
+from ci_llm.run.setup import assemble, build_crowd, set_determinism
 
 TERMINATED = "signal:SIGTERM"
 GENERATED_TOKENS = 8
@@ -55,7 +55,7 @@ def model(context: CheckContext) -> str:
     manager, log = context.open_run_folder(config)
     crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
-    run = context.run = join(
+    run = context.run = assemble(
         config,
         context.processes,
         context.interrupts,
@@ -97,7 +97,7 @@ def two_steps(context: CheckContext) -> str:
     run = context.run
     before = run.crowd.agents.weights.clone()
     run.log.open(1)
-    _uninterrupted(train(run, steps(run), save))
+    _uninterrupted(train(run, steps(run)))
     moved = (run.crowd.agents.weights != before).any(1).tolist()
     losses, speed = run.processes.broadcast_object(_logged(run))
     if not all(moved) or not all(map(math.isfinite, losses)):
@@ -112,7 +112,7 @@ def two_steps(context: CheckContext) -> str:
 
 def _logged(run: Run) -> tuple[list[float], float]:
     """The loss of every step and the tokens per second of the last one, as they stand in metrics.jsonl."""
-    if not run.processes.is_main:
+    if not run.processes.is_main_process:
         return [], 0.0
     lines = [json.loads(line) for line in (run.config.run_folder / "metrics.jsonl").read_text().splitlines()]
     return [float(line["train/task_loss"]) for line in lines], float(lines[-1]["tokens_per_s"])
@@ -135,7 +135,7 @@ def checkpoint(context: CheckContext) -> str:
     for moments in run.optimizer.state.values():
         for tensor in moments.values():
             tensor.zero_()
-    with run.processes.main_first():
+    with run.processes.main_process_first():
         source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(context.scratch))
@@ -173,13 +173,13 @@ def interruption(context: CheckContext) -> str:
     run.total_steps = TOY_STEPS + 2
     with Interrupts(announce=lambda _: None) as own:
         run.interrupts = own
-        stop = train(run, _terminated(context, steps(run)), save)
+        stop = train(run, _terminated(context, steps(run)))
         run.manager.wait_until_finished()
         took = time.monotonic() - (own.stop_requested_at or time.monotonic())
     run.interrupts = context.interrupts
     if stop != TERMINATED or run.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {run.state.step}: {stop}")
-    with run.processes.main_first():
+    with run.processes.main_process_first():
         source = newest_source(run.manager)
     if source is None or source.step != run.state.step:
         raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(context.scratch))
@@ -190,7 +190,7 @@ def interruption(context: CheckContext) -> str:
 def _terminated(context: CheckContext, batches: Batches) -> Batches:
     """The first batch, with a signal to the main process when it is handed over."""
     for step, micro_batches in batches:
-        if context.processes.is_main:
+        if context.processes.is_main_process:
             send(os.getpid(), "SIGTERM")
             context.run.interrupts.wait(10)
         yield step, micro_batches
@@ -285,7 +285,7 @@ def conclusion(context: CheckContext) -> str:
     _uninterrupted(conclude(run)[0])
     end = time.monotonic()
     assert scores is not None
-    if run.processes.is_main:
+    if run.processes.is_main_process:
         load_checkpoint(run.config.run_folder / "final_checkpoint")
     rows, questions = len(run.eval_rows), min(len(run.eval_rows), run.config.generation_eval_samples)
     if not context.uses_stand_in:

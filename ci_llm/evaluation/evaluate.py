@@ -272,6 +272,8 @@ def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, row
     record = {**merge_records(forced, right), "step": step}
     if job.crowd.names != default_names(job.crowd.num_agents):
         record["folders"] = job.crowd.names
+    if job.names != job.crowd.names:
+        record["names"] = job.names
     if right is not None:
         request, calibration = job.request, job.crowd.calibration
         sure = sureness_record(
@@ -280,7 +282,7 @@ def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, row
             config.aggregator,
             abstain_below=request.abstain_below,
             agents_per_prompt=request.agents_per_prompt,
-            names=job.crowd.names,
+            names=job.names,
         )
         return {**record, "metric": request.metric, "left_out": job.questions.left_out, "sureness": sure}
     return {**record, **_text_figures(job, scores)}

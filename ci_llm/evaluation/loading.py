@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -11,8 +13,9 @@ from ci_llm.config import Config
 from ci_llm.crowd.answer_scores import Questions
 from ci_llm.crowd.generation import num_positions
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.pretrained import calibration_path
+from ci_llm.crowd.pretrained import calibration_path, given_names, open_pretrained
 from ci_llm.crowd.prompts import Prompter
+from ci_llm.data.mixture import joined_sizes
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -59,11 +62,16 @@ COMPARED_AT_MOST = 200_000
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of an evaluation, loaded."""
+    """The parts of an evaluation, loaded.
+
+    Attributes:
+        names: of the agents, for people.
+    """
 
     request: Request
     config: Config
     crowd: Crowd
+    names: list[str]
     prompter: Prompter
     tokenized: TokenizedRows
     questions: Questions
@@ -81,7 +89,8 @@ def load(request: Request, checkpoint: Path) -> Job:
     trained = read_run_config(checkpoint)
     config, rows = open_rows(trained, choice, str(request.run))
     rows = _counting_copies(rows, trained)
-    crowd = Crowd.from_pretrained(checkpoint, base_model=request.base_model)
+    saved = open_pretrained(checkpoint, base_model=request.base_model)
+    crowd, names = Crowd.of(saved), given_names(saved.meta)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
     prompter = crowd.prompter
@@ -92,10 +101,22 @@ def load(request: Request, checkpoint: Path) -> Job:
     tokenized = _tokenized(rows, prompter, config)
     count = config.generation_eval_samples if choice.is_own else 0
     questions = Questions.of(
-        tokenized, prompter, crowd, count or len(tokenized), config.max_seq_length, metric=request.metric
+        tokenized,
+        prompter,
+        crowd,
+        count or len(tokenized),
+        config.max_seq_length,
+        metric=request.metric,
+        sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 else None,
     )
     batch_size = request.batch_size or config.batch_size
-    return Job(request, config, crowd, prompter, tokenized, questions, batch_size)
+    return Job(request, config, crowd, names, prompter, tokenized, questions, batch_size)
+
+
+def _sets(tokenized: TokenizedRows) -> list[range]:
+    """The rows of each set, where agents have sets of their own: they stand one after the other."""
+    ends = [bisect_left(tokenized.row_numbers, end) for end in accumulate(joined_sizes(tokenized.rows))]
+    return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
 def _counting_copies(rows: Rows, trained: Config | None) -> Rows:

@@ -45,7 +45,7 @@ from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
-from ci_llm.integrations.saver import OWN_CHECKPOINTS, gathered, restore_generators
+from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, restore_generators
 
 FOLDER = HOOKS_FOLDER
 # Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
@@ -131,7 +131,7 @@ class _Hooks:
     def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
         """Write our folder, and take the crowd out of the weights that Accelerate is about to write."""
         weights[:] = [weight for model, weight in zip(models, weights, strict=True) if not self._is_crowd(model)]
-        everyone = gathered(
+        everyone = gather_object(
             {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
         )
         run_collectively(TorchProcessGroup(self._accelerator.device), lambda: self._write(Path(folder), everyone))

@@ -26,7 +26,7 @@ from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import (
     Saver,
     frozen_digest,
-    gathered,
+    gather_object,
     load_trained,
     require_same,
     restore_generators,
@@ -261,7 +261,7 @@ class _Attempt:
         return self._contents(None if whole else self._at_epoch, complete=bool(self._trainer.should_stop))
 
     def _contents(self, at_epoch: dict[str, Any] | None, *, complete: bool) -> dict[str, Any]:
-        processes = gathered({"at_epoch": at_epoch, "at_batch": determinism.capture()})
+        processes = gather_object({"at_epoch": at_epoch, "at_batch": determinism.capture()})
         self._trainer.save_checkpoint(self._place, weights_only=False)
         taken, self._io.taken = self._io.taken, {}
         if not taken:

@@ -45,7 +45,7 @@ class Saver:
 
     def _newest(self) -> list[int]:
         """Whether there is a step, and which: looked up by process 0, for a vote."""
-        step = self.manager.latest_step() if self._processes.index == 0 else None
+        step = self.manager.latest_step() if self._processes.process_index == 0 else None
         return [step is not None, step or 0]
 
     def listen(self) -> None:
@@ -80,7 +80,7 @@ class Saver:
             self._interrupts.restore()
 
 
-def gathered(value: Any) -> list[Any]:
+def gather_object(value: Any) -> list[Any]:
     """The values of all processes, by index. A collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]

@@ -32,7 +32,7 @@ from ci_llm.integrations.saver import (
     OWN_CHECKPOINTS,
     Saver,
     frozen_digest,
-    gathered,
+    gather_object,
     load_trained,
     require_same,
     restore_generators,
@@ -249,7 +249,7 @@ class _Attempt:
         trainer = self._trainer
         trainer.store_flos()
         now = determinism.capture()
-        processes = gathered(
+        processes = gather_object(
             {
                 "at_epoch": self._at_epoch if within_epoch else now,
                 "at_step": now if within_epoch else None,

@@ -49,7 +49,7 @@ class RunLog:
 
     Args:
         folder: the run's folder.
-        is_main: whether this process writes; the others drop their records.
+        is_main_process: whether this process writes; the others drop their records.
         terminal: for the lines that people read; standard output by default.
         live: whether a terminal shall have a live area; without one it gets lines of progress, as a file does.
         interval_s: seconds between two lines of progress.
@@ -60,15 +60,15 @@ class RunLog:
         self,
         folder: Path | str,
         *,
-        is_main: bool = True,
+        is_main_process: bool = True,
         terminal: TextIO | None = None,
         live: bool = True,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._is_main = Path(folder), is_main
+        self._folder, self._is_main_process = Path(folder), is_main_process
         self._speed, self._progress_lines = Speed(clock), ProgressLines(interval_s, clock)
-        self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=live and is_main)
+        self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=live and is_main_process)
         self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
         self._attempt: int | None = None
         self._last_saved = -1
@@ -89,7 +89,7 @@ class RunLog:
             still_held: called before each write. Once it returns False, another attempt owns the folder, and nothing
                 is written any more.
         """
-        if not self._is_main:
+        if not self._is_main_process:
             return
         with self._lock:
             self._attempt = attempt
@@ -104,13 +104,13 @@ class RunLog:
 
     def note(self, text: str) -> None:
         """Write `text` to training.log only, for what the terminal shows by other means."""
-        if self._is_main:
+        if self._is_main_process:
             with self._lock:
                 self._write(text)
 
     def metrics(self, step: int, values: Mapping[str, object]) -> None:
         """Append `values` of optimizer step `step` to metrics.jsonl and send its numbers to the trackers."""
-        if not self._is_main or self._attempt is None:
+        if not self._is_main_process or self._attempt is None:
             return
         with self._lock:
             self._metrics.write(step, {**values, **self._origin})
@@ -131,7 +131,7 @@ class RunLog:
 
     def show_loss_curve(self) -> None:
         """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""
-        if not self._is_main:
+        if not self._is_main_process:
             return
         curves = {"o": self._metrics.points("train/task_loss"), "x": self._metrics.points("eval/crowd/nll")}
         if drawn := draw_curves(curves, min(shutil.get_terminal_size().columns - 1, WIDEST_CURVE)):
@@ -139,14 +139,14 @@ class RunLog:
 
     def begin_progress(self, position: Position) -> None:
         """Show where the run begins."""
-        if self._is_main:
+        if self._is_main_process:
             self._speed.mark(position)
             self._terminal.take_position(position)
 
     def progress(self, position: Position) -> None:
         """Show where the run stands. Cheap enough for every step."""
         self.begin_progress(position)
-        if self._is_main:
+        if self._is_main_process:
             self._show_progress(self._progress_lines.of_step(position, self._speed))
 
     def end_progress(self) -> None:
@@ -155,7 +155,7 @@ class RunLog:
 
     def _take_work(self, work: work.Work) -> None:
         """Show how far work is, such as an evaluation."""
-        if not self._is_main:
+        if not self._is_main_process:
             return
         if work.ended:
             self._speed.go_on()
@@ -175,7 +175,7 @@ class RunLog:
 
     def truncate_metrics(self, step: int) -> None:
         """Remove the metrics past `step`, from which the run resumes; -1 removes all."""
-        if self._is_main:
+        if self._is_main_process:
             self._metrics.truncate(step)
 
     def read_metrics(self, step: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class RunLog:
         hyperparameters: Mapping[str, object] | None = None,
     ) -> dict[str, str]:
         """Start the trackers of `report_to`; for the arguments and errors see `Trackers`. Returns `tracker_state`."""
-        if self._is_main and names:
+        if self._is_main_process and names:
             self._trackers = Trackers(
                 accelerator,
                 names,
@@ -228,7 +228,7 @@ class RunLog:
 
     def _handle(self, level: str, text: str) -> None:
         """Take one message, under the lock; `level` is empty for a message without a mark."""
-        if self._is_main:
+        if self._is_main_process:
             self._terminal.show(f"{level.lower()}: {text}" if level else text)
             self._write(f"{level} {text}" if level else text)
 

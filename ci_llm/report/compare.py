@@ -12,7 +12,7 @@ from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
-from ci_llm.report.scores import Gain, Score, comparable, difference, scores
+from ci_llm.report.scores import TOGETHER, Gain, Score, comparable, difference, scores
 from ci_llm.report.trials import Leaderboard
 
 #: Keys that say where a run lies and not what it is.
@@ -40,6 +40,7 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
             for run in runs
         ],
         "configuration": {key: list(values) for key, values in differing_keys(runs)},
+        "size": {name: list(values) for name, values in differing_sizes(runs)},
         "differences": [
             {
                 "run": number,
@@ -69,6 +70,14 @@ def differing_keys(runs: Sequence[RunFacts]) -> Iterator[tuple[str, tuple[object
             getattr(config, key) != getattr(known, key) for config in configs if config is not None
         ):
             yield key, values
+
+
+def differing_sizes(runs: Sequence[RunFacts]) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    """Processes and rows per step in each run, where not all are the same: the launcher may decide them, and no key."""
+    for name in dict.fromkeys(name for run in runs for name in run.size):
+        values = tuple(run.size.get(name) for run in runs)
+        if len({*values} - {None}) > 1:
+            yield name, values
 
 
 def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
@@ -108,7 +117,8 @@ def _configuration_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     if any(run.config is None for run in runs):
         without = ", ".join(letter for letter, run in zip(LETTERS, runs, strict=False) if run.config is None)
         yield f"no checkpoint, and so no configuration to compare: {without}"
-    rows = [(key, *map(dump_value, values)) for key, values in differing_keys(runs)]
+    differing = [*differing_keys(runs), *differing_sizes(runs)]
+    rows = [(key, *map(dump_value, values)) for key, values in differing]
     if rows:
         yield from _table([("configuration", *LETTERS[: len(runs)]), *rows])
     elif all(run.config is not None for run in runs):
@@ -121,7 +131,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield "scores: none of these runs has been evaluated yet"
         return
     names = list(dict.fromkeys(score.who for table in tables for score in table))
-    names.sort(key=lambda name: not name.startswith("agent"))  # what is about all of them stands below
+    names.sort(key=lambda name: name in TOGETHER)  # what is about all of them stands below
     found = [{score.who: score for score in table} for table in tables]
     yield from _table(
         [

@@ -33,18 +33,21 @@ _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
 )
 
 
-def draw_curves(metrics: Metrics, resumed: Sequence[int] = ()) -> list[tuple[str, str]]:
+def draw_curves(
+    metrics: Metrics, resumed: Sequence[int] = (), names: Mapping[str, str] | None = None
+) -> list[tuple[str, str]]:
     """(title, drawing) of every curve that the run has left, agents beside the crowd.
 
     Args:
         resumed: steps after which a later attempt went on; a dotted line stands at each.
+        names: those that people gave the agents, by the names that metrics have.
     """
     drawings = []
     for title, agent_key, together, unit in _CURVES:
         keys = {name: agent_key.format(name) for name in metrics.agents} if agent_key else {}
         lines = {name: metrics.curve(key) for name, key in {**keys, **together}.items()}
         if any(lines.values()):
-            drawings.append((title, _steps(title, lines, unit, resumed)))
+            drawings.append((title, _steps(title, lines, unit, resumed, names or {})))
     return drawings
 
 
@@ -123,7 +126,7 @@ def thinned(points: Points) -> Points:
     return kept
 
 
-def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence[int]) -> str:
+def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence[int], names: Mapping[str, str]) -> str:
     """Curves over the steps of a run."""
     known = {name: thinned(points) for name, points in lines.items() if points}
     agents = [name for name in known if name.startswith("agent")]
@@ -136,10 +139,10 @@ def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence
         if plot.across.low <= step <= plot.across.high:
             plot.mark(step + 0.5)
     for name, points in known.items():
-        plot.line(points, colours[name], name, width=1.4 if name in agents else 2.4)
+        plot.line(points, colours[name], names.get(name, name), width=1.4 if name in agents else 2.4)
     if len(agents) > NUM_COLOURS:  # more than colours: one entry for all
         colours = {f"{len(agents)} agents": _agent(0)} | {name: colours[name] for name in known if name not in agents}
-    return _with_legend(colours, plot)
+    return _with_legend({names.get(name, name): colour for name, colour in colours.items()}, plot)
 
 
 def _plot(title: str, across: Axis, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> Plot:

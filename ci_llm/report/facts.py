@@ -17,11 +17,11 @@ from ci_llm.config import Config, groups, parse_config
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.durable import read_json
 from ci_llm.core.recovery import read_recovery
+from ci_llm.core.run_folder import SWEEP
 from ci_llm.core.run_status import Status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.attempts import Attempt, read_attempts
-from ci_llm.report.scores import agents_of, gains, scores, what_evaluated
-from ci_llm.report.trials import NAME as SWEEP
+from ci_llm.report.scores import agents_of, folders_of, gains, scores, what_evaluated
 
 Points: TypeAlias = "list[tuple[int, float]]"
 
@@ -61,7 +61,7 @@ class Metrics:
         if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
             return self
         line: dict[str, Any] = {"step": step}
-        names = agents_of(evaluation)
+        names = folders_of(evaluation)
         for name, values in (("nll", nll), ("exact_match", exact)):
             line |= {f"eval/{agent}/{name}": value for agent, value in zip(names, values["agents"], strict=True)}
             line[f"eval/crowd/{name}"] = values["crowd"]
@@ -80,6 +80,7 @@ class RunFacts:
 
     Attributes:
         config: that of the newest checkpoint; None before the first.
+        size: "processes" and "rows per step" of the newest checkpoint, as far as they are known.
         evaluation: evaluation.json; None before the end.
         predictions: one mapping per answered row; empty if the run left none.
         asked: what they are answers of, as the evaluation wrote it; empty if that is not known.
@@ -92,6 +93,7 @@ class RunFacts:
     attempts: tuple[Attempt, ...]
     metrics: Metrics
     config: Config | None
+    size: Mapping[str, int]
     evaluation: Mapping[str, Any] | None
     predictions: tuple[Mapping[str, Any], ...]
     asked: Mapping[str, Any]
@@ -101,6 +103,15 @@ class RunFacts:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def agents_names(self) -> dict[str, str]:
+        """The name that people gave each agent, by that of its folder."""
+        given = self.config.agent_names if self.config else ()
+        known = {f"agent{k}": name for k, name in enumerate(given)}
+        if self.evaluation:
+            known |= dict(zip(folders_of(self.evaluation), agents_of(self.evaluation), strict=True))
+        return known
 
     @property
     def wall_s(self) -> float:
@@ -150,6 +161,7 @@ def read_run(path: Path | str) -> RunFacts:
         attempts=read_attempts(folder, status, metrics.lines),
         metrics=metrics.with_last(evaluation) if evaluation else metrics,
         config=read_config(folder),
+        size=_read_size(folder),
         evaluation=evaluation,
         predictions=tuple(_read_predictions(folder / PREDICTIONS)),
         asked=_read_object(folder / _ASKED) or {},
@@ -201,6 +213,21 @@ def read_config(folder: Path) -> Config | None:
         except (ConfigError, OSError, UnicodeDecodeError):
             continue  # a damaged checkpoint: the run itself will say so when it goes on
     return None
+
+
+def _read_size(folder: Path) -> dict[str, int]:
+    """What a launcher decides about a step, of the newest checkpoint that says it."""
+    for _, checkpoint in committed(folder):
+        try:
+            manifest: Any = read_json(checkpoint / "manifest.json")
+            state: Any = read_json(checkpoint / "train_state.json")
+            return {
+                "processes": int(manifest["surroundings"]["processes"]),
+                "rows per step": int(state["effective_batch"]),
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # as in `read_config`
+    return {}
 
 
 def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:

@@ -109,7 +109,9 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "scores": table,
         "scores_drawing": curves.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
-        "drawings": curves.draw_curves(facts.metrics, [attempt.first_step for attempt in attempts[1:]]),
+        "drawings": curves.draw_curves(
+            facts.metrics, [attempt.first_step for attempt in attempts[1:]], facts.agents_names
+        ),
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": curves.draw_timeline(attempts),
         "notable": {attempt.number: _notable(attempt) for attempt in attempts},
@@ -177,7 +179,8 @@ def _recovery(facts: RunFacts) -> Iterator[str]:
     last = facts.metrics.last
     for name in facts.metrics.agents:
         if skipped := last(f"train/{name}/skipped_steps"):
-            line = f"{name} was left out of {count(skipped, 'step')} that were not finite for it"
+            who = facts.agents_names.get(name, name)
+            line = f"{who} was left out of {count(skipped, 'step')} that were not finite for it"
             if (rate := last(f"train/{name}/learning_rate_share")) is not None:
                 line += f"; its learning rate is {rate:.3g} of the schedule's"
             if set_backs := last(f"train/{name}/set_backs"):

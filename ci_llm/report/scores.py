@@ -14,6 +14,10 @@ _Z95: Final = 1.959964
 #: Below this many rows an interval says more about the formula than about the runs; that of evaluation.json as well.
 LEAST_ROWS: Final = 30
 
+#: The lines about all agents together.
+MEAN, VOTE, CROWD = TOGETHER = ("agents, mean", "majority vote", "crowd")
+BY_OWN_ROWS: Final = "each agent is scored by its own rows; the crowd and the differences are over the rows of all"
+
 HOW: Final = {"generation": "final answers, generated", "teacher_forcing": "whole solutions, teacher-forced"}
 
 
@@ -22,7 +26,7 @@ class Score:
     """How one answered.
 
     Attributes:
-        who: "agent0", ..., "agents, mean", "crowd", "majority vote".
+        who: the name of an agent, "agents, mean", "crowd", "majority vote".
         exact_match: share of right answers.
         low, high: a 95 % interval of that share over rows (Wilson); None where there are too few rows, or the share is
             a mean of several agents.
@@ -52,20 +56,32 @@ class Gain:
 
 
 def scores(evaluation: Mapping[str, Any]) -> list[Score]:
-    """The lines of an evaluation.json, the crowd's last."""
+    """The lines of an evaluation.json, the crowd's last. Agents that are scored by their own rows have neither a mean,
+    which would be of other rows than the crowd's score, nor an interval, because their rows are not counted there."""
     exact, nll, rows = evaluation["exact_match"], evaluation["nll"], evaluation["n"]
+    have_own = bool(by_own_rows(evaluation))
     agents = [
-        _score(name, match, rows, loss)
+        Score(name, match, None, None, loss) if have_own else _score(name, match, rows, loss)
         for name, match, loss in zip(agents_of(evaluation), exact["agents"], nll["agents"], strict=True)
     ]
-    mean = Score("agents, mean", fmean(exact["agents"]), None, None, fmean(nll["agents"]))
-    vote = [_score("majority vote", exact["vote"], rows, None)] if "vote" in exact else []
-    return [*agents, mean, *vote, _score("crowd", exact["crowd"], rows, nll["crowd"])]
+    mean = [] if have_own else [Score(MEAN, fmean(exact["agents"]), None, None, fmean(nll["agents"]))]
+    vote = [_score(VOTE, exact["vote"], rows, None)] if "vote" in exact else []
+    return [*agents, *mean, *vote, _score(CROWD, exact["crowd"], rows, nll["crowd"])]
 
 
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
-    """The names of the agents, as metrics and checkpoints have them; a crowd that has changed has gaps."""
+    """The names of the agents for people: those that the run gave them, or else those of their folders."""
+    return [*evaluation.get("names", folders_of(evaluation))]
+
+
+def folders_of(evaluation: Mapping[str, Any]) -> list[str]:
+    """The names of the agents as metrics and checkpoints have them; a crowd that has changed has gaps."""
     return [*evaluation.get("folders", (f"agent{k}" for k in range(len(evaluation["nll"]["agents"]))))]
+
+
+def by_own_rows(evaluation: Mapping[str, Any]) -> str:
+    """By which rows the agents are scored, for people; empty where all rows score everyone."""
+    return BY_OWN_ROWS if "sets" in evaluation else ""
 
 
 def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:
@@ -104,7 +120,8 @@ def rows_evaluated(count: int, trained_on: str) -> str:
 def what_evaluated(evaluation: Mapping[str, Any]) -> str:
     """What the scores of an evaluation.json are of, for people."""
     rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
-    return f"{how_measured(evaluation)}, over {rows}; data set {evaluation['task']}"
+    of = f"{how_measured(evaluation)}, over {rows}; data set {evaluation['task']}"
+    return f"{of}; {whose}" if (whose := by_own_rows(evaluation)) else of
 
 
 def interval(share: float, rows: int) -> tuple[float, float]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.core.ranking import place_of_trial
+from ci_llm.core.run_folder import SEGMENTS, SWEEP
 from ci_llm.errors import BadInput
-
-NAME = "sweep.json"
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def read_trials(folder: Path) -> Leaderboard | None:
     Raises:
         BadInput: its record is not of this program.
     """
-    path = folder / NAME
+    path = folder / SWEEP
     try:
         record = json.loads(path.read_bytes())
         metric, steps = record["plan"]["metric"], record["plan"]["steps"]
@@ -49,7 +48,7 @@ def read_trials(folder: Path) -> Leaderboard | None:
             for each in scored
         ]
         best = next((trial for trial in scored if trial["id"] == record["best"]), None)
-        best_run = folder / "segments" / str(best["segment"]) if best else None
+        best_run = folder / SEGMENTS / str(best["segment"]) if best else None
         return Leaderboard(metric, keys, tuple(rows), record["best"], best_run)
     except FileNotFoundError:
         return None

@@ -121,7 +121,7 @@ def find_beginning(
     """Where an attempt begins, and what is asked of it. A collective."""
     processes.on_main(mirror.fill_disk)
     requests = processes.on_main(partial(read_requests, manager, config))
-    with processes.main_first():
+    with processes.main_process_first():
         start = find_start(manager, config, requests.beginning, requests.at_most)
     require_same_step(processes, config.run_folder, start.source.step if start.source else None)
     if start.sets_aside:  # the requests are for the run that moves aside

@@ -6,9 +6,9 @@ A callback is an object with one or more methods of these names:
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             control.should_training_stop = metrics["eval/crowd/nll"] > 0.3
 
-`args` is the `Config`, `state` a `TrainerState`, `control` a `Control`. All values are plain and the same on every
-process, and the random generators are afterwards as they were before: a callback cannot change the bits of a run. It
-can ask it to stop. What it raises ends the run as any error does.
+`args` is the `Config`, `state` a `TrainerState`, `control` a `TrainerControl`. All values are plain and the same on
+every process, and the random generators are afterwards as they were before: a callback cannot change the bits of a run.
+It can ask it to stop. What it raises ends the run as any error does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TrainerState:
 
 
 @dataclass(slots=True)
-class Control:
+class TrainerControl:
     """What a callback can ask for.
 
     Attributes:
@@ -80,7 +80,9 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def tell(self, event: Event, config: Config, state: TrainerState, values: Mapping[str, Mapping[str, Any]]) -> bool:
+    def call_event(
+        self, event: Event, config: Config, state: TrainerState, values: Mapping[str, Mapping[str, Any]]
+    ) -> bool:
         """Call every callback that has a method for the event, in their order.
 
         Args:
@@ -92,7 +94,7 @@ class Callbacks:
         """
         if not (methods := self._methods[event]):
             return False
-        generators, control = determinism.capture(), Control()
+        generators, control = determinism.capture(), TrainerControl()
         try:
             for method in methods:
                 method(config, state, control, **{name: dict(value) for name, value in values.items()})

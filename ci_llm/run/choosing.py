@@ -31,7 +31,7 @@ BY_HEART: Final = 0.5
 _ID: Final = "crowd-auto"
 
 
-def decided(
+def decide_crowd(
     config: Config,
     state: TrainState,
     metrics: Mapping[str, Any],
@@ -46,12 +46,12 @@ def decided(
     """
     members = state.members
     assert members is not None  # with `crowd: auto` a run begins with one agent
-    choice = processes.on_main(partial(_decide, config, state.step, members, metrics, may_write))
+    choice = processes.on_main(partial(_decide_on_main, config, state.step, members, metrics, may_write))
     logger.info(f"crowd     {choice}")
     return state.with_choice(choice, members.with_planned([change_of(choice)]))
 
 
-def choose(step: int, training: float, validation: float) -> Choice:
+def choice_from_nll(step: int, training: float, validation: float) -> Choice:
     """What the evaluation after `step` decides about an agent with these nll; not a number: the others join."""
     return Choice(step, training, validation, alone=training >= BY_HEART * validation)
 
@@ -61,25 +61,25 @@ def change_of(choice: Choice) -> CrowdChange:
     return CrowdChange(choice.step + 1, "stay_alone" if choice.alone else "join")
 
 
-def _decide(
+def _decide_on_main(
     config: Config, step: int, members: Members, metrics: Mapping[str, Any], may_write: Callable[[], bool]
 ) -> Choice:
     """On the main process: as an earlier attempt has decided, if one has; on record before it acts."""
     (name,) = members.folders
-    choice = choose(step, float(metrics[TRAINING_NLL]), float(metrics[f"eval/{name}/nll"]))
-    if (known := _known(config.run_folder, step)) is not None:
+    choice = choice_from_nll(step, float(metrics[TRAINING_NLL]), float(metrics[f"eval/{name}/nll"]))
+    if (known := _recorded_decision(config.run_folder, step)) is not None:
         return Choice(step, choice.training, choice.validation, alone=known.verb == "stay_alone")
     if may_write():
-        _record(config, choice)
+        _write_decision(config, choice)
     return choice
 
 
-def _known(folder: Path, step: int) -> Decision | None:
+def _recorded_decision(folder: Path, step: int) -> Decision | None:
     found = [each for each in read_record(folder) if each.id == _ID and each.step == step + 1]
     return found[-1] if found else None
 
 
-def _record(config: Config, choice: Choice) -> None:
+def _write_decision(config: Config, choice: Choice) -> None:
     change = change_of(choice)
     try:
         put_on_record(config.run_folder, Decision(_ID, change.step, change.verb, change.agent))

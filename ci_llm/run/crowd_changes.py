@@ -22,11 +22,11 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
 from ci_llm.run.context import Run
-from ci_llm.run.crowd_requests import CrowdRequest, Decision, Unrecorded, decide, read_waiting
+from ci_llm.run.crowd_requests import CrowdRequest, Decision, RecordFailure, decide, read_waiting
 from ci_llm.run.loading import rows_and_plan
 from ci_llm.run.members import CrowdChange, Members, OldPlaces, config_of
 from ci_llm.run.resume import STOPPED
-from ci_llm.run.setup import lengths_of, plan_ahead
+from ci_llm.run.setup import lengths_of, steps_of
 from ci_llm.run.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def change_crowd(run: Run, verdict: Verdict) -> None:
     if verdict.request:
         members = run.state.members or Members.configured(run.config)
         dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
-        take = partial(_take_requests, run.config, members, run.state.step, dropped, run.unrecorded)
+        take = partial(_take_requests, run.config, members, run.state.step, dropped, run.record_failure)
         if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
             run.state = replace(run.state, members=members.with_planned(changes))
     make_due_changes(run)
@@ -55,26 +55,28 @@ def make_due_changes(run: Run) -> None:
         return
     members, sources = before.after(run.state.step, run.config)
     if members is not before:
-        _, steps = plan_ahead(run.config, lengths_of(run.checkpoint.rows), run.state.rows_per_step)
+        steps = steps_of(run.config, lengths_of(run.checkpoint.rows), run.state.rows_per_step)
         run.total_steps = members.total_steps(run.config, steps)
         run.learning.total_steps = run.total_steps
         run.status.update(total_steps=run.total_steps)
-        become(run, members, sources)
+        replace_crowd(run, members, sources)
         run.last_good.begin(run.state.step)  # of agents that have joined
         new = members.made[len(before.made) :]
         branched = any(change.verb == "branch" for change in new)
-        run.lanes = [k if branched or place is None else run.lanes[place] for k, place in enumerate(sources)]
+        run.batch_places = [
+            k if branched or place is None else run.batch_places[place] for k, place in enumerate(sources)
+        ]
         for change in new:
             logger.info(f"crowd     after step {run.state.step}: {change}; the crowd is {', '.join(members.folders)}")
 
 
-def become(run: Run, members: Members, sources: OldPlaces) -> None:
+def replace_crowd(run: Run, members: Members, sources: OldPlaces) -> None:
     """Give the run the crowd of these members."""
     run.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     crowd, optimizer, config = run.crowd, run.optimizer, config_of(run.config, members)
     run.checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
     moments = [optimizer.state.get(row, {}) for row in crowd.agents.rows]
-    crowd.become(crowd_settings(run.config, members), sources, members.folders)
+    crowd.replace_agents(crowd_settings(run.config, members), sources, members.folders)
     crowd.common_start = crowd.common_start or members.common_start
     run.rows, run.plan = rows_and_plan(run.config, run.checkpoint.rows, members, run.state.rows_per_step)
     groups = optimizer_groups(config, crowd, run.rows)
@@ -84,9 +86,9 @@ def become(run: Run, members: Members, sources: OldPlaces) -> None:
     run.evaluator.rows = run.eval_rows
     run.learning_rates = schedules(run.config, members, run.total_steps)
     run.max_grad_norms = [own.max_grad_norm for own in config.each_agent]
-    run.last_good.become(crowd.agents.rows, sources)
-    run.interval.become(members.folders)
-    run.learning.become(members.folders, sources)
+    run.last_good.replace_agents(crowd.agents.rows, sources)
+    run.step_metrics.replace_agents(members.folders)
+    run.learning.replace_agents(members.folders, sources)
     run.state = run.state.with_members(members, sources)
 
 
@@ -97,11 +99,11 @@ def return_to(run: Run, saved: TrainState) -> None:
         saved: the state in the checkpoint.
     """
     run.state = replace(run.state, rows_per_step=saved.rows_per_step)
-    _, run.total_steps = plan_ahead(run.config, lengths_of(run.rows), saved.rows_per_step)
+    run.total_steps = steps_of(run.config, lengths_of(run.rows), saved.rows_per_step)
     run.rows, run.plan = rows_and_plan(run.config, run.rows, run.state.members, saved.rows_per_step)
     if (members := saved.members) is not None and not members.are_configured:
         run.total_steps = members.total_steps(run.config, run.total_steps)
-        become(run, members, members.origins_within(run.crowd.num_agents))
+        replace_crowd(run, members, members.origins_within(run.crowd.num_agents))
     run.learning_rates = schedules(run.config, members, run.total_steps)
 
 
@@ -128,14 +130,14 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
 
 
 def _take_requests(
-    config: Config, members: Members, step: int, dropped: Collection[int], unrecorded: Unrecorded
+    config: Config, members: Members, step: int, dropped: Collection[int], failure: RecordFailure
 ) -> list[CrowdChange]:
     """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record.
 
     Args:
         step: optimizer steps taken.
         dropped: numbers of the agents that take no steps any more.
-        unrecorded: why they waited before, which is not told again.
+        failure: why they waited before, which is not told again.
     """
     folder, decisions = config.run_folder, []
     for request in read_waiting(folder):
@@ -146,10 +148,10 @@ def _take_requests(
     try:
         decide(folder, decisions)  # before anything acts or is told
     except OSError as error:
-        if unrecorded.is_news(error.strerror or str(error)):
-            logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({unrecorded.reason})")
+        if failure.failed(error.strerror or str(error)):
+            logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({failure.reason})")
         return []
-    unrecorded.is_news(None)
+    failure.succeeded()
     for refused in decisions:
         if refused.refused is not None:
             logger.warning(f"crowd     the request to {refused.verb} agent{refused.agent}: {refused.refused}")

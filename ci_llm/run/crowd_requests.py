@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ci_llm.config.agents import read_own
 from ci_llm.config.config import entries_of
-from ci_llm.config.own_keys import ORDER_KEYS, SHAPE_KEYS
+from ci_llm.config.own_keys import ORDER_KEYS, SHAPE_KEYS, to_plain
 from ci_llm.config.parsing import Entry
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.errors import CheckpointError, ConfigError
@@ -60,15 +60,19 @@ class Decision:
 
 
 @dataclass
-class Unrecorded:
+class RecordFailure:
     """Why the disk takes no decision at present; None: it does."""
 
     reason: str | None = None
 
-    def is_news(self, reason: str | None) -> bool:
-        """Note the present reason; whether it is one, and not the one of the step before."""
+    def failed(self, reason: str) -> bool:
+        """Note that the disk took none, and why; whether the reason is another one than that of the step before."""
         before, self.reason = self.reason, reason
-        return reason not in (None, before)
+        return reason != before
+
+    def succeeded(self) -> None:
+        """Note that the disk took one."""
+        self.reason = None
 
 
 def ask(run_folder: Path, verb: Verb, agent: int, own: Mapping[str, Any]) -> CrowdRequest:
@@ -84,7 +88,7 @@ def ask(run_folder: Path, verb: Verb, agent: int, own: Mapping[str, Any]) -> Cro
     path = _path(run_folder, request.id)
     try:
         make_folders(path.parent)
-        write_json(path, {"verb": verb, "agent": agent, "own": _plain(own)})
+        write_json(path, {"verb": verb, "agent": agent, "own": to_plain(own)})
     except OSError as error:
         raise CheckpointError(f"the request cannot be written: {error.strerror}", where=str(path)) from error
     return request
@@ -173,7 +177,7 @@ def forget_after(run_folder: Path, step: int) -> None:
 
 
 def _write_record(run_folder: Path, decisions: Sequence[Decision]) -> None:
-    write_json(run_folder / RECORD, [{**asdict(each), "own": _plain(each.own)} for each in decisions])
+    write_json(run_folder / RECORD, [{**asdict(each), "own": to_plain(each.own)} for each in decisions])
 
 
 def _names(run_folder: Path) -> list[str]:
@@ -198,7 +202,3 @@ def _read(path: Path) -> CrowdRequest | Decision:
         return Decision(path.stem, 0, "unknown", 0, refused=f"no request: {error}")
     except ConfigError as error:
         return Decision(path.stem, 0, verb, agent, refused=error.what)
-
-
-def _plain(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}

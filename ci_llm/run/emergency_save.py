@@ -91,7 +91,7 @@ class EmergencySave:
         # One tuple that is replaced: another thread reads the old boundary or the new one, never a mixture.
         self._boundary: tuple[int, dict[str, Any]] = (step(), determinism.capture())
         self._over, self._saving = threading.Event(), threading.Event()
-        watch = self._watch if self._processes.is_main else self._follow
+        watch = self._watch if self._processes.is_main_process else self._follow
         self._thread = threading.Thread(target=watch, name="ci_llm emergency save", daemon=True)
 
     def __enter__(self) -> EmergencySave:
@@ -103,7 +103,7 @@ class EmergencySave:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._saving.is_set():
             threading.Event().wait()  # for ever: the saving thread ends the process, whatever happened to this one
-        if kind is not None and not self._processes.is_main and (reason := self._why_main_has_left()):
+        if kind is not None and not self._processes.is_main_process and (reason := self._why_main_has_left()):
             os._exit(self._exit_code(reason))  # the error is that the main process is gone, as it should be
         self._over.set()
         self._hook.remove()
@@ -127,7 +127,9 @@ class EmergencySave:
     def _save_without_peers(self) -> None:
         """Commit the boundary from this process alone. It never hides the error that a peer is gone."""
         step, own = self._boundary
-        generators = [own if index == self._processes.index else None for index in range(self._processes.count)]
+        generators = [
+            own if index == self._processes.process_index else None for index in range(self._processes.num_processes)
+        ]
         until = time.monotonic() + SURVIVORS_S
         finish_save_in_flight(self._attempt.manager)
         logger.info(f"a process of this run is gone: step {step} is saved without it")
@@ -149,8 +151,8 @@ class EmergencySave:
     def _watch(self) -> None:
         if not self._wait_for_stop():
             return
-        patience = self._config.grace_s, self._processes.launch
-        killed_at = expected_kill(self._interrupts, *patience, self._walltime.deadline)
+        grace_s, launch = self._config.grace_s, self._processes.launch
+        killed_at = expected_kill(self._interrupts, grace_s, launch, self._walltime.deadline)
         while not self._over.wait(_POLL_S):
             if self._is_due(killed_at) and self._hold_back():
                 if self._is_due(killed_at):  # else the step ended while this thread waited for the lock
@@ -202,7 +204,7 @@ class EmergencySave:
         step, own = self._boundary
         until = time.monotonic() + OTHERS_S
         found: list[dict[str, Any] | None] = [own]
-        for index in range(1, self._processes.count):
+        for index in range(1, self._processes.num_processes):
             file = self._generators_of(index)
             while not file.exists() and time.monotonic() < until:
                 self._over.wait(_POLL_S)
@@ -216,7 +218,7 @@ class EmergencySave:
         if self._wait_for_stop():
             step, states = self._boundary
             make_folders(self._attempt.folder)
-            write_bytes(self._generators_of(self._processes.index), to_bytes({"step": step, "states": states}))
+            write_bytes(self._generators_of(self._processes.process_index), to_bytes({"step": step, "states": states}))
             # The main process may still reach the next ballot: only its status says that it has given the step up.
             while not self._over.wait(_POLL_S):
                 if reason := self._why_main_has_left():

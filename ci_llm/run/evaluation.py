@@ -88,6 +88,8 @@ class Evaluator:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
         of_sets = [self._questions(rows, self._config.generation_eval_samples) for rows in self.rows.sets]
+        if self._config.generation_eval_samples:
+            self._tell_too_long(of_sets)
         if not all(map(len, of_sets)):
             return None
         sets = []
@@ -97,6 +99,17 @@ class Evaluator:
                 return None
             sets.append(found)
         return sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
+
+    def _tell_too_long(self, of_sets: Sequence[Questions]) -> None:
+        """Log how many rows ask something and are cut; warn if no other row asks anything."""
+        within = f"no place for a whole answer within {self._config.max_seq_length} tokens"
+        if too_long := sum(asked.too_long for asked in of_sets):
+            logger.info(f"evaluate  not asked: {too_long} rows, {within}")
+        if any(asked.too_long and not len(asked) for asked in of_sets):
+            logger.warning(
+                "evaluate  no answers are generated, as no row is left to ask: the scores are by teacher forcing,"
+                " of whole solutions; raise max_seq_length, or evaluate on shorter rows"
+            )
 
     def example(self, step: int) -> Solved | None:
         """The answer to one question, the same in every evaluation; None if there is none, or a stop was asked for. A
@@ -140,7 +153,7 @@ class Evaluator:
     ) -> list[T] | None:
         """What `work` returns on every process, repeated in smaller batches where memory ran out; None at a stop."""
         processes = self._vote.processes
-        size = min(batch_size, -(-count // processes.count))
+        size = min(batch_size, -(-count // processes.num_processes))
         while True:
             with working(what, count, "rows") as shown:
                 rounds = Rounds(self._vote, count, size, shown.advance_to)
@@ -208,7 +221,8 @@ def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str,
 
 
 def sets_record(scores: Scores, rows: EvaluationRows) -> dict[str, Any]:
-    """`sets` of evaluation.json, where agents have sets of their own: how every agent does on each of them."""
+    """`sets` of evaluation.json, where agents have sets of their own: how every agent does on each of them, by teacher
+    forcing."""
     if rows.are_common:
         return {}
     records, start = [], 0
@@ -221,6 +235,7 @@ def sets_record(scores: Scores, rows: EvaluationRows) -> dict[str, Any]:
                 "rows": evaluated.rows.where,
                 "n": len(evaluated),
                 "rows_trained_on": evaluated.rows.trained_on,
+                "measured_by": "teacher_forcing",
                 "agents": [k for k, own in enumerate(rows.of_agent) if own == number],
                 "exact_match": {"agents": agents, "crowd": crowd},
                 "nll": {"agents": agents_nll, "crowd": crowd_nll},

@@ -94,7 +94,7 @@ class Watchdog:
                 write()
 
     def _reports(self, what: str) -> Iterator[Callable[[], object]]:
-        index, step = self._processes.index, self._step()
+        index, step = self._processes.process_index, self._step()
         error = Hang(
             what,
             where=f"process {index}, step {step + 1}; the stacks of all processes are in {LOG_NAME}",
@@ -118,7 +118,7 @@ class Watchdog:
     def _wait_for_others(self) -> None:
         # A launcher kills the others as soon as one process exits, and their stacks would be lost.
         until = time.monotonic() + OTHERS_S
-        while len(list(self._meeting.glob("*.txt"))) < self._processes.count and time.monotonic() < until:
+        while len(list(self._meeting.glob("*.txt"))) < self._processes.num_processes and time.monotonic() < until:
             time.sleep(TICK_S / 10)
 
 

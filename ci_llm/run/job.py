@@ -40,7 +40,7 @@ from ci_llm.run.learning import Learning
 from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
-from ci_llm.run.report import final_card, leave_page, log_next_steps, push_result, score_table
+from ci_llm.run.report import final_card, log_next_steps, push_result, score_table, write_page
 from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source, recorded_config, settle_precision
 from ci_llm.run.setup import build, check_folder, require_no_sweep
@@ -105,7 +105,7 @@ def run_among(
             them; the base is free again at the end.
     """
     folder = config.run_folder
-    log = RunLog(folder, is_main=processes.is_main, live=config.progress_bar)
+    log = RunLog(folder, is_main_process=processes.is_main_process, live=config.progress_bar)
     manager = CheckpointManager(
         folder,
         save_interval_steps=config.save_steps,
@@ -127,7 +127,7 @@ def run_among(
         before = None if start.source is None else recorded_config(start.source)
         config = settle_precision(config, processes, before)
         run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
-        run.callbacks, run.proposes = callbacks or Callbacks(), loaded is None
+        run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
         result = _run_to_end(run, start, requests)
         return result
     finally:
@@ -152,13 +152,14 @@ def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
     conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
     if run.is_finished and (record := run.processes.on_main(conclusion)) is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        if run.proposes:
+        push_result(run.config, run.processes)
+        if run.logs_next_steps:
             log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
         return Result("completed", run.state.step, run.config.run_folder, record)
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
         attempt = _begin(run, start, trackers)
-        who = f"attempt{attempt.number}_process{run.processes.index}"
+        who = f"attempt{attempt.number}_process{run.processes.process_index}"
         batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who)
         return _train_and_conclude(run, batches, attempt, stacks)
 
@@ -168,10 +169,10 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     try:
         _open(run, attempt.number)
         with _watched(run, attempt, stacks):
-            run.tell("on_train_begin")
-            if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches, save)) is None:
+            run.call_event("on_train_begin")
+            if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches)) is None:
                 stop, record = conclude(run)
-            run.tell("on_train_end")
+            run.call_event("on_train_end")
         run.manager.wait_until_finished()
         run.log.report_save(run.manager.last_result)
         run.mirror.settle(stop)
@@ -183,16 +184,15 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
         raise
     if stop is not None:
         run.last_act = attempt.interrupted(stop)
-        leave_page(run.config, run.processes, run.interrupts, run.manager)
+        write_page(run.config, run.processes, run.interrupts, run.manager)
         return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
-    if run.processes.is_main and run.config.push_to_hub:
-        push_result(run.config)
     run.status.finish("completed")
+    push_result(run.config, run.processes)  # which may last, and a later call pushes as well
     but = f", but {warning}" if (warning := run.status.current.warning) else ""
     logger.info(f"completed at step {run.state.step}{but}")
-    if run.proposes:
+    if run.logs_next_steps:
         log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
-    leave_page(run.config, run.processes, run.interrupts, run.manager)
+    write_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 
 
@@ -229,7 +229,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     if run.is_finished and not start.is_own:
         raise nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
-        run.interval.load(source.checkpoint.manifest.info)
+        run.step_metrics.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.shown}")
     return restored
 
@@ -263,7 +263,9 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     begun_at: dict[str, Any] = {"resumed_from": step, "saved_state": trackers, "hyperparameters": config.model_dump()}
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
     run.log.known_tracker_state = processes.on_main(start_trackers)
-    run.status = RunStatus(config.run_folder, number, is_main=processes.is_main, still_held=manager.holds_lease)
+    run.status = RunStatus(
+        config.run_folder, number, is_main_process=processes.is_main_process, still_held=manager.holds_lease
+    )
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
@@ -285,7 +287,7 @@ def _open(run: Run, number: int) -> None:
     """Open the log of the attempt, write its first status, and cut the metrics back to where it begins."""
     config, processes, step = run.config, run.processes, run.state.step
     run.log.open(number, still_held=run.manager.holds_lease)
-    earlier = readable_status(config.run_folder) if step and processes.is_main else None
+    earlier = readable_status(config.run_folder) if step and processes.is_main_process else None
     run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
     run.status.update(
         step=step,
@@ -317,10 +319,9 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         kept = kept_steps(run.config, run.state.validation)
         run.manager.save_last(step(), run.contents(generators), info=run.info, keep=kept)
 
+    monitors = run.config.monitor_gpu and run.processes.is_main_process
     with (
-        monitored(
-            run.config.run_folder, run.manager.holds_lease, wanted=run.config.monitor_gpu and run.processes.is_main
-        ),
+        monitored(run.config.run_folder, run.manager.holds_lease, wanted=monitors),
         watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
         EmergencySave(
             attempt,
@@ -337,20 +338,6 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         yield
 
 
-def save(run: Run) -> None:
-    """Begin a checkpoint of where the run stands. A collective."""
-    logger.debug("step %d: save begins; the one before: %s", run.state.step, run.manager.last_result)
-    with run.heartbeat.resting():  # the manager may wait for space on a full disk
-        run.manager.save(
-            run.state.step,
-            run.contents(),
-            force=True,
-            info=run.info,
-            keep={*kept_steps(run.config, run.state.validation), *run.mirror.sending},
-        )
-    run.tell("on_save")
-
-
 def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     """Evaluate agents and crowd, write the results and the final checkpoint.
 
@@ -362,7 +349,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
     if latest:
         note_evaluation(run, latest)
-        run.tell("on_evaluate", metrics=latest)
+        run.call_event("on_evaluate", metrics=latest)
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
     with run.heartbeat.resting():
@@ -394,7 +381,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
         added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}
         run.manager.finish(added, step=None if step == run.state.step else step)
         require_written(run.manager, run.processes)
-    if run.processes.is_main and run.manager.holds_lease():
+    if run.processes.is_main_process and run.manager.holds_lease():
         write_json(config.run_folder / "evaluation.json", record)
 
 

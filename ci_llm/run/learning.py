@@ -49,7 +49,7 @@ class Learning:
     _still: list[int] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
-    def become(self, names: Sequence[str], sources: OldPlaces) -> None:
+    def replace_agents(self, names: Sequence[str], sources: OldPlaces) -> None:
         """Go on with a crowd that has changed.
 
         Args:

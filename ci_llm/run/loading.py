@@ -12,7 +12,7 @@ from ci_llm.crowd.prompts import PromptForm, form_of
 from ci_llm.crowd.quantized import stored_quantization
 from ci_llm.crowd.sharded_layers import ShardedLayers, describe_shards
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
-from ci_llm.data.chat_template import use_chat_template
+from ci_llm.data.chat_template import naming_template, use_chat_template
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
@@ -104,7 +104,7 @@ def rows_and_plan(
     return AgentRows(each), AgentPlans(tuple(Plan(len(own), rows_per_step, seed) for own, seed in plans))
 
 
-def stretches(
+def data_phases(
     config: Config, rows: TrainingRows, state: TrainState, total_steps: int
 ) -> list[tuple[TrainingRows, Plan | AgentPlans, int, int]]:
     """(rows, order, first step, end) of what is left of a run: up to where its crowd branches, and from there on.
@@ -145,7 +145,7 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
             names = [name for name, own in zip(config.agent_names, each, strict=True) if id(own) == number]
             logger.info(f"data      {', '.join(names)}:")
         for line in rows.description:
-            logger.info(f"data      {line}")
+            logger.info(f"data      {naming_template(line, config.chat_template)}")
         for line in rows.warnings:
             logger.warning(f"data      {line}")
     for evaluated in eval_rows.sets:
@@ -158,7 +158,8 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
 def _source(found: TokenizedRows) -> str:
     """How many rows of which form are from where, in one line."""
     left_out = f", {count} left out" if (count := len(found.rows) - len(found)) else ""
-    return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}"
+    cut = f", {found.num_cut} cut at max_seq_length" if found.num_cut else ""
+    return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}{cut}"
 
 
 def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
@@ -177,7 +178,7 @@ def open_base(config: Config, processes: Processes, model_name: str | None = Non
 
 def shares_layers(config: Config, processes: Processes) -> bool:
     """Whether each process stores a part of the base's layers."""
-    return config.base_sharding == "layers" and processes.count > 1
+    return config.base_sharding == "layers" and processes.num_processes > 1
 
 
 def _tokenized(
@@ -194,7 +195,7 @@ def _tokenized(
             max_seq_length=config.max_seq_length,
             train_on_prompt=config.train_on_prompt and not evaluated,
             evaluated=evaluated,
-            main_first=processes.main_first(),
+            main_process_first=processes.main_process_first(),
         )
         # Some published tokenizers have tokens of pictures that no text holds, and the base has no embedding for.
         if len(base.tokenizer) > embeddings:

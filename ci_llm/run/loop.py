@@ -10,7 +10,7 @@ which agents are not finite; they are left out before the optimizer moves (nonfi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,14 +24,14 @@ from ci_llm.crowd.ivon import Ivon
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
-from ci_llm.distributed.ballot import Ballot, Verdict
-from ci_llm.run.best_step import validation_after
-from ci_llm.run.choosing import TRAINING_NLL, decided
+from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
+from ci_llm.run.best_step import kept_steps, validation_after
+from ci_llm.run.choosing import TRAINING_NLL, decide_crowd
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.crowd_requests import is_waiting
 from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics
-from ci_llm.run.loading import stretches
+from ci_llm.run.loading import data_phases
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
@@ -45,22 +45,21 @@ class Sums:
     """What this process computed in one optimizer step; the ballot adds it over all processes."""
 
     num_targets: int
-    sums: Tensor  # [K + 2]: cross-entropy per agent, diversity, packed tokens; `_num_sums` says when there are more
+    sums: Tensor  # see `StepSums`
     nonfinite: Tensor  # [K] bool: whether an agent's loss or gradient is not finite here
 
 
-def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None:
+def train(run: Run, batches: Batches) -> str | None:
     """Train from where `run.state` stands to the last step, or until patience with the evaluations has run out.
 
     Args:
         batches: `steps(run)`.
-        save: begins a checkpoint of the run; a collective.
 
     Returns:
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
     run.last_good.begin(run.state.step)
-    run.interval.restart_clock()
+    run.step_metrics.restart_clock()
     stop = evaluate(run) if run.evaluation_missed else None
     for step, micro_batches in batches if stop is None and not run.is_finished else ():
         run.pace.begin_step()
@@ -77,7 +76,7 @@ def train(run: Run, batches: Batches, save: Callable[[Run], None]) -> str | None
         run.pace.end_step(run.manager.last_result)
         run.heartbeat.tick()
         report(run, verdict, findings, norms)
-        run.tell("on_step_end")
+        run.call_event("on_step_end")
         change_crowd(run, verdict)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
@@ -99,17 +98,17 @@ def steps(run: Run) -> Batches:
             plan,
             start,
             stop,
-            process_index=run.processes.index,
-            num_processes=run.processes.count,
+            process_index=run.processes.process_index,
+            num_processes=run.processes.num_processes,
             micro_batch_size=run.micro_batch_size,
             num_workers=run.config.num_workers,
             pin_memory=run.crowd.device.type == "cuda",
         )
-        for rows, plan, start, stop in stretches(run.config, run.checkpoint.rows, run.state, run.total_steps)
+        for rows, plan, start, stop in data_phases(run.config, run.checkpoint.rows, run.state, run.total_steps)
     ]
-    run.lanes = [*range(run.crowd.num_agents)]
+    run.batch_places = [*range(run.crowd.num_agents)]
     # One at a time, when it is asked for: the crowd may change between two steps.
-    return ((step, of_agents(micro_batches, run.lanes)) for each in batches for step, micro_batches in each)
+    return ((step, of_agents(micro_batches, run.batch_places)) for each in batches for step, micro_batches in each)
 
 
 def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Verdict:
@@ -140,14 +139,13 @@ def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> S
     for number, batch in enumerate(micro_batches):
         run.heartbeat.tick()
         # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the same.
-        seed_everything(run.config.seed, "micro-step", step, run.processes.index, number)
-        run.crowd.agents.begin_micro_step(step, run.processes.index, number)
+        seed_everything(run.config.seed, "micro-step", step, run.processes.process_index, number)
+        run.crowd.agents.begin_micro_step(step, run.processes.process_index, number)
         batch = batch.to(run.crowd.device)
         with run.processes.autocast():
             loss = run.objective(run.crowd(batch), batch, step)
         (loss.total * (run.state.loss_scale or 1.0)).backward()
-        targets = [loss.task.new_tensor(loss.targets)] if loss.targets else []
-        sums += torch.cat([loss.task, *targets, loss.diversity[None], loss.task.new_full((1,), batch.num_tokens)])
+        sums += StepSums.pack(loss.task, loss.targets, loss.diversity, batch.num_tokens)
     nonfinite = nonfinite_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
     return Sums(sum(batch.num_targets for batch in micro_batches), sums, nonfinite)
 
@@ -177,23 +175,24 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
 def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
     """Show how far the run is; one line of metrics per `logging_steps`, with means since the line before it."""
     targets, step = targets_of(verdict, run.crowd.num_agents), run.state.step
-    losses = [total / max(count, 1) for total, count in zip(verdict.sums, targets, strict=False)]
-    run.interval.count(findings.tokens)
+    sums = StepSums.unpack(verdict.sums, run.crowd.num_agents)
+    losses = [total / max(count, 1) for total, count in zip(sums.losses, targets, strict=True)]
+    run.step_metrics.count(findings.tokens)
     run.status.update(agent_steps=run.state.agent_steps)
     logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
     run.log.progress(run.position([] if findings.bad_batch else losses))
     run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
-        sums = (*verdict.sums[: len(targets)], verdict.sums[-2])
-        run.interval.add((*targets, verdict.num_targets), sums, norms, findings.left_out)
+        totals = (*sums.losses, sums.diversity)
+        run.step_metrics.add((*targets, verdict.num_targets), totals, norms, findings.left_out)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
         "epoch": run.plan.epoch(step),
         "agent_steps": run.state.agent_steps,
         "train/learning_rate": run.last_learning_rate,
-        **run.interval.means(),
+        **run.step_metrics.means(),
     }
     if run.present_config.agents:
         for k, (name, rate) in enumerate(zip(run.state.names, run.learning_rates, strict=True)):
@@ -207,15 +206,15 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     metrics |= recovery_metrics(run.state, run.config.batch_size)
     if run.config.log_memory_usage:
         metrics |= memory_in_use(run.crowd.device)
-    metrics |= run.interval.speed() | run.mirror.metrics()
+    metrics |= run.step_metrics.speed() | run.mirror.metrics()
     run.log.metrics(step, metrics)
-    run.interval.restart()
-    run.tell("on_log", logs=metrics)
+    run.step_metrics.restart()
+    run.call_event("on_log", logs=metrics)
 
 
 def evaluate(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
-    with run.interval.paused():
+    with run.step_metrics.paused():
         scores, training = run.evaluator.scores(run.state.step, run.micro_batch_size), {}
         if scores is not None and run.is_choosing:
             found = run.evaluator.training_nll(first_rows(run.rows), run.state.step, run.micro_batch_size)
@@ -229,14 +228,28 @@ def evaluate(run: Run) -> str | None:
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
         if run.config.show_example:
-            with run.interval.paused():
+            with run.step_metrics.paused():
                 example = run.evaluator.example(run.state.step)
             if example is not None:
                 logger.info(describe_example(example))
-        run.tell("on_evaluate", metrics=metrics)
+        run.call_event("on_evaluate", metrics=metrics)
         if run.is_finished:
             logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
     return run.stop_vote.reason()
+
+
+def save(run: Run) -> None:
+    """Begin a checkpoint of where the run stands. A collective."""
+    logger.debug("step %d: save begins; the one before: %s", run.state.step, run.manager.last_result)
+    with run.heartbeat.resting():  # the manager may wait for space on a full disk
+        run.manager.save(
+            run.state.step,
+            run.contents(),
+            force=True,
+            info=run.info,
+            keep={*kept_steps(run.config, run.state.validation), *run.mirror.sending},
+        )
+    run.call_event("on_save")
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
@@ -246,7 +259,7 @@ def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     run.state = replace(run.state, validation=validation)
     run.status.update(best_step=validation.best_step)
     if run.is_choosing and TRAINING_NLL in metrics:
-        run.state = decided(run.config, run.state, metrics, run.processes, run.manager.holds_lease)
+        run.state = decide_crowd(run.config, run.state, metrics, run.processes, run.manager.holds_lease)
         run.status.update(choice=str(run.state.choice))
 
 
@@ -260,12 +273,12 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
 
 def targets_of(verdict: Verdict, agents: int) -> list[int]:
     """[K] the targets of every one of K agents in a step, of all processes."""
-    return [int(count) for count in verdict.sums[agents:-2]] or [verdict.num_targets] * agents
+    return [*StepSums.unpack(verdict.sums, agents).targets] or [verdict.num_targets] * agents
 
 
 def _num_sums(agents: int, plan: Plan | AgentPlans) -> int:
-    """Numbers in `Sums.sums`: agents with rows of their own also have targets of their own, behind their losses."""
-    return agents + 2 + agents * isinstance(plan, AgentPlans)
+    """Numbers in `Sums.sums`: agents with rows of their own also have targets of their own."""
+    return StepSums.size(agents, own_targets=isinstance(plan, AgentPlans))
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
@@ -274,9 +287,9 @@ def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot
     return Ballot(
         num_targets=sums.num_targets if sums else 0,
         nonfinite=sums.nonfinite if sums else [False] * agents,
-        sums=sums.sums if sums else [0.0] * _num_sums(run.crowd.num_agents, run.plan),
+        sums=sums.sums if sums else [0.0] * _num_sums(agents, run.plan),
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,
-        save=save_wanted or (run.processes.is_main and run.manager.should_save(step + 1)),
-        request=run.processes.is_main and is_waiting(run.config.run_folder),
+        save=save_wanted or (run.processes.is_main_process and run.manager.should_save(step + 1)),
+        request=run.processes.is_main_process and is_waiting(run.config.run_folder),
     )

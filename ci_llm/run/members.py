@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ci_llm.config import Config
-from ci_llm.config.own_keys import NAME
+from ci_llm.config.own_keys import NAME, from_plain, to_plain
 from ci_llm.core.determinism import derive_seed
 from ci_llm.errors import ConfigError
 
@@ -74,7 +74,7 @@ class CrowdChange:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CrowdChange:
         """What `dataclasses.asdict` made of one, also after a way through JSON."""
-        return cls(**{**values, "own": _tupled(values["own"])})
+        return cls(**{**values, "own": from_plain(values["own"])})
 
 
 @dataclass(frozen=True)
@@ -277,12 +277,12 @@ class Members:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return to_plain(asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Members:
         """The inverse of `to_dict`, also after a way through JSON."""
-        agents = tuple(Member(**{**each, "own": _tupled(each["own"])}) for each in values["agents"])
+        agents = tuple(Member(**{**each, "own": from_plain(each["own"])}) for each in values["agents"])
         changes = {key: tuple(CrowdChange.from_dict(each) for each in values[key]) for key in ("planned", "made")}
         return cls(**{**values, "agents": agents, **changes})
 
@@ -323,7 +323,3 @@ def _clone(original: Member, number: int, own: Mapping[str, Any]) -> Member:
     inherited = {key: value for key, value in original.own.items() if key != NAME}
     index = 0 if "seed" in own else original.index
     return Member(number, {**inherited, **own}, index, original.origin)
-
-
-def _tupled(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}

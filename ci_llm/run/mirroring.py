@@ -19,6 +19,9 @@ from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
+from ci_llm.core.push_record import NAME as PUSH_RECORD
+from ci_llm.core.recovery import NAME as RECOVERY
+from ci_llm.core.run_folder import BEGINNING
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.crowd_requests import RECORD
@@ -27,17 +30,17 @@ from ci_llm.run.shutdown import expected_kill
 logger = logging.getLogger(__name__)
 
 #: What follows beside the checkpoints: what a run leaves for people and for its next attempt.
-STORY: Final = (
+RUN_FILES: Final = (
     *(
-        "beginning.json",
+        BEGINNING,
         RECORD,
-        "recovery.json",
+        RECOVERY,
         "skipped_batches.json",
         "status.json",
         "training.log",
         "metrics.jsonl",
     ),
-    *("evaluation.json", "gpu_stats.json", "report.html", "attempts/*/*.json"),
+    *("evaluation.json", "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
 )
 #: How long a run that is complete waits for its mirror, and then, or after a failure, for its last files.
@@ -71,12 +74,12 @@ class RunMirror:
         self._mirror: Mirror | None = None
         self._found = Found()
         self.on_change: Callable[[dict[str, Any]], object] = lambda state: None
-        if config.mirror is not None and processes.is_main:
+        if config.mirror is not None and processes.is_main_process:
             self._mirror = Mirror(
                 config.mirror,
                 config.run_folder,
                 keep=config.save_total_limit,
-                story=STORY,
+                files=RUN_FILES,
                 max_mb_per_s=config.mirror_max_mb_per_s,
                 on_change=self._tell,
             )
@@ -91,7 +94,7 @@ class RunMirror:
             CheckpointError: the mirror holds another run, or does not answer while the disk is empty.
         """
         if self._mirror is not None:
-            self._found = fill(self._mirror.reader, self._manager, STORY)
+            self._found = fill(self._mirror.reader, self._manager, RUN_FILES)
 
     def begin(self, going_on_from: int, attempt: int) -> None:
         """Claim the mirror for this attempt, whose folder is leased, and send from here on.
@@ -129,9 +132,9 @@ class RunMirror:
 
     def flush_before_kill(self, share: float = 1.0) -> None:
         """Send what the run has saved last, for a share of the time that the process may be expected to live."""
-        patience = self._config.grace_s, self._launch
         margin = MARGIN_S if read_job() is None else MARGIN_S + REQUEUE_S
-        self.flush(share * (expected_kill(self._interrupts, *patience, None) - margin - time.monotonic()))
+        killed_at = expected_kill(self._interrupts, self._config.grace_s, self._launch, None)
+        self.flush(share * (killed_at - margin - time.monotonic()))
 
     def flush(self, seconds: float) -> None:
         """Send all that is there, the newest step first, for so many seconds at most."""

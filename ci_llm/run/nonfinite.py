@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ci_llm.distributed.ballot import Verdict
+from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
 from ci_llm.run.attempt_requests import write_skipped_batches
 from ci_llm.run.nonfinite_policy import AgentRecovery, BadBatch, Bounds, RecoveryState
@@ -83,12 +83,13 @@ def findings_of(
     judged = tuple(k for k in everybody if k not in dropped)
     if known_bad:
         return Findings(everybody, judged, bad_batch=True, tokens=0, dropped=dropped)
+    sums = StepSums.unpack(verdict.sums, len(everybody))
     left_out = tuple(k for k in everybody if verdict.nonfinite[k] or k in dropped)
     scaled = (loss_scale or 1.0) > 1.0
     # Under a loss scale a gradient may overflow although its agent is fine. The scale does not touch the loss.
-    nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(verdict.sums[k])))
+    nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(sums.losses[k])))
     bad = nonfinite == judged
-    return Findings(left_out, nonfinite, bad, 0 if bad else int(verdict.sums[-1]), own_rows, dropped)
+    return Findings(left_out, nonfinite, bad, 0 if bad else sums.tokens, own_rows, dropped)
 
 
 class NonFiniteResponse:

@@ -55,7 +55,7 @@ def _decided(config: Config, each: Sequence[TokenizedRows], processes: Processes
     lengths, rows = Lengths.of(sampled(each)), config.batch_size
     try:
         shape = load_architecture(config.model_name)
-        found = trace_longest(config, shape, processes.device, rows, lengths, processes.count)
+        found = trace_longest(config, shape, processes.device, rows, lengths, processes.num_processes)
     except Untraceable as error:
         return False, f"this architecture cannot be traced without weights ({error})"
     free = processes.free_memory()

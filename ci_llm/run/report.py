@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 from ci_llm.cluster.elastic import has_rounds
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config, default_file
+from ci_llm.core.push_record import PushRecord, keep_push
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
 from ci_llm.report.page import curves_command, write_report
-from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.shutdown import command_line
+from ci_llm.report.scores import agents_of, by_own_rows, rows_evaluated
+from ci_llm.run.shutdown import command_line, described
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager
@@ -35,13 +36,14 @@ def score_table(record: Mapping[str, Any]) -> str:
     exact, nll = record["exact_match"], record["nll"]
     lines = [f"{'':<14}{'exact match':>12}{'nll':>10}"]
     count = len(exact["agents"])
-    names = record.get("names") or [f"agent{k}" for k in range(count)]
-    for name, match, loss in zip(names, exact["agents"], nll["agents"], strict=True):
+    for name, match, loss in zip(agents_of(record), exact["agents"], nll["agents"], strict=True):
         lines.append(f"{name:<14}{match:>12.3f}{loss:>10.4f}")
-    lines += _together(exact, nll) if count > 1 else ()
+    lines += _together(record) if count > 1 else ()
     what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
     interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
     lines.append(f"exact match of {what}, over {rows_evaluated(record['n'], record['rows_trained_on'])}{interval}")
+    if whose := by_own_rows(record):
+        lines.append(whose)
     if record.get("choice"):
         lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
@@ -54,17 +56,18 @@ def describe_not_finite(record: Mapping[str, Any]) -> str:
     bad = [k for k, loss in enumerate(record["nll"]["agents"]) if loss is None or not math.isfinite(loss)]
     if not bad:
         return ""
-    names = record.get("names") or [f"agent{k}" for k in range(len(record["nll"]["agents"]))]
+    names = agents_of(record)
     return (
         f"the scores of {', '.join(names[k] for k in bad)} are not finite: these adapters cannot be used; a smaller"
         " learning_rate, with overwrite_output_dir=true or another experiment_name, trains them again"
     )
 
 
-def _together(exact: Mapping[str, Any], nll: Mapping[str, Any]) -> Iterator[str]:
-    """The lines about several agents."""
-    count = len(exact["agents"])
-    yield f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}"
+def _together(record: Mapping[str, Any]) -> Iterator[str]:
+    """The lines about several agents; see `ci_llm.report.scores.scores` for agents that have rows of their own."""
+    exact, nll, count = record["exact_match"], record["nll"], len(record["exact_match"]["agents"])
+    if not by_own_rows(record):
+        yield f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}"
     yield f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}"
     if "vote" in exact:
         yield f"{'majority vote':<14}{exact['vote']:>12.3f}"
@@ -123,7 +126,7 @@ def next_steps(
     """
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
-    is_example = not any(Path(name).expanduser().exists() for name in config.dataset_names)
+    is_example = not any(Path(name).expanduser().exists() for name in config.all_dataset_names)
     return [
         f"ask        ci-llm chat {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
@@ -165,7 +168,7 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
 
 
-def leave_page(
+def write_page(
     config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager | CheckpointStore
 ) -> None:
     """Write report.html, as the last act of an attempt. It never fails the run.
@@ -178,7 +181,7 @@ def leave_page(
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if not (config.write_report and processes.is_main and manager.holds_lease()):
+    if not (config.write_report and processes.is_main_process and manager.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)
@@ -188,15 +191,22 @@ def leave_page(
         logger.info(f"report     {page}")
 
 
-def push_result(config: Config) -> None:
-    """Publish the final checkpoint, as `push_to_hub` asks for. It never fails the run, whose work is done."""
-    from ci_llm.crowd.publishing import publish
+def push_result(config: Config, processes: Processes) -> None:
+    """Publish the final checkpoint, as `push_to_hub` asks for, unless it is known to be published. It never fails the
+    run, whose work is done; the next call of a run that is complete tries it again."""
+    if not (config.push_to_hub and processes.is_main_process):
+        return
+    from ci_llm.crowd.publishing import is_published, publish
 
     try:
+        if is_published(config.run_folder, config.hub_model_id):
+            return
         done = publish(config.run_folder, config.hub_model_id)
-    except CiLlmError as error:
+    except Exception as error:  # noqa: BLE001 - as in `write_page`
+        what = error.what if isinstance(error, CiLlmError) else described(error)
         to = config.hub_model_id or config.run_folder.resolve().name
         again = shlex.join(["ci-llm", "push", str(config.run_folder), "--to", f"hub:{to}"])
-        logger.warning(f"hub       not published: {error.what}; {again} tries it again")
+        logger.warning(f"hub       not published: {what}; the same call or {again} tries it again")
+        keep_push(config.run_folder, PushRecord(to, error=what))
     else:
         logger.info(f"hub       {done.url}, {'private' if done.private else 'public'}")

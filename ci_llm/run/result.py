@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ci_llm.cluster.elastic import exit_code_after_stop
 from ci_llm.core.durable import read_json
+from ci_llm.core.run_status import readable_status
 
 if TYPE_CHECKING:
     from ci_llm.config import Config
@@ -58,10 +59,12 @@ class Result:
 def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
     """`evaluation.json` of a run that has come to its end at `step`.
 
-    None before that, also if the run had an end at another step and went on from there; and None if the file is
-    damaged: it is made again then.
+    None before that, also if the run had an end at another step and went on from there. And None if the file is
+    damaged, or if the last attempt ended after it was written and before the mirror had it: the end is made again then.
     """
-    record = folder / "evaluation.json"
+    record, status = folder / "evaluation.json", readable_status(folder)
+    if status is not None and status.status != "completed":
+        return None
     if not (record.is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()):
         return None
     try:

@@ -1,8 +1,9 @@
 """What a checkpoint of a run holds, how a run resumes from it, and how exactly it repeats the undisturbed run.
 
-The log names one of two grades: `bitwise` (same processes, micro-batch, threads, versions, device) and `sample-exact`
-(the same samples in the same optimizer steps; sums may round differently). It adds which keys make it another run from
-here on, because rows, mathematics or the schedule are others.
+The log names a grade: `bitwise` (same processes, micro-batch, threads, versions, device), `sample-exact` (the same
+samples in the same optimizer steps; sums may round differently), or `state-exact` (the same state to go on from, on a
+device that may round differently each time). It adds which keys make it another run from here on, because rows,
+mathematics or the schedule are others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.votes import EachProcess
 from ci_llm.config import Change, Config, parse_config
-from ci_llm.config.own_keys import NAME, OWN_KEYS
+from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.core import determinism
 from ci_llm.core.urls import is_url
 from ci_llm.crowd.base import Base, short_name
@@ -215,11 +216,17 @@ class RunCheckpoint:
         """What must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
         return {
-            "processes": self.processes.count,
+            "processes": self.processes.num_processes,
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if self.crowd.device.type == "cuda" else _processor(),
-            "deterministic": torch.are_deterministic_algorithms_enabled() or on_cpu,
+            # Kernels with a deterministic form take it only where anything else is an error: attention does not after
+            # warn_only (`deterministic: auto`).
+            "deterministic": on_cpu
+            or (
+                torch.are_deterministic_algorithms_enabled()
+                and not torch.is_deterministic_algorithms_warn_only_enabled()
+            ),
             "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES},
         }
 
@@ -248,31 +255,34 @@ class RunCheckpoint:
     def restore_environment(self, source: Source, state: TrainState) -> str:
         """Set threads and generators as they were; returns the grade for people, and every field that lowers it."""
         before: Any = source.checkpoint.manifest.info["surroundings"]
-        same_processes = before["processes"] == self.processes.count
+        same_processes = before["processes"] == self.processes.num_processes
         if self.crowd.device.type == "cpu" and same_processes:
             torch.set_num_threads(before["threads"])
         now = self.environment(state)
+        if self.crowd.device.type != "cpu":
+            now["threads"] = before["threads"]  # they compute no step
         odd = _differences(before, now)
         precision, precision_now = self._precisions(source)
         if precision != precision_now:
             odd.append(f"precision of the base {precision} -> {precision_now}")
         if same_processes:
             odd += self._restore_generators(source)
-        if not now["deterministic"]:
-            odd.append("no deterministic algorithms on this device")
         changes = _bits_changing(recorded_config(source).diff(self.config), self.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         others = [change.key for change in changes if change.kind != "free"]
         if not self._has_same_rows(source):
             others.append("training rows")
-        grade = f"exactness: sample-exact ({'; '.join(odd)})" if odd else "exactness: bitwise"
+        grade = "exactness: bitwise"
+        if odd or not now["deterministic"]:
+            unsure = [] if now["deterministic"] else ["deterministic=true alone takes the same bits from every kernel"]
+            grade = f"exactness: {'sample' if odd else 'state'}-exact ({'; '.join(odd + unsure)})"
         return f"{grade}; another run from here on ({', '.join(others)})" if others else grade
 
     def _restore_generators(self, source: Source) -> list[str]:
         generators: Any = source.checkpoint.state["rng"]
-        count = self.processes.count
+        count = self.processes.num_processes
         odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in generators]
-        own = generators.get(f"process{self.processes.index}")
+        own = generators.get(f"process{self.processes.process_index}")
         if own is not None and (hindrance := determinism.restore(own)):
             odd.append(hindrance)
         return odd
@@ -335,7 +345,8 @@ class RunCheckpoint:
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
         if not self._has_same_rows(source) and not self.config.allow_inexact_resume:
             raise ForeignCheckpoint(
-                "the training rows are not those of the checkpoint: another data set, tokenizer, template or length",
+                "the training rows are not those of the checkpoint: another data set, tokenizer, template or length,"
+                " or a release of ci-llm that reads them in another way",
                 where=str(source.folder),
                 hint=f"{other_ways(changes, self.config, self.processes.launch)};"
                 " allow_inexact_resume=true goes on with the new rows from this step",
@@ -345,7 +356,7 @@ class RunCheckpoint:
 def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
     """Name and settings of every agent, as plain values."""
     return [
-        {NAME: name, **{key: list(v) if isinstance(v := getattr(own, key), tuple) else v for key in OWN_KEYS}}
+        {NAME: name, **to_plain({key: getattr(own, key) for key in OWN_KEYS})}
         for name, own in zip(config.agent_names, config.each_agent, strict=True)
     ]
 
@@ -392,8 +403,9 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two environments."""
-    odd = [f"{key} {before[key]} -> {now[key]}" for key in now if key != "versions" and before.get(key) != now[key]]
+    """What differs between two environments, apart from determinism, which a grade of its own is about."""
+    keys = [key for key in now if key not in ("versions", "deterministic")]
+    odd = [f"{key} {before[key]} -> {now[key]}" for key in keys if before.get(key) != now[key]]
     odd += [
         f"{name} {version} -> {now['versions'][name]}"
         for name, version in before["versions"].items()

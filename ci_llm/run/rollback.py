@@ -36,7 +36,7 @@ class LastGood:
         self._rows, self._optimizer = rows, optimizer
         self._snapshots: dict[int, _Snapshot] = {}
 
-    def become(self, rows: Sequence[nn.Parameter], sources: OldPlaces) -> None:
+    def replace_agents(self, rows: Sequence[nn.Parameter], sources: OldPlaces) -> None:
         """Go on with the rows of a crowd that has changed."""
         before, self._rows = self._snapshots, rows
         known = {k: before[source] for k, source in enumerate(sources) if source is not None and source in before}

@@ -56,12 +56,14 @@ class Rounds:
         self, vote: StopVote, count: int, batch_size: int, report: Callable[[int], None] = lambda _: None
     ) -> None:
         self._vote, self._failed, self._report = vote, False, report
-        self._count, self._per_round = count, batch_size * vote.processes.count
+        self._count, self._per_round = count, batch_size * vote.processes.num_processes
         self.stop: str | None = None
         self.out_of_memory = False
         processes = vote.processes
         # Process 0 has the longest share. One round more than that: a process may have left its last batch half done.
-        own, longest = (share(range(count), i, processes.count, batch_size) for i in (processes.index, 0))
+        own, longest = (
+            share(range(count), i, processes.num_processes, batch_size) for i in (processes.process_index, 0)
+        )
         self.batches = self._deal(own, 1 + len(longest))
 
     def _deal(self, own: list[list[int]], count: int) -> Iterator[list[int]]:

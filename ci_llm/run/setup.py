@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -26,7 +25,6 @@ from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinc
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, tokenizer_files
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
-from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
@@ -42,7 +40,6 @@ from ci_llm.run.agent_settings import (
 from ci_llm.run.context import Run
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
-from ci_llm.run.interval import Interval
 from ci_llm.run.loading import Loaded, common_form, describe_rows, load, rows_and_plan, shares_layers, training_rows
 from ci_llm.run.members import Members, config_of
 from ci_llm.run.mirroring import RunMirror
@@ -54,6 +51,7 @@ from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.rounds import StopVote
 from ci_llm.run.state import TrainState, Validation
+from ci_llm.run.step_metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +120,10 @@ def build(
     crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
     describe_rows(config, rows, eval_rows)
     rows_to_train = training_rows(config, rows)
-    return join(config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows)
+    return assemble(config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows)
 
 
-def join(
+def assemble(
     config: Config,
     processes: Processes,
     interrupts: Interrupts,
@@ -138,15 +136,15 @@ def join(
     eval_rows: EvaluationRows,
 ) -> Run:
     """The run at step 0, of parts that are ready."""
-    rows_per_step = config.rows_per_step(processes.count)
-    _, steps = plan_ahead(config, lengths_of(rows), rows_per_step)
+    rows_per_step = config.rows_per_step(processes.num_processes)
+    steps = steps_of(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
     rows_now, plan = rows_and_plan(config, rows, members, rows_per_step)
     total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
     optimizer = optimizer_of(beginning, crowd, rows_now)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
-    memory = MemoryRelief(config, base, crowd, processes.count)
+    memory = MemoryRelief(config, base, crowd, processes.num_processes)
     vote = StopVote(processes, interrupts, heartbeat)
     return Run(
         config=config,
@@ -161,7 +159,7 @@ def join(
         manager=manager,
         mirror=mirror,
         log=log,
-        status=RunStatus(config.run_folder, 0, is_main=False),
+        status=RunStatus(config.run_folder, 0, is_main_process=False),
         state=_first_state(beginning, rows_per_step, members),
         plan=plan,
         total_steps=total_steps,
@@ -176,7 +174,7 @@ def join(
             config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
         ),
         heartbeat=heartbeat,
-        interval=Interval(crowd.num_agents, crowd.device),
+        step_metrics=StepMetrics(crowd.num_agents, crowd.device),
     )
 
 
@@ -184,7 +182,7 @@ def _nonfinite_response(
     config: Config, last_good: LastGood, processes: Processes, manager: CheckpointManager
 ) -> NonFiniteResponse:
     def may_write() -> bool:
-        return processes.is_main and manager.holds_lease()
+        return processes.is_main_process and manager.holds_lease()
 
     bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
     return NonFiniteResponse(bounds, last_good, config.run_folder, may_write, drops_agents=config.drop_nonfinite_agents)
@@ -206,20 +204,19 @@ def lengths_of(rows: TrainingRows) -> list[int]:
     return [len(own) for own in rows.each] if isinstance(rows, AgentRows) else [len(rows)]
 
 
-def plan_ahead(config: Config, num_rows: Sequence[int], rows_per_step: int) -> tuple[Plan | AgentPlans, int]:
-    """Order and length of a run. Epochs are those of the agent with the most rows: all take their steps together.
+def steps_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
+    """The length of a run. Epochs are those of the agent with the most rows: all take their steps together.
 
-    The length is that of a crowd that does not branch; `Members.total_steps` has the other.
+    It is that of a crowd that does not branch; `Members.total_steps` has the other.
 
     Args:
         num_rows: see `lengths_of`.
         rows_per_step: of all agents, or of each; those of step 1 for good.
     """
-    plans = [Plan(number, rows_per_step, seed) for number, seed in zip(num_rows, config.data_seeds, strict=False)]
-    plan = AgentPlans(tuple(plans)) if len(plans) > 1 else plans[0]
+    steps_per_epoch = max(-(-number // rows_per_step) for number in num_rows)
     # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
-    by_epochs = math.ceil(round(config.epochs * plan.steps_per_epoch, 6))
-    return plan, config.max_train_steps or max(1, by_epochs)
+    by_epochs = math.ceil(round(config.epochs * steps_per_epoch, 6))
+    return config.max_train_steps or max(1, by_epochs)
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
@@ -264,7 +261,5 @@ def set_determinism(config: Config) -> None:
     """Choose deterministic algorithms, as the configuration says; before anything is computed."""
     if config.deterministic is False:
         return
-    # Must be in the environment before the first cuBLAS handle is made.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, and hides bugs of other libraries

@@ -36,7 +36,7 @@ _BRIEFLY_S = 3.0  # a process that is about to be killed cannot wait long for an
 
 def watch_walltime(config: Config, processes: Processes, pace: Pace, interrupts: Interrupts) -> Walltime:
     """Turns the end of the job into a request to stop, on the main process; the ballot tells the others."""
-    deadline = _deadline(config, job_end) if processes.is_main else None
+    deadline = _deadline(config, job_end) if processes.is_main_process else None
     if deadline is not None:
         logger.info(f"walltime  stops in time before {deadline}")
     elif config.stop_before_walltime is True:
@@ -98,7 +98,7 @@ class Attempt:
         """
         command = command_line(self.processes.launch)
         finish_save_in_flight(self.manager)
-        saved = self.manager.all_steps() if self.processes.is_main else []
+        saved = self.manager.all_steps() if self.processes.is_main_process else []
         step = max([self.began_at, *saved])
         self.status.update(step=step)
         try:
@@ -106,7 +106,7 @@ class Attempt:
         except OSError as error:
             logger.warning(f"status.json cannot be written: {error}")
             # The write that failed cannot say whether the folder is still this attempt's; the lease can.
-            is_own = self.processes.is_main and self.manager.holds_lease()
+            is_own = self.processes.is_main_process and self.manager.holds_lease()
         self.log.end_progress()
         where = f"step {step} is saved" if step else "no step is saved"
         logger.info(f"interrupted ({reason}): {where}; go on with: {command}")
@@ -129,7 +129,7 @@ class Attempt:
         Args:
             step: the optimizer steps taken.
         """
-        reason, index = reason_of(error), self.processes.index
+        reason, index = reason_of(error), self.processes.process_index
         failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
         failure = Failure.of(error, reason, index, failed_at)
         for write in (

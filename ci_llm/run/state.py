@@ -188,7 +188,7 @@ class TrainState:
         )
 
     def with_choice(self, choice: Choice, members: Members) -> TrainState:
-        """The state in which that is decided, and these are the members."""
+        """The state with this decision and the members that follow from it."""
         return replace(self, choice=choice, members=members)
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:

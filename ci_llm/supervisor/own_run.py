@@ -15,6 +15,7 @@ from ci_llm.config import Config, default_file, load_config
 from ci_llm.config.sweep import read_sweep
 from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
 from ci_llm.core.recovery import read_recovery, write_recovery
+from ci_llm.core.run_folder import SEGMENTS
 from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
@@ -243,7 +244,7 @@ class SweepRun(OwnRun):
 
     def _newest_step(self) -> int:
         """The optimizer steps that the newest checkpoints of all segments hold."""
-        segments = sorted((self._folder / "segments").glob("*"))
+        segments = sorted((self._folder / SEGMENTS).glob("*"))
         return sum(max(CheckpointStore(folder).all_steps(), default=0) for folder in segments)
 
 

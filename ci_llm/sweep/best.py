@@ -10,16 +10,16 @@ from typing import Final
 from ci_llm.checkpoints.folders import FINAL, open_folder
 from ci_llm.config import as_typed
 from ci_llm.core.durable import new_folder, remove_tree, write_new
+from ci_llm.core.run_folder import BEST
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
 from ci_llm.errors import CheckpointError
-from ci_llm.sweep.board import BEST
 from ci_llm.sweep.sweep import Sweep
 from ci_llm.sweep.trials import Trial
 
 _CONFIG: Final = "adapter_config.json"
 
 
-def leave_best(sweep: Sweep) -> Path | None:
+def write_best(sweep: Sweep) -> Path | None:
     """Make `best/` of the best trial, unless it is there; None if every trial has failed.
 
     Raises:

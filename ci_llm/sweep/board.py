@@ -11,11 +11,11 @@ from rich.table import Table
 
 from ci_llm.config import arguments_without, as_typed
 from ci_llm.config.sweep import SweepKeys
+from ci_llm.core.run_folder import BEST
 from ci_llm.sweep.trials import Standings, Trial
 
 #: Trials of the crowd that is proposed.
 CROWD: Final = 4
-BEST: Final = "best"
 
 
 def leaderboard(standings: Standings) -> Table:

@@ -16,7 +16,7 @@ from ci_llm.errors import ConfigError
 from ci_llm.run.cost_model import Untraceable, trace_longest
 from ci_llm.run.loading import Loaded
 from ci_llm.run.recomputation import USABLE
-from ci_llm.sweep.trials import Plan
+from ci_llm.sweep.trials import HalvingPlan
 
 #: Trials of a pack where nothing can be estimated.
 CAUTIOUS: Final = 4
@@ -75,7 +75,7 @@ def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
             yield "lora_dropout", high
 
 
-def as_one_run(reading: SweepReading, plan: Plan) -> Config:
+def as_one_run(reading: SweepReading, plan: HalvingPlan) -> Config:
     """A run that costs what the sweep costs: a full pack of the largest trials, for the steps of all segments."""
     steps = sum(steps * trials / plan.per_pass for trials, steps in plan.segment_steps)
     pack = tuple({NAME: f"trial{k}", "seed": k, **dict(_largest(reading.spaces))} for k in range(plan.per_pass))
@@ -83,10 +83,13 @@ def as_one_run(reading: SweepReading, plan: Plan) -> Config:
     return reading.config.model_copy(update=changes)
 
 
-def described(plan: Plan, sampler: str) -> Iterator[str]:
+def described(plan: HalvingPlan, reading: SweepReading) -> Iterator[str]:
     """Lines for people: rungs, segments and steps."""
+    sampler, wanted = reading.keys.sampler, reading.trials_wanted
     rungs = ", ".join(f"{plan.places(rung)} to step {end}" for rung, end in enumerate(plan.steps))
     yield f"{plan.trials} trials by sampler {sampler}, compared by {plan.metric}: {rungs}"
+    if wanted is not None:
+        yield f"trials={wanted} asks for more trials than the spaces have settings: they have only {plan.trials}"
     parts = plan.segment_steps
     runs = plan.agent_steps / plan.steps[-1]
     steps = sum(steps for _, steps in parts)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode, find_checkpoint, write_checkpoint
-from ci_llm.checkpoints.compose import Member, compose
+from ci_llm.checkpoints.compose import CheckpointMember, compose
 from ci_llm.checkpoints.folders import step_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config
@@ -50,7 +50,7 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
         return target  # it holds this step, or later ones that follow from it
     _clear(config.run_folder)
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
-    members = [Member(opened[folder], number) for folder, number in sources]
+    members = [CheckpointMember(opened[folder], number) for folder, number in sources]
     before = recorded_config(Source(members[0].checkpoint, sources[0][0]))
     config = config.model_copy(update={key: getattr(before, key) for key in CHOICES})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
@@ -90,7 +90,7 @@ def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def _train_state(values: Mapping[str, Any], members: Sequence[Member]) -> dict[str, Any]:
+def _train_state(values: Mapping[str, Any], members: Sequence[CheckpointMember]) -> dict[str, Any]:
     """The position of the new segment. What concerned the packs as a whole stays behind, except a lack of memory."""
     state = TrainState.from_dict({**values, "skipped": tuple(values["skipped"])})
     each = [TrainState.from_dict(one.checkpoint.state["train_state"]).recovery for one in members]

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config import Config, parse_config
+from ci_llm.config.own_keys import from_plain
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading
 from ci_llm.core.durable import write_bytes
+from ci_llm.core.run_folder import SWEEP
 from ci_llm.distributed.precision import AUTO, CHOICES
 from ci_llm.errors import BadInput, CheckpointError
-from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
+from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
 
-NAME: Final = "sweep.json"
 FORMAT_VERSION: Final = 1
 
 
@@ -72,10 +73,10 @@ def write_record(folder: Path, record: Record, staging: Path | None = None) -> N
         CheckpointError: the disk refuses it.
     """
     try:
-        write_bytes(folder / NAME, record.to_json(), staging=staging)
+        write_bytes(folder / SWEEP, record.to_json(), staging=staging)
     except OSError as error:
         raise CheckpointError(
-            f"{NAME} cannot be written: {error.strerror}",
+            f"{SWEEP} cannot be written: {error.strerror}",
             where=str(folder),
             hint="make space there; the same command goes on",
         ) from error
@@ -87,12 +88,12 @@ def read_record(folder: Path) -> Record | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = folder / NAME
+    path = folder / SWEEP
     try:
         value = json.loads(path.read_bytes())
         if value["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format version {value['format_version']}")
-        plan = Plan(**{**value["plan"], "steps": tuple(value["plan"]["steps"])})
+        plan = HalvingPlan(**{**value["plan"], "steps": tuple(value["plan"]["steps"])})
         segments = [Segment(**{**each, "trials": tuple(each["trials"])}) for each in value["segments"]]
         standings = Standings(plan, tuple(map(_read_trial, value["trials"])), tuple(segments))
         keys = SweepKeys.model_validate(value["keys"])
@@ -119,7 +120,7 @@ def _trial(standings: Standings, trial: Trial) -> dict[str, Any]:
 
 
 def _read_trial(value: Mapping[str, Any]) -> Trial:
-    settings = {key: tuple(each) if isinstance(each, list) else each for key, each in value["settings"].items()}
+    settings = from_plain(value["settings"])
     scores = tuple(math.nan if score is None else float(score) for score in value["scores"])
     return Trial(value["id"], settings, scores, value["segment"], value["agent"])
 

@@ -24,13 +24,13 @@ from ci_llm.config.own_keys import NAME, SHAPE_KEYS
 from ci_llm.config.sweep import SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders
 from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
+from ci_llm.core.run_folder import BEGINNING, SEGMENTS
 from ci_llm.errors import BadInput
 from ci_llm.sweep.record import Record, plain_spaces, read_record, require_same_sweep, write_record
 from ci_llm.sweep.samplers import new_settings
-from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
+from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
 
 T = TypeVar("T")
-SEGMENTS: Final = "segments"
 #: The settings that give an adapter its shape: neighbours of one shape share their products.
 _SHAPE: Final = (*SHAPE_KEYS, "lora_dropout")
 
@@ -109,11 +109,12 @@ class Sweep:
             keys = reading.keys
             assert keys.trials is not None
             warmup = reading.warmup_steps(steps)
-            decided = Plan.of(steps, keys.rungs, keys.trials, per_pass, keys.keep, keys.metric, warmup)
+            decided = HalvingPlan.of(steps, keys.rungs, keys.trials, per_pass, keys.keep, keys.metric, warmup)
             record = Record(plain_spaces(reading.spaces), keys, reading.config, Standings(decided))
         elif isinstance(wanted := reading.keys.agents_per_pass, int):
             standings = record.standings
-            record = replace(record, standings=replace(standings, plan=replace(standings.plan, per_pass=wanted)))
+            per_pass = min(wanted, standings.plan.trials)
+            record = replace(record, standings=replace(standings, plan=replace(standings.plan, per_pass=per_pass)))
         self._record: Record = record
 
     @property
@@ -276,7 +277,7 @@ def known_record(reading: SweepReading) -> Record | None:
     record = read_record(folder)
     if record is not None:
         require_same_sweep(record, reading, folder)
-    elif (folder / "beginning.json").exists():
+    elif (folder / BEGINNING).exists():
         raise BadInput(
             "this folder holds a run, and no sweep",
             where=str(folder),

@@ -63,7 +63,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HalvingPlan:
     """What is decided at the beginning of a sweep.
 
     Attributes:
@@ -83,7 +83,7 @@ class Plan:
     @classmethod
     def of(
         cls, total_steps: int, rungs: int, trials: int, per_pass: int, keep: float, metric: str, warmup: int = 0
-    ) -> Plan:
+    ) -> HalvingPlan:
         """The plan of a sweep whose last trial takes `total_steps`: each rung ends at the share `keep` of the next.
 
         Args:
@@ -133,7 +133,7 @@ class Next:
 class Standings:
     """Everything that is known of the trials of a plan; moved by new values, never in place."""
 
-    plan: Plan
+    plan: HalvingPlan
     trials: tuple[Trial, ...] = ()
     segments: tuple[Segment, ...] = field(default=())
 

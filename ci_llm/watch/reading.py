@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import escape, glob, has_magic
 from os.path import exists, isfile
 from pathlib import Path
@@ -141,6 +141,8 @@ class RunReader:
         self._tail.look()
         training, place = self._tail.training, _place(self.folder, status.attempt)
         own = [point for point in self._tail.points if point.attempt == status.attempt]
+        if own and status.status == "running" and own[-1].step > status.step:  # younger than the last heartbeat
+            status = replace(status, step=own[-1].step, agent_steps=training.get("agent_steps", status.agent_steps))
         steps_per_s = _steps_per_s(own, training)
         left = None if status.total_steps is None else (status.total_steps - status.step) / steps_per_s
         return Reading(

@@ -312,3 +312,14 @@ def test_a_save_that_fails_at_the_exit_is_told(tmp_path: Path) -> None:
 
 def test_a_tenth_of_the_flips_in_what_was_written_behind_is_noticed(tmp_path: Path) -> None:
     assert bit_flips.noticed(bit_flips.write_behind, 30, 0, tmp_path / "run") == 30
+
+
+def test_a_larger_page_locked_block_is_not_beside_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps such memory for later, and twice the state may be more than a machine has."""
+    freed: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() > 0)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append("freed"), raising=False)
+    arena = Arena()
+    for size, times in ((8, 0), (8, 0), (4096, 1), (16, 1)):
+        arena.reserve(hand_off({"w": torch.ones(size)}))
+        assert len(freed) == times

@@ -103,4 +103,4 @@ def test_a_failure_a_day_is_assumed_and_no_interval_is_shorter_than_a_second() -
     interval = BestInterval(lambda: next(clock))
     interval.measured(1e-9, 1e-9)
     assert interval.seconds == 1.0
-    assert interval.record(Path("none"), None, 1, left=False)["endurance"]["seconds"] == 60.0
+    assert interval.record(left=False)["endurance"]["seconds"] == 60.0

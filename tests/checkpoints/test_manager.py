@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -376,6 +377,14 @@ def test_an_object_that_does_not_take_its_state_is_foreign(managers: Any, key: s
     with pytest.raises(ForeignCheckpoint, match=told) as refused:
         manager.restore(1, into=into)
     assert refused.value.where in ("models[0]", "optimizer")
+
+
+def test_what_cannot_be_filled_is_refused_before_anything_is_touched(managers: Any) -> None:
+    manager, mine = managers(), torch.zeros(3)
+    manager.save(1, {"first": torch.ones(3), "second": {"w": torch.ones(3)}})
+    with pytest.raises(ForeignCheckpoint, match="a mappingproxy, which cannot be filled"):
+        manager.restore(1, into={"first": mine, "second": MappingProxyType({"w": torch.zeros(3)})})
+    assert not mine.any()
 
 
 def test_lists_tuples_and_tensors_are_filled_where_they_are(managers: Any) -> None:

@@ -22,7 +22,7 @@ def parser() -> Parser:
 @pytest.mark.parametrize("typed", [["--max_new_tokens", "8"], ["--max_new_tokens=8"], ["--max-new_tokens=8"]])
 def test_underscores_are_hyphens(typed: list[str], parser: Parser) -> None:
     assert parser.parse_args(typed).max_new_tokens == 8
-    assert parser.parse_intermixed_args(["a_b", *typed, "c_d"]).words == ["a_b", "c_d"]
+    assert parser.parse_args(["a_b", *typed, "c_d"]).words == ["a_b", "c_d"]
     assert "max_new_tokens" not in parser.format_help()
 
 
@@ -30,6 +30,19 @@ def test_other_words_stay_as_they_were_typed(parser: Parser) -> None:
     assert parser.parse_args(["top_p=1", "--", "--max_new_tokens"]).words == ["top_p=1", "--max_new_tokens"]
     with pytest.raises(ConfigError, match="unrecognized arguments: --max_tokens"):
         parser.parse_args(["--max_tokens=8"])
+
+
+def test_options_stand_anywhere_among_other_words() -> None:
+    parser = make_parser("ci-llm ask", "Ask.", "")
+    parser.add_argument("run")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--file", required=False)
+    for typed in (["--file", "f", "R", "a", "b"], ["R", "--file", "f", "a", "b"], ["R", "a", "--file", "f", "b"]):
+        found = parser.parse_args(typed)
+        assert (found.run, found.words, found.file) == ("R", ["a", "b"], "f")
+    assert parser.parse_args(["R", "--file", "f", "--", "-5", "--file"]).words == ["-5", "--file"]
+    with pytest.raises(ConfigError, match="required: run"):
+        parser.parse_args([])
 
 
 def test_a_verb_of_a_verb_takes_them_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,13 +32,13 @@ print(json.dumps([*sys.modules]))
 """
 FIRST_LINE = """
 import json, sys
-from ci_llm.cli import train
+from ci_llm.cli import starting
 from ci_llm.cli.main import main
 def end(line):
     assert line.startswith("ci_llm ") and line.endswith("loading..."), line
     print(json.dumps([*sys.modules]))
     raise SystemExit(0)
-train.print_line = end
+starting.print_line = end
 main(["train", "num_agents=2", "output_dir=" + sys.argv[1]])
 """
 REPORT = """

@@ -60,6 +60,7 @@ def test_a_pipe_gets_the_answers_of_the_crowd(
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(QUESTIONS) + "\n\n")
     assert asked(capsys, run, "--file", file, *SHORT, *options) == "".join(f"{answer}\n" for answer in wanted)
+    assert asked(capsys, run, *QUESTIONS, *SHORT, *options) == "".join(f"{answer}\n" for answer in wanted)
 
 
 @pytest.mark.slow
@@ -134,7 +135,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no prompt" in refused(capsys, run)
     assert "both given" in refused(capsys, run, "hello", "--file", "f")
-    assert "the prompt is empty" in refused(capsys, run, " ")
+    assert "- stands beside another prompt" in refused(capsys, run, "-", "hello")
+    assert "required: RUN\n" in refused(capsys)
+    assert "a prompt is empty" in refused(capsys, run, "Ann has 7 pens.", " ")
     assert "there is no such file" in refused(capsys, run, "--file", tmp_path / "none.txt")
     assert "this is a folder" in refused(capsys, run, "--file", tmp_path)
     (tmp_path / "image").write_bytes(b"\xff\xfe\xfa")

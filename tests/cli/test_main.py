@@ -230,6 +230,19 @@ def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project
     assert said == [f"{file}; command line: experiment_name=a; defaults for all other keys"]
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--dry_run"])
+def test_training_dry_is_the_check(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    plan = SimpleNamespace(dry_run=lambda config, *_, debug: seen.append((config.batch_size, debug)) or 0)
+    monkeypatch.setitem(sys.modules, "ci_llm.dry_run.plan", plan)
+    monkeypatch.setitem(sys.modules, "ci_llm.run.job", None)  # importing it fails
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["train", option, "batch_size=3", "--debug"]) == 0
+    assert seen == [(3, True)]
+    assert main.main(["train", option, "--continue", f"output_dir={tmp_path / 'nothing'}"]) == 2
+    assert len(seen) == 1, "what the run refuses"
+
+
 def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,14 +50,14 @@ def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
 def test_plain_python_is_alone() -> None:
     launch = read({})
     assert launch == Launch("python", 1, 0, 0, 1, None, {})
-    assert launch.is_main
+    assert launch.is_main_process
     assert launch.forwards_sigterm
 
 
 def test_the_variables_of_torchrun() -> None:
     launch = read(TORCHRUN)
     assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, kill_delay_s=30)
-    assert not launch.is_main
+    assert not launch.is_main_process
 
 
 def test_the_variables_of_srun_are_translated_into_those_of_torchrun() -> None:
@@ -294,7 +294,8 @@ def test_one_thread_per_process_by_the_launcher_is_noted(monkeypatch: pytest.Mon
     monkeypatch.setattr(Launch, "threads_per_process", property(lambda self: 8))
     launch = read({}, ACCELERATE)
     assert remarked(launch, OMP_NUM_THREADS="1") == [
-        "one CPU thread per process, as launchers set it: `export OMP_NUM_THREADS=8` uses all cores"
+        "one CPU thread per process (OMP_NUM_THREADS=1, which launchers set if it is not set):"
+        " `export OMP_NUM_THREADS=8` uses all cores"
     ]
     assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch, 1, OMP_NUM_THREADS="1") == []
 

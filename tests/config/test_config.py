@@ -23,6 +23,7 @@ from ci_llm.config import (
     groups,
     keys_as_markdown,
     load_config,
+    parse_config,
     read_call,
     read_config,
 )
@@ -625,6 +626,39 @@ def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> No
     said = complaint(file)
     assert "lambda_sw is '-1'" in said
     assert "joint needs" not in said
+
+
+def test_a_slice_is_no_split(file: Path) -> None:
+    file.write_text("dataset_split: train[:10]\nagents: [{dataset_split: 'train[10:]'}, {}]\nnum_agents: 2\n")
+    said = complaint(file, "eval_split=test[:5%]")
+    assert "train[:10] is a slice" in said
+    assert "train[10:] is a slice" in said
+    assert "write dataset_split=train, and the number of rows as max_train_samples" in said
+    assert "write eval_split=test, and the number of rows as eval_samples" in said
+
+
+def test_a_run_of_an_older_release_with_a_slice_stays_readable() -> None:
+    """It took the slice as the name of the only split."""
+    with pytest.raises(ConfigError, match="is a slice"):
+        Config(dataset_split="train[:10]")
+    assert parse_config('dataset_split: "train[:10]"', "config.yaml").dataset_split == "train[:10]"
+
+
+@pytest.mark.parametrize(("split", "hint"), [("train[10:]", "a file of their own"), ("[test]", "a file of their own")])
+def test_a_slice_that_has_no_other_form_is_not_said_to_have_one(split: str, hint: str, file: Path) -> None:
+    file.write_text("seed: 1\n")
+    said = complaint(file, f"eval_split={split}")
+    assert hint in said
+    assert "eval_split=test" not in said
+
+
+def test_one_name_alone_is_a_list_of_one_in_python_too() -> None:
+    config = Config(report_to="tensorboard", lora_target_modules="q_proj", stop_signals="SIGTERM")
+    assert config == load_config(None, ["report_to=tensorboard", "lora_target_modules=q_proj", "stop_signals=SIGTERM"])
+    words = ["report_to=wandb,tensorboard", "lora_target_modules=[q_proj, v_proj]"]
+    assert Config(report_to="wandb,tensorboard", lora_target_modules="[q_proj, v_proj]") == load_config(None, words)
+    with pytest.raises(ConfigError, match="report_to is 'tensorbord', but takes a list of"):
+        Config(report_to="tensorbord")
 
 
 # Notices, dumps, differences

@@ -52,7 +52,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("bias=none", {}),
     ("adapter_name_or_path=crowd", {"init_from": "crowd"}),
     ("dataset_config=main", {"dataset_subset": "main"}),
-    ("dataset_train_split=train[:90%]", {"dataset_split": "train[:90%]"}),
+    ("dataset_train_split=train_sft", {"dataset_split": "train_sft"}),
     ("dataset_test_split=validation", {"eval_split": "validation"}),
     ("cutoff_len=2048", {"max_seq_length": 2048}),
     ("max_length=2048", {"max_seq_length": 2048}),
@@ -92,6 +92,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("ckpt_path=runs/one", {"resume_from_checkpoint": "runs/one"}),
     ("push_to_hub=false", {}),
     ("remove_unused_columns=false", {}),
+    ("pad_to_sequence_len=false", {}),
+    ("eval_sample_packing=true", {}),
 ]
 
 #: Standard names, or values of them, without a counterpart: what the answer tells to do instead.
@@ -117,6 +119,9 @@ ANSWERED: list[tuple[str, str]] = [
     ("fsdp=full_shard", "base_sharding=layers"),
     ("devices=4", "torchrun --nproc-per-node 4 train.py"),
     ("trust_remote_code=true", "code from a hub is never executed"),
+    ("flash_attention=true", "packed rows take a fused kernel"),
+    ("pad_to_sequence_len=true", "rows are always packed"),
+    ("eval_sample_packing=false", "rows are always packed"),
     ("stage=dpo", "agents always learn from examples"),
 ]
 
@@ -139,6 +144,23 @@ def test_another_standard_name_is_answered_with_what_to_do_instead(word: str, an
     assert answer in str(error.hint)
     assert "did you mean" not in str(error)
     assert error.what.startswith(f"{word.partition('=')[0]} is no key here")
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("datasets:\n  - path: a.jsonl\n    type: alpaca\n", "dataset_name=PATH, or a list of paths or names"),
+        ("test_datasets:\n  - path: a.jsonl\n", "eval_dataset_name=PATH, or a list of paths or names"),
+        ("dataset:\n  - path: a.jsonl\n    type: alpaca\n", "give paths or names alone: the format of each is"),
+        ("special_tokens:\n  pad_token: x\n", "packed rows need no pad token"),
+    ],
+)
+def test_a_group_of_axolotl_is_answered_with_what_to_write(written: str, answer: str, tmp_path: Any) -> None:
+    (tmp_path / "c.yaml").write_text(written)
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / "c.yaml")
+    assert answer in str(refused.value.hint)
+    assert "without indentation" not in str(refused.value)
 
 
 def test_the_tables_of_names_do_not_overlap() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from ci_llm.core import determinism
@@ -40,3 +41,15 @@ def test_a_key_sets_every_generator_and_each_part_of_it_counts() -> None:
 def test_keys_are_pinned() -> None:
     """Another key would change the start, the dropout and the order of runs that are under way."""
     assert determinism.derive_seed(42, "adapter", 0) == 5490992225335850112
+
+
+def test_a_gpu_that_this_process_has_not_used_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop on the CPU of a machine with GPUs goes on on one without."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    state = determinism.capture()
+    assert "cuda" not in state
+    assert determinism.restore(state) is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert determinism.restore(state) == "CUDA generators 0 -> 2"

@@ -8,24 +8,21 @@ from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.mirror.found import TOKEN_FILE
 from ci_llm.checkpoints.shelves import OVERWRITTEN, QUARANTINE, SUPERSEDED
 from ci_llm.config import load_config
-from ci_llm.core.run_folder import OF_A_RUN, SWEEP, is_reserved
+from ci_llm.core.run_folder import OF_A_RUN, SEGMENTS, SWEEP, is_reserved
 from ci_llm.errors import ConfigError
 from ci_llm.evaluation.loading import PREDICTIONS
 from ci_llm.logs import hardware, profile, run_log
 from ci_llm.report import page
 from ci_llm.run import attempt_requests, crowd_requests
-from ci_llm.sweep import record
-from ci_llm.sweep.sweep import SEGMENTS
 
 MOVED = {FINAL, QUARANTINE, SUPERSEDED, PREDICTIONS, hardware.FILE_NAME, profile.FOLDER, page.NAME}
 MOVED |= {run_log.LOG_NAME, run_log.METRICS_NAME, attempt_requests.SKIPPED_BATCHES}
 MOVED |= {crowd_requests.FOLDER, crowd_requests.RECORD}
-BESIDE = {OVERWRITTEN, TOKEN_FILE, SEGMENTS, record.NAME}
+BESIDE = {OVERWRITTEN, TOKEN_FILE, SEGMENTS, SWEEP}
 
 
 def test_the_names_of_the_code_are_among_them() -> None:
     assert {*OF_A_RUN} >= MOVED
-    assert record.NAME == SWEEP
     assert all(map(is_reserved, MOVED | BESIDE))
 
 

@@ -73,7 +73,7 @@ def test_the_heartbeat_writes_the_current_step(tmp_path: Path) -> None:
 
 
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    run = RunStatus(tmp_path, 1, is_main=False)
+    run = RunStatus(tmp_path, 1, is_main_process=False)
     run.start()
     assert not run.finish("completed")
     assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from ci_llm.crowd.scoring import paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
+from ci_llm.report.scores import BY_OWN_ROWS
 from ci_llm.run.report import score_table
 from tests.support.crowds import K, disturbed_crowd
 
@@ -112,6 +113,15 @@ def test_record_pairs_the_gains_over_rows() -> None:
     assert exact["crowd_minus_vote"]["value"] == pytest.approx(0.25)
 
 
+def test_the_best_agent_is_chosen_on_the_rows_that_the_gains_are_over() -> None:
+    """The one of fewer and easier rows is no better: all agents answer all rows."""
+    right = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
+    sets = [AnswerScores(right[:, :1]), AnswerScores(right[:, 1:])]
+    exact = AnswerScores.of_sets(sets, of_agent=[0, 1]).record()["exact_match"]
+    assert exact["agents"] == [1.0, pytest.approx(2 / 3)]
+    assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25), "over the second, which has two of four"
+
+
 @pytest.mark.parametrize(
     ("difference", "interval"),
     [
@@ -144,6 +154,17 @@ def test_the_table_shows_what_its_rows_can_show(trained_on: Any, interval: float
     assert lines[-1].endswith(words)
     assert ("±" in lines[-2]) is (interval is not None)
     assert "nan" not in " ".join(lines)
+
+
+def test_the_table_says_by_which_rows_agents_with_data_of_their_own_are_scored() -> None:
+    """Below a mean of 0.725 and a crowd of 0.550 stood a gain over that mean of +0.163."""
+    gain = {"value": 0.163, "interval95": None}
+    exact = {"agents": [0.45, 1.0], "crowd": 0.55, "crowd_minus_mean": gain, "crowd_minus_best": gain}
+    record = {"n": 9, "rows_trained_on": "none", "measured_by": "generation", "exact_match": exact, "sets": [{}, {}]}
+    table = score_table({**record, "names": ["easy", "rev"], "nll": {"agents": [1.0, 1.0], "crowd": 1.0}})
+    assert "agents, mean" not in table
+    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["easy", "rev", "crowd"]
+    assert table.splitlines()[-1] == BY_OWN_ROWS
 
 
 def test_the_table_of_one_agent_has_one_line() -> None:
@@ -229,6 +250,7 @@ def test_only_rows_with_a_question_and_a_complete_answer_are_used(crowd: Crowd, 
     test = Questions.of(rows, prompter, crowd, 9, max_seq_length=len(cut.input_ids))
     expected = [row for row in (other, encoder.encode(talk)) if len(row.input_ids) < len(cut.input_ids)]
     assert len(test) == len(expected) >= 1
+    assert (test.left_out, test.too_long) == (4 - len(expected), 3 - len(expected)), "a text asks nothing"
     assert test.answers[-1] == "d"
     assert prompter.text(test.prompts[-1]) == "a\nbc\n"
     assert len(Questions.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
@@ -240,3 +262,5 @@ def test_questions_are_spread_over_the_rows(crowd: Crowd, prompter: Prompter) ->
     assert found == [rows[i].input_ids[: len(ids)].tolist() for i, ids in zip((0, 2, 5, 7), found, strict=True)]
     assert len(Questions.of(rows, prompter, crowd, 99, max_seq_length=256)) == 10
     assert len(Questions.of(rows, prompter, crowd, 0, max_seq_length=256)) == 0
+    both = [range(7), range(7, 10)]
+    assert Questions.of(rows, prompter, crowd, 2, max_seq_length=256, sets=both).rows == [0, 3, 7, 8], "two of each set"

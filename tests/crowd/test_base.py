@@ -105,7 +105,7 @@ def test_a_missing_folder_is_reported_as_missing(name: str) -> None:
 def test_a_dry_run_does_not_replace_a_damaged_base(folder: Path) -> None:
     """It uses the embedded base in place of one that would have to be downloaded, not of one that is damaged."""
     _torn(folder)
-    shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu", count=1)
+    shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu", num_processes=1)
     context: Any = SimpleNamespace(config=Config(model_name=str(folder)), shape=shape, processes=processes)
     with pytest.raises(ModelError, match="deserializing header"):
         toy_run._base(context)

@@ -39,7 +39,7 @@ def move(crowd: Crowd, step: int, rows: Batch) -> None:
 
 
 def become(crowd: Crowd, entries: Sequence[dict[str, Any]], sources: Sequence[int]) -> None:
-    crowd.become(LoraSettings(agents=tuple(entries)), sources, [f"agent{source}" for source in sources])
+    crowd.replace_agents(LoraSettings(agents=tuple(entries)), sources, [f"agent{source}" for source in sources])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

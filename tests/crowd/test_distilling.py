@@ -17,7 +17,7 @@ from ci_llm import Crowd
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.crowd import distilling
-from ci_llm.crowd.distilling import distilled
+from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.merge_methods import Distillation
 from ci_llm.crowd.merging import Adapter
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
@@ -42,7 +42,7 @@ def learned(saved: Pretrained) -> tuple[Adapter, Adapter, list[Any]]:
     patch = pytest.MonkeyPatch()
     patch.setattr(distilling, "_lesson", lambda *args: lessons.append(whole := lesson(*args)) or whole)
     try:
-        return *distilled(saved, CONFIG, HOW), lessons
+        return *distil(saved, CONFIG, HOW), lessons
     finally:
         patch.undo()
 
@@ -119,7 +119,7 @@ def test_it_leaves_base_and_generators_as_they_were_and_gives_the_same_again(
     saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
 ) -> None:
     state = torch.get_rng_state()
-    student, _ = distilled(saved, CONFIG, HOW)
+    student, _ = distil(saved, CONFIG, HOW)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(student.tensors[name], tensor) for name, tensor in learned[0].tensors.items())
     assert not [name for name, _ in saved.base.model.named_parameters() if "lora" in name]
@@ -130,7 +130,7 @@ def test_it_leaves_base_and_generators_as_they_were_and_gives_the_same_again(
 
 def test_what_is_no_start_is_refused(saved: Pretrained) -> None:
     with pytest.raises(BadInput, match="there is no agent 7"):
-        distilled(saved, CONFIG, Distillation(start=7))
+        distil(saved, CONFIG, Distillation(start=7))
 
 
 @pytest.mark.parametrize(
@@ -170,5 +170,5 @@ def test_a_row_that_was_cut_does_not_say_how_answers_end() -> None:
 def test_after_ivon_a_learning_rate_must_be_given(saved: Pretrained) -> None:
     after_ivon = CONFIG.model_copy(update={"optimizer": "ivon", "learning_rate": 1.0})
     with pytest.raises(BadInput, match="is one for IVON") as raised:
-        distilled(saved, after_ivon, replace(HOW, learning_rate=None))
+        distil(saved, after_ivon, replace(HOW, learning_rate=None))
     assert "--distill-rate" in str(raised.value)

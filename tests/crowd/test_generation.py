@@ -204,7 +204,9 @@ def test_the_narrowest_sample_is_the_greedy_text(llama: Crowd, narrow: dict[str,
     ("choices", "kept"),
     [({}, 5), ({"temperature": 2.0}, 5), ({"top_k": 2}, 2), ({"top_p": 0.75}, 3), ({"aggregator": "logit"}, 5)],
 )
-def test_tokens_are_drawn_from_the_aggregated_distribution(choices: dict[str, Any], kept: int) -> None:
+def test_tokens_are_drawn_from_the_aggregated_distribution(
+    choices: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draws, decoding = 4000, Decoding(do_sample=True, **choices)
     per_agent = torch.tensor([[0.1, 0.5, 0.2, 0.15, 0.05], [0.3, 0.5, 0.1, 0.05, 0.05]]).log()
     crowd = aggregate(per_agent, decoding.aggregator) / decoding.temperature
@@ -214,6 +216,9 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(choices: dict[str, An
     scores = per_agent.repeat_interleave(draws, dim=0)
     chosen = CrowdChoice(2, 0, decoding, range(draws))(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
     assert torch.equal(chosen[:draws], chosen[draws:])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    again = CrowdChoice(2, 0, decoding, range(draws))(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
+    assert torch.equal(again, chosen)
     assert ((chosen == 0).sum(-1) == 1).all()
     found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws
     assert found[wanted == 0].sum() == 0
@@ -292,6 +297,22 @@ def test_one_prompt_or_many() -> None:
     assert prompts_of([turn]) == [[turn]]
     assert prompts_of([[turn], "r"]) == [[turn], "r"]
     assert prompts_of([]) == []
+
+
+def test_a_chat_keeps_its_calls_of_tools_and_what_else_its_template_shows() -> None:
+    shown = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.thought %}({{ m.thought }}){% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.n }};{% endfor %}"
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = templates.byte_tokenizer(shown)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"n": 3}'}}
+    chat = [
+        {"from": "human", "value": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "thought": "hm"},
+        {"role": "tool", "content": [{"type": "text", "text": "5"}]},
+    ]
+    assert Prompter(tokenizer).text(Prompter(tokenizer).ids(chat)) == "<user>q<assistant>(hm)add:3;<tool>5<assistant>"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,6 +179,19 @@ def test_a_crowd_gives_its_base_back_with_the_same_bits() -> None:
         crowd = Crowd(model, LoraSettings(2, rank=2, target_modules=TARGETS), "toy")
         assert crowd.detach() is model
         assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_a_base_by_itself_holds_nothing_of_its_crowd_and_recomputes_nothing() -> None:
+    model = base()
+    crowd = Crowd(model, LoraSettings(2, rank=2, target_modules=TARGETS), "toy")
+    crowd.gradient_checkpointing_enable()
+    agents = weakref.ref(crowd.agents)
+    assert model.is_activation_checkpointing
+    crowd.detach()
+    assert not model.is_activation_checkpointing
+    del crowd
+    gc.collect()
+    assert agents() is None
 
 
 def test_into_the_base() -> None:

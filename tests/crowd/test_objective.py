@@ -42,6 +42,17 @@ def test_target_log_probs_equal_plain_cross_entropy(family: dict[str, float], mo
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+def test_a_loss_scale_that_fp16_cannot_hold_scales_gradients_that_it_can() -> None:
+    """65536 is infinite there, and the first step of every run in fp16 was lost."""
+    generator = torch.Generator().manual_seed(0)
+    head = Head(torch.randn(11, 4, generator=generator).half() / 8, None)
+    states = torch.randn(2, 3, 4, generator=generator).half().requires_grad_()
+    (2.0**16 * target_log_probs(states, torch.tensor([1, 2, 3]), head).sum()).backward()
+    assert states.grad is not None
+    assert states.grad.isfinite().all()
+    assert states.grad.abs().max() > 1000
+
+
 def test_target_log_probs_pass_gradcheck() -> None:
     own, targets = head(softcap=2.0, scale=0.5), torch.tensor([0, 3, 10, 3])
     states = random(2, 4, 6).requires_grad_()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 
 from ci_llm.cli.main import main
 from ci_llm.config import Config
@@ -18,6 +22,7 @@ from ci_llm.crowd.model import Crowd
 from ci_llm.errors import BadInput, CheckpointError
 from ci_llm.run.report import push_result
 from tests.crowd.hub_server import TOKEN, HubServer
+from tests.report.folders import leave_status
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 
 STEP = 7
@@ -118,12 +123,61 @@ def test_a_checkpoint_without_a_card_and_another_place_are_refused(
     assert "--to hub:user/name" in capsys.readouterr().err
 
 
-def test_push_to_hub_never_fails_the_run(run: Path, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_upload_that_is_broken_off_is_tried_again(
+    kind: type[Exception], run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library has no type of its own for that."""
+    commit, left, waited = HfApi.create_commit, [1, 2], list[float]()
+
+    def broken_off(*given: Any, **named: Any) -> Any:
+        if left:
+            raise kind(f"LFS batch API returned errors, {left.pop()}")
+        return commit(*given, **named)
+
+    monkeypatch.setattr(HfApi, "create_commit", broken_off)
+    publishing.publish(run, "hub:user/broken", sleep=waited.append)
+    assert (len(waited), len(hub.commits)) == (2, 1)
+
+
+def test_push_to_hub_never_fails_the_run(
+    run: Path, hub: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = Config(output_dir=str(run), push_to_hub=True)
+    main_process: Any = SimpleNamespace(is_main_process=True)
+    other = config.model_copy(update={"hub_model_id": "user/other"})
     with caplog.at_level(logging.INFO, "ci_llm"):
-        push_result(config)
+        push_result(config.model_copy(update={"push_to_hub": False}), main_process)
+        push_result(config, SimpleNamespace(is_main_process=False))  # type: ignore[arg-type]
+        assert not hub.files
+        push_result(config, main_process)
         hub.refuse = [403]
-        push_result(config.model_copy(update={"hub_model_id": "user/other"}))
+        push_result(other, main_process)
     assert [*hub.files] == ["me/run"]
     assert "ci-llm push" in caplog.text
     assert "hub:user/other tries it again" in caplog.text
+    monkeypatch.setattr(publishing, "publish", lambda *_: [][0])
+    push_result(config, main_process)
+    assert "not published: IndexError: list index out of range; the same call or ci-llm push" in caplog.text
+
+
+def test_a_push_that_failed_is_tried_again_and_one_that_arrived_is_not(
+    run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("hub.json"))
+    leave_status(folder, "completed", STEP)
+    config = Config(output_dir=str(folder), push_to_hub=True)
+    main_process: Any = SimpleNamespace(is_main_process=True)
+    hub.refuse = [403]
+    push_result(config, main_process)
+    main(["status", str(folder)])
+    assert "hub: not published: the hub refuses (403)" in capsys.readouterr().out
+    push_result(config, main_process)
+    push_result(config, main_process)
+    assert hub.commits == [f"again, step {STEP}"]
+    main(["status", str(folder)])
+    assert f"hub: step {STEP} is published in {hub.address}/me/again" in capsys.readouterr().out
+    publishing.publish(folder, "hub:user/byhand", merge=merge_of("svd"))
+    push_result(config.model_copy(update={"hub_model_id": "user/byhand"}), main_process)
+    assert "merged/adapter_config.json" in hub.files["user/byhand"], "what was pushed by hand stays"

@@ -153,7 +153,7 @@ def test_agents_on_the_first_layer_have_no_trunk() -> None:
 def test_a_crowd_of_fewer_agents_has_the_trunk_of_the_old_one() -> None:
     crowd = crowd_on(base(layers=LAYERS))
     wanted = gradients(crowd)
-    crowd.become(replace(crowd.settings, num_agents=2), [2, 0], ["agent2", "agent0"])
+    crowd.replace_agents(replace(crowd.settings, num_agents=2), [2, 0], ["agent2", "agent0"])
     read = copies_read(crowd.model.model.layers)
     for found, before in zip(gradients(crowd), wanted, strict=True):
         assert torch.equal(found, before[[2, 0]])

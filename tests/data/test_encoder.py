@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -97,6 +98,31 @@ def test_what_is_given_is_not_learned(template: str | None) -> None:
     end = "<|im_end|>" if template else "</s>"
     example = Encoder(tokenizer).encode(talk("q1", "a1", "q2", "a2", trained_from=2))
     assert learned(example, tokenizer) == ["a2" + end]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, None])
+def test_a_marked_answer_is_not_learned(template: str | None) -> None:
+    tokenizer = byte_tokenizer(template)
+    end = "<|im_end|>" if template else "</s>"
+    chat = talk("q1", "a1", "q2", "a2")
+    chat = replace(chat, messages=(chat.messages[0], replace(chat.messages[1], learned=False), *chat.messages[2:]))
+    assert learned(Encoder(tokenizer).encode(chat), tokenizer) == ["a2" + end]
+    everything = Encoder(tokenizer, train_on_prompt=True).encode(chat)
+    assert [tokenizer.decode(everything.input_ids[~everything.supervised][1:])] == ["a1" + end]
+    assert not everything.supervised[0]
+
+
+def test_thoughts_that_the_template_shows_until_the_answer_follows() -> None:
+    """As gpt-oss: what was thought before a call of a tool is shown until the final answer is there."""
+    thoughts = "{% if m.thinking and loop.last or m.thinking and not messages[-1].role == 'assistant' %}"
+    shown = TURN.replace(
+        "{{ m.content }}", f"{thoughts}<think>{{{{ m.thinking }}}}</think>{{% endif %}}{{{{ m.content }}}}"
+    )
+    tokenizer = byte_tokenizer(f"{{% for m in messages %}}{shown}{{% endfor %}}{PROMPT}")
+    first, last = (Message("assistant", text, more={"thinking": f"of {text}"}) for text in ("call", "answer"))
+    chat = Chat((Message("user", "q"), first, Message("tool", "2"), last))
+    example = Encoder(tokenizer).encode(chat)
+    assert learned(example, tokenizer) == ["call<|im_end|>", "<think>of answer</think>answer<|im_end|>"]
 
 
 def test_thoughts_of_the_answer_itself_are_learned() -> None:

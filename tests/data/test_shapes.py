@@ -22,7 +22,8 @@ from tests.data.test_encoder import PROMPT, byte_tokenizer, learned
 #: A template with tools, in the manner of Qwen.
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
     "<|im_end|>\n{% endfor %}" + PROMPT
 )
@@ -46,6 +47,11 @@ class Shape:
 
 def turn(role: str, content: Any) -> Json:
     return {"role": role, "content": content}
+
+
+def marked(first: Json, second: Json) -> list[Json]:
+    """Two questions and two answers with further keys."""
+    return [turn("user", "a"), turn("assistant", "b") | first, turn("user", "c"), turn("assistant", "d") | second]
 
 
 def user(text: str) -> str:
@@ -186,6 +192,23 @@ SHAPES: dict[str, Shape] = {
         [f"yes{END}"],
         user("hi"),
     ),
+    "messages with thoughts": Shape(
+        jsonl({"messages": [turn("user", "hi"), {**turn("assistant", "yes"), "reasoning_content": "so"}]}),
+        [f"<think>so</think>yes{END}"],
+        user("hi"),
+    ),
+    "messages with a weight": Shape(
+        jsonl({"messages": marked({"weight": 0}, {"weight": 1})}), [f"d{END}"], f"{user('a')}b{END}\n{user('c')}"
+    ),
+    "messages marked by train": Shape(
+        jsonl({"messages": marked({"train": True}, {"train": False})}), [f"b{END}"], user("a")
+    ),
+    "messages marked by training": Shape(
+        jsonl({"conversations": marked({"training": False}, {})}), [f"d{END}"], f"{user('a')}b{END}\n{user('c')}"
+    ),
+    "messages marked by text": Shape(
+        jsonl({"messages": marked({"weight": "0"}, {"weight": "1"})}), [f"d{END}"], f"{user('a')}b{END}\n{user('c')}"
+    ),
     "several turns": Shape(
         jsonl({"conversation": [turn(r, c) for r, c in zip(["User", "Assistant"] * 2, "abcd", strict=True)]}),
         [f"b{END}", f"d{END}"],
@@ -271,7 +294,12 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "preference pairs": (
         {"prompt": "hi", "chosen": "yes", "rejected": "no"},
         "chosen and rejected are preference pairs",
-        "prompt_column=prompt answer_column=chosen",
+        "prompt_column=prompt answer_column=chosen if chosen holds text, messages_column=chosen if it holds messages",
+    ),
+    "preference pairs without a prompt": (
+        {"Chosen": "Human: hi Assistant: yes", "Rejected": "Human: hi Assistant: no"},
+        "chosen and rejected are preference pairs",
+        "train on the better answers: text_column=Chosen if Chosen holds text, messages_column=Chosen if it holds",
     ),
     "pictures": (
         {"messages": [turn("user", [{"type": "image"}]), turn("assistant", "cat")]},

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from ci_llm.config import Config
 from ci_llm.data.columns import NamedColumns, find_form
-from ci_llm.data.rows import Chat, Completion, Message
+from ci_llm.data.rows import Chat, Completion, ListedRows, Message
 from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.splits import EVAL_SPLITS
 from ci_llm.errors import DataError
@@ -249,6 +249,17 @@ def test_no_bars_in_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert not datasets.are_progress_bars_disabled()
 
 
+def test_the_fingerprint_of_a_chat_without_marks_is_that_of_older_versions() -> None:
+    called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    answers = [{"role": "assistant", "content": None, "tool_calls": [called]}, {"role": "assistant", "content": "two"}]
+    result = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"}
+    chats = [[{"role": "user", "content": "1+?"}, answers[0], result, answers[1]], [{"role": "user", "content": "hi"}]]
+    raw = ListedRows([{"messages": chat} for chat in chats])
+    assert recognised(raw, "x").fingerprint == "f94254f67658fb0c2cfd7553505918be"
+    weighed = ListedRows([{"messages": [*chats[0][:-1], answers[1] | {"weight": 0}]}, {"messages": chats[1]}])
+    assert recognised(weighed, "x").fingerprint != recognised(raw, "x").fingerprint
+
+
 def test_the_fingerprint_is_of_the_content() -> None:
     changed = [*ROWS[:2], {**ROWS[2], "answer": "5*3=15\n#### 16"}]
     prints = {recognised(Dataset.from_list(rows), "x").fingerprint for rows in (ROWS, changed, ROWS[::-1])}
@@ -308,6 +319,26 @@ def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
     training, evaluated = _questions(config, "train"), _questions(config, "eval")
     assert len(evaluated) == held_out
     assert len({*training, *evaluated}) == len(training) + len(evaluated) == 180
+
+
+def test_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
+    name = _each_tenth_empty(200, tmp_path)
+    for settings in ({"eval_split": "train"}, {"eval_dataset_name": name}):
+        config = Config(dataset_name=name, eval_samples=20, **settings)
+        assert None not in _questions(config, "eval")
+        assert len(_questions(config, "eval")) == 20
+        lines = load_rows(config, "eval").description
+        assert "20 of 200 rows, evenly spread over the 180 that have an answer" in lines
+        usual = Config(dataset_name=name, eval_samples=15, **settings)
+        assert _questions(usual, "eval") == [f"q{n * 200 // 15}" for n in range(15) if n * 200 // 15 % 10]
+    empty = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
+    assert list(load_rows(empty.model_copy(update={"eval_split": "train", "eval_samples": 5}), "eval")) == [None] * 5
+
+
+def test_held_out_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
+    rows = [{"question": f"q{number}", "answer": "a" if number // 10 % 2 else ""} for number in range(120)]
+    config = Config(dataset_name=_parquet(Dataset.from_list(rows), tmp_path), eval_samples=6)
+    assert _questions(config, "eval") == [f"q{number}" for number in range(10, 120, 20)]
 
 
 def test_a_data_set_without_an_answer_is_left_to_the_training_to_refuse(tmp_path: Path) -> None:
@@ -467,11 +498,6 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         lambda _: {"dataset_name": "embedded", "dataset_split": "training"},
         "no split 'training'; it has: train, validation, test",
         "set dataset_split",
-    ),
-    "part of a split": (
-        lambda _: {"dataset_name": "embedded", "dataset_split": "train[:10]"},
-        "no split 'train[:10]'",
-        "max_train_samples",
     ),
 }
 

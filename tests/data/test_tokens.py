@@ -265,6 +265,14 @@ def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase, tmp_
     assert caught.value.where == str(tmp_path / "file" / "folder")
 
 
+def test_marked_answers_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    asked, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    chats = [[asked, answer | {"weight": 0}, asked, answer | {"weight": 1}], [asked, answer | {"weight": 0}]]
+    found = tokenize(rows([{"messages": chat} for chat in chats]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "1 answers are not learned: they are marked by weight 0, train false or training false" in found.description
+    assert "left out: 1 of 2 rows: 1 without an answer" in found.description
+
+
 TOOLS = [
     {"messages": [{"role": "user", "content": "1+?"}, {"role": "assistant", "tool_calls": [{"name": "add"}]}]},
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.core.run_status import pid_space
+from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import DataError, LaunchError, ModelError
@@ -164,13 +166,13 @@ def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_error_in_main_first_is_raised_on_every_process(index: int) -> None:
     told: list[str] = []
-    one: Any = SimpleNamespace(is_main=index == 0, wait=lambda: told.append("wait"))
+    one: Any = SimpleNamespace(is_main_process=index == 0, wait_for_everyone=lambda: told.append("wait"))
 
     def refuse() -> None:
         told.append("block")
         raise DataError("nothing is left")
 
-    with pytest.raises(DataError), Processes.main_first(one):
+    with pytest.raises(DataError), Processes.main_process_first(one):
         refuse()
     assert told == (["block", "wait"] if index == 0 else ["wait", "block"])
 
@@ -184,14 +186,14 @@ class TestAlone:
         for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier"):
             monkeypatch.setattr(torch.distributed, name, refuse)
         processes = alone()
-        assert (processes.index, processes.count, processes.is_main) == (0, 1, True)
+        assert (processes.process_index, processes.num_processes, processes.is_main_process) == (0, 1, True)
         ballot = Ballot(5, nonfinite=[True, False], sums=[1.5], stop="walltime")
         assert processes.agree(ballot) == Verdict(5, (True, False), (1.5,), False, "walltime", False)
         flat = torch.tensor([1.0, 2.0])
         assert processes.reduce_flat_(flat) is flat
         assert (processes.gather_object("x"), processes.broadcast_object("x")) == (["x"], "x")
-        with processes.main_first():
-            processes.wait()
+        with processes.main_process_first():
+            processes.wait_for_everyone()
         processes.require_same_folder(tmp_path / "run")
         processes.require_same_folder(tmp_path / "run")
         assert processes.shutdown()
@@ -257,6 +259,36 @@ def test_more_processes_than_gpus() -> None:
 
     with pytest.raises(LaunchError, match="4 processes on this machine, but 0 GPU"):
         _check_gpus(Launch("torchrun", 4, 0, 0, 4, None, {}), on_cpu=False)
+
+
+@pytest.mark.parametrize("cards", [["GPU-1", "GPU-2"], ["GPU-1", "GPU-1"]])
+@pytest.mark.parametrize("here", [1, 2], ids=lambda here: f"{here} on this machine")
+def test_srun_may_show_each_process_its_own_gpu(cards: list[str], here: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--gpus-per-task=1` does; without it, all processes of the machine see the same one. All processes of the run
+    take the same collectives, however many are on a machine."""
+    launch, met = Launch("srun", 2, 0, 0, 2, None, {}), list[str]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=cards[0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: met.append("waited"))
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: met.append(str(device)))
+    monkeypatch.setattr(processes_module.dist, "all_reduce", lambda tensor: met.append("summed"))
+    processes_module._check_gpus(launch, on_cpu=False)
+    with pytest.raises(LaunchError, match="2 processes on this machine, but 1 GPU"):
+        processes_module._check_gpus(replace(launch, launcher="torchrun"), on_cpu=False)
+    one: Any = SimpleNamespace(
+        num_processes=2,
+        device=torch.device("cuda:0"),
+        launch=launch,
+        gather_object=lambda mine: met.append("told") or [("one machine", card, True) for card in cards],
+    )
+    one.launch = replace(launch, num_local_processes=here)
+    if len({*cards}) == 2:
+        Processes._meet_on_devices(one)
+        assert met == ["told", "cuda:0", "summed", "waited"]
+    else:
+        with pytest.raises(LaunchError, match="on this machine, but 1 GPU"):
+            Processes._meet_on_devices(one)
+        assert met == ["told"]
 
 
 def test_a_ballot_is_a_sum_of_votes() -> None:

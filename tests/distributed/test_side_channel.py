@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,6 +35,22 @@ def test_an_error_without_a_message_is_a_lost_peer_too(channel: SideChannel, mon
         with pytest.raises(PeerLost) as told:
             channel.exchange(b"")
         assert told.value.where == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    ],
+    ids=lambda error: str(error)[:12],
+)
+def test_an_error_of_the_own_device_blames_no_peer(error: RuntimeError) -> None:
+    """The supervisor cuts the batch after one, and starts anew after the other."""
+    with pytest.raises(RuntimeError) as told, peer_errors():
+        raise error
+    assert told.value is error
 
 
 def test_only_the_exchange_of_a_long_message_is_large(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:

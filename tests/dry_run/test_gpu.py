@@ -41,6 +41,7 @@ def test_every_path_passes_where_it_works(tmp_path: Path) -> None:
     assert "bf16 within" in gpu.autocast(CPU)
     assert "within" in gpu.attention(CPU)
     assert "bit for bit" in gpu.determinism(CPU, required=True)
+    assert "bit for bit" in gpu.determinism(CPU, torch.bfloat16, required=True)
     assert "bit for bit" in gpu.copies(CPU)
     assert "bit for bit" in gpu.checkpoint(CPU, tmp_path / "checkpoints")
     assert "running out is noticed" in gpu.memory(CPU)
@@ -97,7 +98,7 @@ def test_a_kernel_that_looks_into_the_next_row_is_seen(monkeypatch: pytest.Monke
 def test_other_bits_are_told_or_where_determinism_is_required_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = iter((0.0, 1e-7, 0.0, 1e-7))
     exact = gpu.Toy.gradients
-    monkeypatch.setattr(gpu.Toy, "gradients", lambda toy: exact(toy) + next(noise))
+    monkeypatch.setattr(gpu.Toy, "gradients", lambda toy, dtype: exact(toy, dtype) + next(noise))
     assert "state-exact here, and not bitwise" in gpu.determinism(CPU, required=False)
     with pytest.raises(ModelError, match="other bits the second time"):
         gpu.determinism(CPU, required=True)

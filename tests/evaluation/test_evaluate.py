@@ -22,11 +22,12 @@ from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import rows as embedded_rows
+from ci_llm.evaluation import loading
 from ci_llm.evaluation.evaluate import _lines
 from ci_llm.evaluation.rows import Choice
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import render
-from tests.evaluation.trials import evaluate
+from tests.evaluation.trials import evaluate, train
 from tools.testbed.forkserver import ForkServer
 
 SHORT = "max_new_tokens_eval=12"
@@ -338,7 +339,7 @@ def test_a_file_of_something_else_is_refused_before_anything_is_loaded(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.jsonl").write_text("mine\n")
-    monkeypatch.setattr(Crowd, "from_pretrained", None)
+    monkeypatch.setattr(loading, "open_pretrained", None)
     said = refusal(capsys, saved, "--data", "embedded", "--output", tmp_path / "notes.jsonl")
     assert "is not of an evaluation" in said
     assert (tmp_path / "notes.jsonl").read_text() == "mine\n"
@@ -360,6 +361,30 @@ def test_agents_with_data_of_their_own_are_asked_the_rows_of_all_and_that_is_sai
     assert any("each agent answers the rows of all agents" in line for line in _lines(job))
     job.config = job.config.model_copy(update={"eval_dataset_name": "c.jsonl"})
     assert _lines(job) == ["2 rows"], "one set scores all, here as in the run"
+
+
+@pytest.mark.slow
+def test_agents_with_data_of_their_own_are_asked_as_many_rows_as_in_the_run_by_their_names(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in (("a", 0), ("b", 100)):
+        write(tmp_path / f"{name}.jsonl", *embedded_rows("train")[number : number + 40])
+    agents = "[{name: easy, dataset_name: a.jsonl}, {name: rev, dataset_name: b.jsonl}]"
+    keys = {"agents": agents, "val_set_size": 10, "generation_eval_samples": 3}
+    log = tmp_path / "log"
+    assert server.run(train, log, folder=str(tmp_path), **keys) == [0], log.read_text()
+    own = read_json(tmp_path / "run/evaluation.json")
+    assert (own["n"], [each["measured_by"] for each in own["sets"]]) == (6, ["teacher_forcing"] * 2)
+    monkeypatch.chdir(tmp_path)
+    record = asked(capsys, "run")
+    assert (record["n"], record["names"]) == (6, ["easy", "rev"])
+    assert main(["generate", "run", "hi", "--max-new-tokens", "2", "--agents"]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.split() == ["crowd", "easy", "rev"]
+    assert record["exact_match"]["crowd"] == own["exact_match"]["crowd"]
+    asked_rows = [row["prompt"] for row in lines(tmp_path / "run/predictions.jsonl")]
+    first = {row["question"] for row in lines(tmp_path / "a.jsonl")}
+    assert [prompt in first for prompt in asked_rows] == [True] * 3 + [False] * 3, "three of each set"
 
 
 # How sure it is

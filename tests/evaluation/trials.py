@@ -29,10 +29,10 @@ TRAINING = {
 }
 
 
-def train(folder: str) -> int:
+def train(folder: str, **keys: Any) -> int:
     """`train.py`, for two steps."""
     os.chdir(folder)
-    return main(["train", "--config", os.devnull, *(f"{key}={value}" for key, value in TRAINING.items())])
+    return main(["train", "--config", os.devnull, *(f"{key}={value}" for key, value in (TRAINING | keys).items())])
 
 
 def evaluate(words: Sequence[str], dies_at_line: int | None = None) -> int:

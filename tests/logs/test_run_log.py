@@ -200,7 +200,7 @@ def test_a_forked_process_writes_nothing_and_does_not_wait_for_a_lock_of_its_par
 def test_other_processes_are_silent(
     tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log = make_log(tmp_path, screen, is_main=False)
+    log = make_log(tmp_path, screen, is_main_process=False)
     logger.info("hello")
     logger.warning("hello")
     assert (caplog.messages, *capfd.readouterr()) == ([], "", "")

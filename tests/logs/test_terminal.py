@@ -256,7 +256,7 @@ def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
 
 
 def test_other_processes_draw_nothing(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
-    log = open_log(terminal, is_main=False)
+    log = open_log(terminal, is_main_process=False)
     log.begin_progress(at(0))
     log.progress(at(1))
     with work.working("score", 10, "rows"):

@@ -21,7 +21,7 @@ def leave_run(
     folder: Path,
     *,
     steps: int = 20,
-    agents: int = 2,
+    agents: int | Sequence[Mapping[str, Any]] = 2,
     status: str = "completed",
     predictions: Sequence[Mapping[str, Any]] = (),
     predictions_step: int | None = None,
@@ -32,12 +32,15 @@ def leave_run(
     """A run of one attempt; returns its folder.
 
     Args:
+        agents: how many, or their own settings.
         predictions_step: the one that gave its predictions; None: as of a release that did not write it.
         rows: of its evaluation.
         right: share that its crowd answers right.
         keys: of its configuration.
     """
     (folder / f"checkpoint_step_{steps}").mkdir(parents=True)
+    keys |= {} if isinstance(agents, int) else {"agents": agents}
+    agents = agents if isinstance(agents, int) else len(agents)
     (folder / f"checkpoint_step_{steps}/config.yaml").write_text(Config(num_agents=agents, **keys).dump())
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(steps, agents)))
     leave_status(folder, status, steps)

@@ -99,6 +99,36 @@ def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) 
     assert [run["scores"][-1]["exact_match"] for run in told["runs"]] == [0.5, 0.75]
 
 
+def test_agents_have_the_names_that_they_were_given_above_what_is_about_all(
+    two: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(two[1], "evaluation.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"names": ["easy", "rev"]}))
+    assert main(["compare", *two]) == 0
+    said = capsys.readouterr().out.splitlines()
+    first = next(number for number, line in enumerate(said) if line.startswith("exact match (nats)"))
+    told = [line.split("  ")[0] for line in said[first + 1 : first + 8]]
+    assert told == ["agent0", "agent1", "easy", "rev", "agents, mean", "majority vote", "crowd"]
+
+
+def test_processes_and_rows_per_step_are_shown_where_they_differ(
+    two: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No key tells a run of one process from one of two, each with the same batch_size."""
+    for folder, processes, rows in ((two[0], 1, 8), (two[1], 2, 16)):
+        checkpoint = Path(folder, "checkpoint_step_20")
+        (checkpoint / "manifest.json").write_text(json.dumps({"surroundings": {"processes": processes}}))
+        (checkpoint / "train_state.json").write_text(json.dumps({"effective_batch": rows}))
+    assert main(["compare", *two]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^processes +1 +2$", said, re.MULTILINE)
+    assert re.search(r"^rows per step +8 +16$", said, re.MULTILINE)
+    assert main(["compare", *two, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["size"] == {"processes": [1, 2], "rows per step": [8, 16]}
+    assert main(["compare", two[0], two[0]]) == 0
+    assert "configuration: no difference" in capsys.readouterr().out
+
+
 def test_a_run_that_is_not_over_is_compared_as_far_as_it_goes(
     two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

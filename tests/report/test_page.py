@@ -14,6 +14,7 @@ from ci_llm.cli.main import main
 from ci_llm.report.curves import thinned
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import _commands, duration, write_report
+from ci_llm.report.scores import BY_OWN_ROWS
 from tests.report.folders import NOW, leave_run, leave_status, prediction
 
 MEGABYTE = 1_000_000
@@ -151,6 +152,20 @@ def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
     assert "over 1 rows that were trained on: none was held out; data set embedded" in told
     assert "the agents' mean: +0.100 ; the best agent" in told
     assert "Warning: agents do not learn" in told
+
+
+def test_agents_have_the_names_that_they_were_given_and_the_rows_that_score_them(tmp_path: Path) -> None:
+    agents = [{"name": "easy", "dataset_name": "a.jsonl"}, {"name": "rev", "dataset_name": "b.jsonl"}]
+    run = leave_run(tmp_path / "run", agents=agents)
+    record = json.loads((run / "evaluation.json").read_text())
+    (run / "evaluation.json").write_text(json.dumps(record | {"names": ["easy", "rev"], "sets": [{}, {}]}))
+    page = write_report(run)
+    told = text_of(page)
+    assert "easy 0.400 0.6000 rev 0.400 0.6000" in told, "a row count of their own is not on record: no interval"
+    assert "agents, mean" not in told
+    assert BY_OWN_ROWS in told
+    assert "easy" in page.read_text().partition("Held-out loss")[2]
+    assert "agent0" not in told
 
 
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ci_llm.cli.main import main
 from ci_llm.errors import BadInput
 from ci_llm.report.page import write_report
 from ci_llm.report.trials import read_trials
-from ci_llm.sweep.trials import Plan, Standings, Trial
+from ci_llm.sweep.trials import HalvingPlan, Standings, Trial
 from tests.report.folders import leave_status
 
 
@@ -48,7 +48,7 @@ def leave(folder: Path, metric: str) -> Path:
 
 def standings(folder: Path) -> Standings:
     record = json.loads((folder / "sweep.json").read_text())
-    plan = Plan((4, 16), trials=6, per_pass=6, keep=0.5, metric=record["plan"]["metric"])
+    plan = HalvingPlan((4, 16), trials=6, per_pass=6, keep=0.5, metric=record["plan"]["metric"])
     scores = [tuple(math.nan if score is None else score for score in each["scores"]) for each in record["trials"]]
     return Standings(plan, tuple(Trial(id, {}, each) for id, each in enumerate(scores)))
 

@@ -22,11 +22,13 @@ import ci_llm
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.mirror.objects import open_objects
+from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import call, job, shutdown
-from ci_llm.run.callbacks import Callbacks, Control, TrainerState
+from ci_llm.run.callbacks import Callbacks, TrainerControl, TrainerState
 from ci_llm.run.mirroring import RunMirror
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
@@ -57,26 +59,26 @@ class Witness:
         self.told: list[tuple[str, int]] = []
         self.logs: list[Mapping[str, Any]] = []
 
-    def on_train_begin(self, args: ci_llm.Config, state: TrainerState, control: Control) -> None:
+    def on_train_begin(self, args: ci_llm.Config, state: TrainerState, control: TrainerControl) -> None:
         assert (args.lora_rank, state.max_steps) == (2, 4)
         self.told.append(("begin", state.global_step))
 
-    def on_step_end(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         random.random(), np.random.rand(), torch.rand(3)
         self.told.append(("step", state.global_step))
 
-    def on_log(self, args: object, state: TrainerState, control: Control, logs: dict[str, Any]) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: dict[str, Any]) -> None:
         self.logs.append(dict(logs))
         logs.clear()
 
-    def on_evaluate(self, args: object, state: TrainerState, control: Control, metrics: dict[str, Any]) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, metrics: dict[str, Any]) -> None:
         self.told.append(("evaluate", state.global_step))
         assert metrics["eval/crowd/nll"] > 0
 
-    def on_save(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.told.append(("save", state.global_step))
 
-    def on_train_end(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.told.append(("end", state.global_step))
         control.should_training_stop = True  # too late to mean anything
 
@@ -87,7 +89,7 @@ class StopAt:
     def __init__(self, step: int, *, by_signal: bool = False) -> None:
         self.step, self.by_signal = step, by_signal
 
-    def on_step_end(self, args: object, state: TrainerState, control: Control, **_: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step == self.step and self.by_signal:
             os.kill(os.getpid(), signal.SIGINT)
         control.should_training_stop = state.global_step == self.step and not self.by_signal
@@ -121,6 +123,29 @@ def test_callbacks_are_told_everything_and_change_no_bit(plain: Path, tmp_path: 
     assert [line["train/task_loss"] for line in logged if "train/task_loss" in line] == [
         logs["train/task_loss"] for logs in witness.logs
     ]
+
+
+@pytest.mark.slow
+def test_a_run_whose_end_failed_after_its_scores_is_ended_by_the_next_call(tmp_path: Path) -> None:
+    """It was called complete; its mirror lacked the last step, and its status was "failed" for good."""
+
+    class Fails:
+        def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+            raise RuntimeError("after the scores")
+
+    folder, mirror = tmp_path / "run", tmp_path / "mirror"
+    keys = KEYS | {"output_dir": str(folder), "mirror": f"file://{mirror}"}
+    with pytest.raises(RuntimeError, match="after the scores"):
+        ci_llm.train(keys, callbacks=[Fails()])
+    assert (folder / "evaluation.json").is_file()
+    scores = (folder / "evaluation.json").read_bytes()
+    assert read_status(folder).status == "failed"
+    result = ci_llm.train(keys)
+    assert (result.status, read_status(folder).status) == ("completed", "completed")
+    assert (folder / "evaluation.json").read_bytes() == scores
+    head = MirrorReader(open_objects(keys["mirror"])).head()
+    assert head is not None
+    assert "final_checkpoint" in [entry.name for entry in head.line]
 
 
 @pytest.mark.slow
@@ -174,7 +199,7 @@ def test_an_interrupted_job_is_put_back_when_all_else_is_done(tmp_path: Path, mo
     def noted(name: str, act: Callable[..., object]) -> Callable[..., object]:
         return lambda *args, **keys: (acts.append(name), act(*args, **keys))[1]
 
-    monkeypatch.setattr(job, "leave_page", noted("page", job.leave_page))
+    monkeypatch.setattr(job, "write_page", noted("page", job.write_page))
     monkeypatch.setattr(RunLog, "finish_trackers", noted("trackers", RunLog.finish_trackers))
     monkeypatch.setattr(RunMirror, "end", noted("mirror", RunMirror.end))
     monkeypatch.setattr(shutdown, "requeue", noted("put back", lambda *_, **__: "SLURM job 7 is put back"))
@@ -323,4 +348,4 @@ def test_a_class_in_place_of_a_callback_is_named() -> None:
 
 def test_a_control_has_no_other_wishes() -> None:
     with pytest.raises(AttributeError):
-        Control().should_save = True  # type: ignore[attr-defined]
+        TrainerControl().should_save = True  # type: ignore[attr-defined]

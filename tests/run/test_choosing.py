@@ -18,7 +18,7 @@ from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.embedded.stories import rows
 from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.run.agent_settings import schedules
-from ci_llm.run.choosing import BY_HEART, TRAINING_NLL, change_of, choose
+from ci_llm.run.choosing import BY_HEART, TRAINING_NLL, change_of, choice_from_nll
 from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.state import Choice, TrainState
 from tests.support.asked import train_asked
@@ -33,11 +33,11 @@ AUTO: Final = Config(num_agents=4, crowd="auto", learning_rate=8e-3)
 
 
 def test_an_agent_that_learns_its_rows_by_heart_is_joined() -> None:
-    assert not choose(5, 0.09, 0.20).alone
-    assert choose(5, 0.10, 0.20).alone
-    assert choose(5, 0.30, 0.20).alone
-    assert not choose(5, math.nan, 0.20).alone
-    assert not choose(5, 0.10, math.nan).alone
+    assert not choice_from_nll(5, 0.09, 0.20).alone
+    assert choice_from_nll(5, 0.10, 0.20).alone
+    assert choice_from_nll(5, 0.30, 0.20).alone
+    assert not choice_from_nll(5, math.nan, 0.20).alone
+    assert not choice_from_nll(5, 0.10, math.nan).alone
 
 
 @given(st.integers(2, 12), st.integers(2, 5000))

@@ -69,7 +69,7 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
         number=1,
         folder=tmp_path / "attempts/1",
         config=SimpleNamespace(run_folder=tmp_path, hang_timeout=None),
-        processes=SimpleNamespace(index=0, launch=None),
+        processes=SimpleNamespace(process_index=0, launch=None),
         status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
     )
     with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:

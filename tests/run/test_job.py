@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -21,6 +22,7 @@ from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.core.attempts import read_failures
 from ci_llm.core.run_status import read_status
+from ci_llm.crowd import publishing
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
@@ -183,6 +185,37 @@ def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.Capt
     assert train(run) == 0
     assert "complete at step 6" in capsys.readouterr().out
     assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+
+
+@pytest.mark.slow
+def test_the_second_call_tries_a_push_again_that_failed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(publishing, "why_unreachable", lambda: "offline")
+    for _ in range(2):
+        assert train(run, "push_to_hub=true") == 0
+        assert "not published: the hub cannot be reached: offline" in "".join(capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_a_push_that_is_broken_off_costs_no_second_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a job ends before its upload does, each attempt would have evaluated anew."""
+
+    def broken_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publishing, "publish", broken_off)
+    words = ["max_train_steps=2", "push_to_hub=true"]
+    assert train(tmp_path, *words) == 130
+    assert read_status(tmp_path).status == "completed"
+    monkeypatch.setattr(publishing, "publish", lambda *_: SimpleNamespace(url="https://there", private=True))
+    capsys.readouterr()
+    assert train(tmp_path, *words) == 0
+    said = capsys.readouterr().out
+    assert "complete at step 2" in said
+    assert "hub       https://there" in said
 
 
 def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(

@@ -37,7 +37,7 @@ def test_a_step_clips_the_mean_gradient_of_each_agent_and_moves_it_at_its_own_ra
     )
     crowd.agents.begin_step(0)
     Objective()(crowd(packed), packed, step=0).total.backward()
-    verdict = Verdict(packed.num_targets, (False,) * K, (), False, None, False)
+    verdict = Verdict(packed.num_targets, (False,) * K, (0.0,) * (K + 2), False, None, False)
     told = apply_gradients(run, 0, verdict, left_out=())
     clipped = 0
     for k, (twin, rate) in enumerate(zip(twins, rates, strict=True)):

@@ -26,7 +26,7 @@ from ci_llm.run.crowd_requests import (
     RECORD,
     CrowdRequest,
     Decision,
-    Unrecorded,
+    RecordFailure,
     ask,
     decide,
     forget_after,
@@ -268,7 +268,7 @@ def test_a_full_disk_is_told_once_and_the_request_waits(tmp_path: Path, monkeypa
         manager=SimpleNamespace(holds_lease=lambda: True),
         nonfinite=SimpleNamespace(dropped=lambda recovery: ()),
         is_finished=False,
-        unrecorded=Unrecorded(),
+        record_failure=RecordFailure(),
     )
     verdict: Any = SimpleNamespace(request=True)
     ask(tmp_path, "stop", 9, {})

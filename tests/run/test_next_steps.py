@@ -71,6 +71,14 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
     assert load_config("configs.yaml", [*(word for word in rest if word != "--continue"), "max_train_steps=9"])
 
 
+def test_agents_that_all_have_own_data_are_not_told_to_take_own_data(
+    suggested: Callable[..., dict[str, list[str]]], tmp_path: Path
+) -> None:
+    """The common dataset_name is `embedded`, and no agent reads it."""
+    (tmp_path / "a.jsonl").touch()
+    assert {*suggested(f"agents=[{{dataset_name: {tmp_path / 'a.jsonl'}}}]")} == {"longer"}
+
+
 def test_what_else_was_typed_stays_but_for_a_larger_base(suggested: Callable[..., dict[str, list[str]]]) -> None:
     words = ["--epochs", "7", "learning_rate=8e-3", "--K", "3"]
     said = suggested(*words)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.cli.main import main
+from ci_llm.config import Config
 from ci_llm.core import determinism
 from ci_llm.crowd import base
 from ci_llm.distributed import processes
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
+from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import placed
+from ci_llm.run.setup import set_determinism
+from ci_llm.run.state import TrainState
 from tests.support.small_run import WORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
@@ -121,6 +127,39 @@ def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back
     assert hindrance.startswith("CUDA generators")
     assert torch.equal(torch.rand(3), wanted)
     assert determinism.restore(determinism.capture()) is None
+
+
+@pytest.mark.parametrize(("mode", "is_sure"), [(False, False), ("auto", False), (True, True)])
+def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(
+    mode: bool | str, is_sure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `auto`, attention keeps its other backward pass and warns once."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    run: Any = SimpleNamespace(
+        crowd=SimpleNamespace(device=torch.device("cuda:0")),
+        processes=SimpleNamespace(num_processes=1),
+        config=Config(),
+    )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.use_deterministic_algorithms(False)
+        set_determinism(Config(deterministic=mode))
+        found = RunCheckpoint.environment(run, TrainState())
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    assert (found["device"], found["deterministic"]) == ("a GPU", is_sure)
+
+
+@pytest.mark.slow
+def test_the_log_promises_the_state_and_not_the_bits_where_nothing_promises_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", *WORDS, f"output_dir={tmp_path / 'run'}"]
+    real = RunCheckpoint.environment
+    monkeypatch.setattr(RunCheckpoint, "environment", lambda *given: real(*given) | {"deterministic": False})
+    assert main([*words, "max_train_steps=2"]) == 0
+    assert main([*words, "max_train_steps=4"]) == 0
+    assert "exactness: state-exact (deterministic=true alone takes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fused", [True, False])

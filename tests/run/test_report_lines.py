@@ -13,11 +13,13 @@ from ci_llm.config import Config
 from ci_llm.crowd.answer_scores import AnswerScores, Solved
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.agent_rows import EvaluationRows
-from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import tokenize
+from ci_llm.data.rows import ListedRows
+from ci_llm.data.sources import load_rows, recognised
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.run.evaluation import describe_example, describe_scores
+from ci_llm.run.evaluation import Evaluator, describe_example, describe_scores
 from ci_llm.run.loading import describe_rows
+from tests.support.crowds import disturbed_crowd
 from tests.support.log_lines import log_lines
 
 
@@ -43,6 +45,52 @@ def test_it_is_said_where_the_rows_to_evaluate_on_are_from(
     with log_lines() as lines:
         describe_rows(config, [rows], EvaluationRows.of([evaluated]))
     assert lines[-1] == f"data      to evaluate on: {source}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        ("mine.jinja", "mine.jinja"),
+        ("{{ messages }}", "the text that the configuration gives"),
+        (None, "the tokenizer's own"),
+    ],
+)
+def test_a_chat_template_is_named_by_where_it_is_from(wanted: str | None, named: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    raw = ListedRows([{"question": "1+1?", "answer": "2"}])
+    rows = tokenize(recognised(raw, "here"), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+    with log_lines() as lines:
+        describe_rows(Config(chat_template=wanted), [rows], EvaluationRows.of([rows]))
+    assert f"data      chat template: {named}" in lines
+
+
+def test_rows_to_evaluate_on_that_are_cut_are_counted(tmp_path: Path) -> None:
+    with log_lines() as lines:
+        describe_rows(Config(), [], EvaluationRows.of([some_of_length(40, tmp_path)]))
+    assert lines[-1] == "data      to evaluate on: 3 rows of question + answer from here, 2 cut at max_seq_length"
+
+
+@pytest.mark.parametrize(("length", "counted", "warned"), [(40, 2, False), (9, 3, True), (400, 0, False)])
+def test_rows_that_leave_no_place_for_an_answer_are_counted_and_none_left_is_warned_about(
+    length: int, counted: int, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = EvaluationRows.of([some_of_length(length, tmp_path)])
+    unused: Any = None
+    evaluator = Evaluator(Config(max_seq_length=length), disturbed_crowd(), rows, unused, unused)
+    monkeypatch.setattr(evaluator, "_score_answers", lambda *_: None)  # as if a stop was asked for
+    with log_lines() as lines:
+        assert evaluator.answers(1, 1) is None
+    told = f"evaluate  not asked: {counted} rows, no place for a whole answer within {length} tokens"
+    assert [line for line in lines if "not asked" in line] == ([told] if counted else [])
+    assert any("no answers are generated, as no row is left to ask" in line for line in lines) == warned
+
+
+def some_of_length(length: int, folder: Path) -> TokenizedRows:
+    """One short answer and two long ones."""
+    raw = [{"question": "1+1?", "answer": "1+1=2\n" * count} for count in (1, 20, 30)]
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    return tokenize(recognised(ListedRows(raw), "here"), tokenizer, max_seq_length=length, cache_folder=folder)
 
 
 def test_an_evaluation_gives_the_crowd_and_the_mean_of_its_agents() -> None:

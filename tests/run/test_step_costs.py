@@ -92,7 +92,7 @@ class Step:
             objective=Objective(),
             heartbeat=Heartbeat(),
             processes=SimpleNamespace(
-                index=0,
+                process_index=0,
                 autocast=lambda: torch.autocast("cpu", dtype) if dtype else nullcontext(),
                 reduce_flat_=lambda tensor: tensor,
             ),

@@ -107,16 +107,16 @@ def saving(directory: str, backend: str) -> int:
 def training(directory: str, arguments: list[str]) -> int:
     """Train, and count the collectives of each save after the first."""
     from ci_llm.cli.main import main
-    from ci_llm.run import job
+    from ci_llm.run import loop
 
-    real, counts = job.save, []
+    real, counts = loop.save, []
 
     def counted(run: Any) -> None:
         with collectives() as entered:
             real(run)
         counts.append(entered)
 
-    job.save = counted
+    loop.save = counted
     code = main(["train", *arguments])
     rank = os.environ.get("RANK", "0")
     Path(directory, f"costs{rank}.json").write_text(json.dumps(counts[1:]))

@@ -30,7 +30,7 @@ from ci_llm.crowd import lora, scoring, sharded_layers
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
 from ci_llm.run import hang as hang_watch
-from ci_llm.run import job, loop, report, shutdown
+from ci_llm.run import loop, report, shutdown
 from ci_llm.run.heartbeat import SilenceTimer
 from tools.testbed.events import DEADLINE_S, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
@@ -140,7 +140,7 @@ def short_memory(fault: Fault) -> None:
     # can be taken again without asking the kernel; how many depends on the threads of the process.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1
     wrap(loop, "compute_gradients", strike)
-    wrap(job, "save", lift)  # of the last step: its threads want memory for their stacks
+    wrap(loop, "save", lift)  # of the last step: its threads want memory for their stacks
 
 
 def out_of_memory(fault: Fault) -> None:

@@ -28,7 +28,7 @@ def talk(processes: Any, folder: Path) -> dict[str, Any]:
 
     from ci_llm.distributed.ballot import Ballot
 
-    index, last = processes.index, processes.count - 1
+    index, last = processes.process_index, processes.num_processes - 1
     quiet = processes.agree(Ballot(num_targets=2**40 + index, nonfinite=(False, False)))
     sick = Ballot(
         num_targets=0,
@@ -38,14 +38,14 @@ def talk(processes: Any, folder: Path) -> dict[str, Any]:
         stop="signal:SIGTERM" if index == last else None,
         save=index == 0,
     )
-    with processes.main_first():
+    with processes.main_process_first():
         seen = (folder / "main was here").exists()
         (folder / "main was here").touch()
     with processes.autocast():
         dtype = str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
     return {
         "index": index,
-        "count": processes.count,
+        "count": processes.num_processes,
         "launcher": processes.launch.launcher,
         "device": str(processes.device),
         "num_threads": torch.get_num_threads(),
@@ -68,8 +68,8 @@ def digest_of_a_reduction(processes: Any) -> str:
     """Summands of very different size: any other order of summation shows in the bits."""
     import torch
 
-    generator = torch.Generator().manual_seed(processes.index)
-    flat = torch.randn(100_003, generator=generator).exp().pow(processes.index + 1)
+    generator = torch.Generator().manual_seed(processes.process_index)
+    flat = torch.randn(100_003, generator=generator).exp().pow(processes.process_index + 1)
     return hashlib.sha256(processes.reduce_flat_(flat).numpy().tobytes()).hexdigest()
 
 
@@ -87,7 +87,7 @@ def refused_on_main(processes: Any) -> str:
     from ci_llm.errors import WriterBusy
 
     def refuse() -> None:
-        raise WriterBusy(f"process {processes.index} is busy", where="here", hint="wait")
+        raise WriterBusy(f"process {processes.process_index} is busy", where="here", hint="wait")
 
     try:
         processes.on_main(refuse)
@@ -100,7 +100,7 @@ def lose_a_peer(processes: Any) -> dict[str, Any]:
     from ci_llm.distributed.ballot import Ballot
     from ci_llm.errors import PeerLost
 
-    if processes.index == 1:
+    if processes.process_index == 1:
         os._exit(9)
     try:
         processes.agree(Ballot(num_targets=1))

@@ -14,7 +14,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.run.loading import Loaded, load
 from ci_llm.sweep import cost
-from ci_llm.sweep.trials import Plan
+from ci_llm.sweep.trials import HalvingPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
 READING = read_sweep(None, ["learning_rate=log(1e-4,1e-2)", "lora_rank=[2,64]", "max_train_samples=9", "batch_size=2"])
@@ -59,10 +59,21 @@ def test_several_processes_of_one_machine_share_its_memory(
 
 
 def test_what_is_said_of_a_plan_adds_up() -> None:
-    plan = Plan.of(64, 3, 16, 4, keep=0.25, metric="nll")
-    rungs, parts = cost.described(plan, "random")
+    plan = HalvingPlan.of(64, 3, 16, 4, keep=0.25, metric="nll")
+    rungs, parts = cost.described(plan, READING)
     assert rungs == "16 trials by sampler random, compared by nll: 16 to step 4, 4 to step 16, 1 to step 64"
     assert parts == "6 segments of at most 4 trials, 76 steps: the work of 2.5 full runs instead of 16"
     pack = cost.as_one_run(READING, plan)
     assert (pack.num_agents, pack.max_train_steps) == (4, 4 * 4 + 12 + 12)  # the last one alone: a quarter of 48
     assert {own["lora_rank"] for own in pack.agents} == {64}
+
+
+@pytest.mark.parametrize(("words", "wanted"), [(["trials=5"], 5), (["trials=2"], None), ([], None)])
+def test_a_plan_says_that_the_spaces_have_fewer_settings_than_trials_are_asked_for(
+    words: list[str], wanted: int | None
+) -> None:
+    reading = read_sweep(None, ["learning_rate=[1e-3,1e-2]", *words])
+    assert (reading.keys.trials, reading.trials_wanted) == (2, wanted)
+    said = [*cost.described(HalvingPlan.of(64, 3, 2, 2, keep=0.25, metric="nll"), reading)]
+    told = f"trials={wanted} asks for more trials than the spaces have settings: they have only 2"
+    assert (told in said) is (wanted is not None)

@@ -18,6 +18,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
+from ci_llm.sweep.sweep import Sweep
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import _leaves, differences
@@ -332,3 +333,11 @@ def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_
     assert [e.step for e in curves.Scalars("train/loss")] == [2, 4, 6, 8]
     assert "_hparams_/session_start_info" in curves.summary_metadata
     assert math.isfinite(best["score"])
+
+
+def test_no_call_plans_more_trials_of_a_pass_than_there_are(tmp_path: Path) -> None:
+    keys = {"learning_rate": [1e-3, 2e-3], "max_train_steps": 4, "output_dir": str(tmp_path / "sweep")}
+    first = Sweep(None, agents_per_pass=8, **keys)
+    assert first.ask() is not None
+    for wanted, planned in ((8, 2), (1, 1), (3, 2)):
+        assert Sweep(None, agents_per_pass=wanted, **keys).standings.plan.per_pass == planned

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.sweep.trials import Plan, Segment, Standings, Trial
+from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
 
 FAILED = math.nan
 
 
-def plan(trials: int = 16, per_pass: int = 4, rungs: int = 3, keep: float = 0.25, metric: str = "nll") -> Plan:
-    return Plan.of(64, rungs, trials, per_pass, keep=keep, metric=metric)
+def plan(trials: int = 16, per_pass: int = 4, rungs: int = 3, keep: float = 0.25, metric: str = "nll") -> HalvingPlan:
+    return HalvingPlan.of(64, rungs, trials, per_pass, keep=keep, metric=metric)
 
 
 def played(standings: Standings, score: Callable[[int, int], float], most: int = 200) -> Standings:
@@ -97,7 +97,7 @@ def test_equal_scores_are_decided_by_age() -> None:
 
 @pytest.mark.parametrize(("total", "steps"), [(64, (4, 16, 64)), (3, (1, 3)), (1, (1,)), (100, (7, 25, 100))])
 def test_the_last_steps_of_rungs(total: int, steps: tuple[int, ...]) -> None:
-    assert Plan.of(total, 3, 4, 2, keep=0.25, metric="nll").steps == steps
+    assert HalvingPlan.of(total, 3, 4, 2, keep=0.25, metric="nll").steps == steps
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_the_last_steps_of_rungs(total: int, steps: tuple[int, ...]) -> None:
 )
 def test_no_rung_ends_inside_of_the_warm_up(warmup: int, steps: tuple[int, ...]) -> None:
     """Rungs that would are as long as it, and one of them is enough: more trials go on."""
-    decided = Plan.of(64, 3, 16, 4, keep=0.25, metric="nll", warmup=warmup)
+    decided = HalvingPlan.of(64, 3, 16, 4, keep=0.25, metric="nll", warmup=warmup)
     assert decided.steps == steps
     assert [decided.places(rung) for rung in range(len(steps))] == [16, 4, 1][: len(steps)]
 
 
 def test_no_rung_ends_after_a_step_in_which_nothing_is_learned() -> None:
-    assert Plan.of(12, 3, 4, 2, keep=0.25, metric="nll", warmup=1).steps == (2, 3, 12)
-    assert Plan.of(12, 3, 4, 2, keep=0.25, metric="nll", warmup=0).steps == (1, 3, 12)
+    assert HalvingPlan.of(12, 3, 4, 2, keep=0.25, metric="nll", warmup=1).steps == (2, 3, 12)
+    assert HalvingPlan.of(12, 3, 4, 2, keep=0.25, metric="nll", warmup=0).steps == (1, 3, 12)
 
 
 @given(
@@ -126,7 +126,7 @@ def test_no_rung_ends_after_a_step_in_which_nothing_is_learned() -> None:
 def test_every_sweep_ends_with_the_promised_trials(
     trials: int, per_pass: int, rungs: int, keep: float, bad: set[tuple[int, int]]
 ) -> None:
-    decided = Plan.of(64, rungs, trials, per_pass, keep=keep, metric="nll")
+    decided = HalvingPlan.of(64, rungs, trials, per_pass, keep=keep, metric="nll")
     end = played(Standings(decided), lambda id, rung: FAILED if (id, rung) in bad else (id * 13) % 17 + rung)
     sound = [trial for trial in end.trials if not trial.failed]
     for rung in range(len(decided.steps)):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import ci_llm.sweep.conduct  # noqa: F401  the fork server imports all the rooms through this file
+import ci_llm.sweep.runner  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli.main import main
 from examples import sweep_by_hand
 from tools.testbed.moments import interfere

@@ -38,6 +38,18 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     assert [point.step for point in found.points] == [*range(1, 21)]
 
 
+def test_the_step_of_a_run_that_trains_is_that_of_its_losses(tmp_path: Path) -> None:
+    """`step 0 ... 0 of 400 steps, 41.8 steps/s` stood there until the next heartbeat."""
+    folder = running(tmp_path / "run")
+    leave_status(folder, "running", 0, total_steps=60)
+    found = read(folder)
+    assert (found.status.step, found.losses_step, found.left_s) == (20, 20, 40.0)
+    leave_status(folder, "running", 0, attempt=2, total_steps=60)
+    assert read(folder).status.step == 0, "the lines of an earlier attempt may be taken again"
+    leave_status(folder, "interrupted", 12, total_steps=60)
+    assert read(folder).status.step == 12, "what is saved"
+
+
 def test_after_the_last_step_comes_the_final_evaluation(tmp_path: Path) -> None:
     assert time_left(read(running(tmp_path / "run", total=20))) == "evaluating"
 

@@ -15,7 +15,7 @@ from ci_llm.checkpoints.folders import committed
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
 from ci_llm.checkpoints.mirror import mirror as mirror_module
-from ci_llm.checkpoints.mirror import objects, pace
+from ci_llm.checkpoints.mirror import objects, rate_limit
 from ci_llm.checkpoints.mirror.filling import fill
 from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.mirror import Mirror
@@ -24,14 +24,14 @@ from ci_llm.errors import MirrorUnreachable
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.object_store import CREDENTIALS
 
-STORY = ("metrics.jsonl",)
+RUN_FILES = ("metrics.jsonl",)
 KEEP = 2
 ACKNOWLEDGED = "acknowledged"
 SYNC_TRIES = 3
 
 
 def state(step: int) -> dict[str, Any]:
-    """What changes with every step, what never does, and a file that is larger than a block of a story."""
+    """What changes with every step, what never does, and a file that is larger than a block of `run_files`."""
     draw = torch.Generator().manual_seed(step)
     return {
         "agent0/adapter_model": {"a": torch.rand(40, generator=draw)},
@@ -56,7 +56,7 @@ def speak_to(address: str, request_s: float = DEADLINE_S) -> None:
     torch.set_num_threads(1)
     objects.REQUEST_S = request_s  # type: ignore[misc]
     objects.RETRIES = 1  # type: ignore[misc]
-    pace.FIRST_TRY_S = 0.05  # type: ignore[misc]
+    rate_limit.FIRST_TRY_S = 0.05  # type: ignore[misc]
     mirror_module._POLL_S = 0.2  # type: ignore[misc]
 
 
@@ -64,13 +64,13 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool,
     """Go on from the newest step of both places, save `step`, and leave a note once the mirror has it."""
     run = _begin(folder, address, wiped, request_s)
     with CheckpointManager(run, max_to_keep=KEEP) as manager:
-        mirror = Mirror(url, run, keep=KEEP, story=STORY)
+        mirror = Mirror(url, run, keep=KEEP, files=RUN_FILES)
         found = _found(mirror, manager)
         newest = manager.latest_step()
         assert newest is None or dict(manager.metadata(newest).files) == records(newest), "wrong bytes restored"
         mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), found)
         manager.after_save = lambda result: mirror.wake()
-        with (run / STORY[0]).open("a") as metrics:
+        with (run / RUN_FILES[0]).open("a") as metrics:
             metrics.write(f'{{"step": {step}}}\n')
         assert manager.save(step, state(step))
         manager.wait_until_finished()
@@ -85,7 +85,7 @@ def _found(mirror: Mirror, manager: CheckpointManager) -> Found:
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         with contextlib.suppress(MirrorUnreachable):
-            return fill(mirror.reader, manager, STORY)
+            return fill(mirror.reader, manager, RUN_FILES)
     raise AssertionError(f"not within {DEADLINE_S:.0f} s: the mirror can be read")
 
 

@@ -24,7 +24,7 @@ class Backend:
         if request.asynchronous and has_other_processes():
             self._results = self._results or SaveResultChannel()
         step, results = request.step, self._results
-        if self._processes.index == 0:
+        if self._processes.process_index == 0:
             return SaveTask(request.entries, lambda take: self._save(request, take), lambda: self._send(step, False))
         return None if results is None else SaveTask((), lambda take: SaveResult(step, results.receive(step)))
 

@@ -13,32 +13,32 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.mirror.found import Found, Token, read_token, write_token
 from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
 from ci_llm.checkpoints.mirror.reader import MirrorReader
-from ci_llm.checkpoints.mirror.story import restore_story
+from ci_llm.checkpoints.mirror.run_files import restore_files
 from ci_llm.checkpoints.mirror.writer import another_run
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
 
 logger = logging.getLogger(__name__)
 
 
-def fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str] = ()) -> Found:
+def fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str] = ()) -> Found:
     """Bring the newest step that verifies onto the disk, if the mirror has it and the disk does not. For process 0.
 
     Args:
-        story: patterns of the files that come with it.
+        files: patterns of the files that come with it.
 
     Raises:
         WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from.
         CheckpointError: the disk refuses it.
     """
     try:
-        return _fill(reader, manager, story)
+        return _fill(reader, manager, files)
     except OSError as error:
         what = f"what the mirror has cannot be written here: {error}"
         hint = "give this folder space and the right to write, and start again"
         raise CheckpointError(what, where=str(manager.directory), hint=hint) from error
 
 
-def _fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[str]) -> Found:
+def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str]) -> Found:
     folder = manager.directory
     token = read_token(folder)
     try:
@@ -57,7 +57,7 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[st
     own = manager.latest_step()
     found, damage = reader.newest(head, after=-1 if own is None else own)
     if found is not None:
-        _take(reader, head, found, manager, story)
+        _take(reader, head, found, manager, files)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
     run = head.run or (token.run if token else UNKNOWN_RUN)
@@ -66,9 +66,9 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, story: Collection[st
     return Found(head.generation, damage, same_run=True)
 
 
-def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, story: Collection[str]) -> None:
+def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
     manager.acquire_lease()
-    restore_story(reader, head, manager.directory, story)
+    restore_files(reader, head, manager.directory, files)
     manager.adopt(newest)
     for entry in _wanted(head, newest, manager.directory):
         try:

@@ -129,7 +129,7 @@ class Head:
         line: what the run goes on from, the newest first.
         superseded: newer steps than one that the run went back to.
         quarantine: steps that did not verify, and why.
-        story: the other files of the run, by path: logs, metrics, evaluation.
+        files: the other files of the run, by path: logs, metrics, evaluation.
     """
 
     run: str
@@ -139,7 +139,7 @@ class Head:
     line: tuple[Entry, ...] = ()
     superseded: tuple[Entry, ...] = ()
     quarantine: tuple[tuple[Entry, str], ...] = ()
-    story: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
+    files: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
 
     @property
     def newest(self) -> Entry | None:
@@ -179,7 +179,7 @@ class Head:
         body: dict[str, Any] = {name: getattr(self, name) for name in ("run", "generation", "attempt", "stamp")}
         body |= {"line": [vars(each) for each in self.line], "superseded": [vars(each) for each in self.superseded]}
         body |= {"quarantine": [{**vars(each), "damage": why} for each, why in self.quarantine]}
-        return _sealed({**body, "story": _dump_files(self.story)})
+        return _sealed({**body, "story": _dump_files(self.files)})  # their key in version 1 of the format
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
@@ -193,11 +193,11 @@ class Head:
                 "line": list(line),
                 "superseded": list(superseded),
                 "quarantine": list(quarantine),
-                "story": dict(story),
+                "story": dict(files),
             }:
                 hurt = tuple((_entry(each), str(each["damage"])) for each in quarantine)
                 lines = tuple(map(_entry, line)), tuple(map(_entry, superseded))
-                return cls(run, generation, attempt, stamp, *lines, hurt, _parse_files(story))
+                return cls(run, generation, attempt, stamp, *lines, hurt, _parse_files(files))
         raise ValueError("the head lacks a field")
 
 

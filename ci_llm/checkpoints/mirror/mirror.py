@@ -23,9 +23,9 @@ from ci_llm.checkpoints.manifest import MANIFEST
 from ci_llm.checkpoints.mirror.found import Found, Token, read_token, write_token
 from ci_llm.checkpoints.mirror.head import Head
 from ci_llm.checkpoints.mirror.objects import open_objects
-from ci_llm.checkpoints.mirror.pace import Pace, backoff_s
+from ci_llm.checkpoints.mirror.rate_limit import RateLimiter, backoff_s
 from ci_llm.checkpoints.mirror.reader import MirrorReader
-from ci_llm.checkpoints.mirror.story import send_story
+from ci_llm.checkpoints.mirror.run_files import send_files
 from ci_llm.checkpoints.mirror.writer import MirrorWriter
 from ci_llm.core.urls import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
@@ -58,6 +58,10 @@ class _NewerFirstError(Exception):
     """The run ends, and a newer step is there than the one that is being sent."""
 
 
+class _ClosedError(Exception):
+    """The mirror was closed while bytes were being sent."""
+
+
 class Mirror:
     """The mirror of one folder; used by one process.
 
@@ -65,7 +69,7 @@ class Mirror:
         url: of the mirror.
         folder: of the run.
         keep: numbered steps to keep, as `save_total_limit`; None: all. What the folder keeps beside them stays as well.
-        story: patterns of the other files that follow.
+        files: patterns of the other files that follow.
         max_mb_per_s: a bound on what is sent and read; None: no bound.
         on_change: called in the thread whenever the state has changed.
         clock: seconds, monotonic.
@@ -77,17 +81,17 @@ class Mirror:
         folder: Path,
         *,
         keep: int | None = None,
-        story: Collection[str] = (),
+        files: Collection[str] = (),
         max_mb_per_s: float | None = None,
         on_change: Callable[[MirrorState], object] = lambda state: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.folder, self.story = folder, story
+        self.folder, self.files = folder, files
         self._keep, self._clock, self.on_change = keep, clock, on_change
-        self._pace = Pace(max_mb_per_s, clock)
+        self._limiter = RateLimiter(max_mb_per_s, clock)
         self._objects = open_objects(url)
-        self.reader = MirrorReader(self._objects, self._pace)
-        self._writer = MirrorWriter(self._objects, check=self._between_blocks, pace=self._pace)
+        self.reader = MirrorReader(self._objects, self._limiter)
+        self._writer = MirrorWriter(self._objects, check=self._between_blocks, limiter=self._limiter)
         self._claim: Callable[[], object] = lambda: None
         self._claimed, self._swept = False, False
         self._sending: int | None = None
@@ -133,17 +137,17 @@ class Mirror:
         """Wait until the mirror holds what the folder holds, the newest step first; False if it does not in time."""
         if self._thread is None:
             return True
-        self._pace.hurry.set()
+        self._limiter.hurry.set()
         self.wake()
         done = self._idle.wait(timeout_s)
         if not self._over.is_set():
-            self._pace.hurry.clear()
+            self._limiter.hurry.clear()
         return done and self.state.error is None
 
     def close(self) -> None:
         """End the thread, whatever it is doing."""
         self._over.set()
-        self._pace.hurry.set()
+        self._limiter.hurry.set()
         self._work.set()
         if self._thread is not None:
             self._thread.join(timeout=_POLL_S)
@@ -174,6 +178,8 @@ class Mirror:
             try:
                 self._pass()
                 failures = 0
+            except _ClosedError:
+                return
             except (MirrorUnreachable, OSError) as error:
                 failures += 1
                 self._fail(error, failures)
@@ -193,7 +199,7 @@ class Mirror:
         if failures == 1:
             logger.warning(f"mirror    {what}; it is tried again, and the training goes on")
         self._change(error=what)
-        hurry = self._pace.hurry  # a flush, or the end, wakes a thread that waits
+        hurry = self._limiter.hurry  # a flush, or the end, wakes a thread that waits
         (self._over if hurry.is_set() else hurry).wait(backoff_s(failures, hurry=hurry.is_set()))
         self._work.set()
 
@@ -254,9 +260,9 @@ class Mirror:
         logger.info(f"mirror    {folder.name}, {sent:.3g} MB sent in {time.perf_counter() - began:.2g} s")
 
     def _commit(self, head: Head) -> None:
-        """Make a head count, with the story as it is now, and without the steps that are beyond the limit."""
-        story = send_story(self._writer, self.folder, self.story)
-        head = replace(head, story=story)
+        """Make a head count, with the other files as they are now, and without the steps that are beyond the limit."""
+        files = send_files(self._writer, self.folder, self.files)
+        head = replace(head, files=files)
         self._writer.commit(head.without(self._beyond(head)))
         self._change(error=None)
 
@@ -281,9 +287,9 @@ class Mirror:
 
     def _between_blocks(self) -> None:
         if self._over.is_set():
-            raise MirrorUnreachable("the mirror was closed", where=self.state.url)
+            raise _ClosedError
         self._change()
-        if self._pace.hurry.is_set() and self._sending is not None:
+        if self._limiter.hurry.is_set() and self._sending is not None:
             newest = self._next()
             if newest is not None and newest[0] > self._sending:
                 raise _NewerFirstError

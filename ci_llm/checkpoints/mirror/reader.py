@@ -35,11 +35,11 @@ class MirrorReader:
     """One mirror, read only.
 
     Args:
-        pace: called with the number of bytes before each block.
+        limiter: called with the number of bytes before each block.
     """
 
-    def __init__(self, objects: Objects, pace: Callable[[int], object] = lambda nbytes: None) -> None:
-        self.objects, self._pace = objects, pace
+    def __init__(self, objects: Objects, limiter: Callable[[int], object] = lambda nbytes: None) -> None:
+        self.objects, self._limiter = objects, limiter
         self.url = without_secrets(objects.url)
 
     def head(self) -> Head | None:
@@ -86,14 +86,14 @@ class MirrorReader:
 
     def _read_record(self, key: str) -> tuple[Record, Manifest]:
         data = self.objects.get(key)
-        self._pace(len(data))
+        self._limiter(len(data))
         return read_record(key, data, self.url)
 
     def block(self, block: Block) -> bytes:
         """Some bytes, verified. Raises DamagedCheckpoint: missing, or other bytes."""
         what = "is missing"
         for _ in range(2):
-            self._pace(block.size)
+            self._limiter(block.size)
             try:
                 data = self.objects.get(block.key)
             except Missing:

@@ -49,7 +49,7 @@ class MirrorWriter:
 
     Args:
         check: called before each block is sent; it may raise to give the step up.
-        pace: called with the number of bytes before each block.
+        limiter: called with the number of bytes before each block.
 
     Attributes:
         head: what counts now.
@@ -61,10 +61,10 @@ class MirrorWriter:
         objects: Objects,
         *,
         check: Callable[[], object] = lambda: None,
-        pace: Callable[[int], object] = lambda nbytes: None,
+        limiter: Callable[[int], object] = lambda nbytes: None,
     ) -> None:
-        self._objects, self._check, self._pace = objects, check, pace
-        self._reader = MirrorReader(objects, pace)
+        self._objects, self._check, self._limiter = objects, check, limiter
+        self._reader = MirrorReader(objects, limiter)
         self._version: Version | None = None
         self._is_rebuilt = False
         self._claims: set[str] = set()  # the stamps of the heads with which this writer tried to claim the mirror
@@ -139,7 +139,7 @@ class MirrorWriter:
             with contextlib.suppress(DamagedCheckpoint):
                 self._records[entry.record] = self._reader.record(entry)[0]
         line = [self._records[entry.record] for entry in head.line if entry.record in self._records]
-        blocks = set(blocks_of(head.story)).union(*(record.all_blocks for record in line))
+        blocks = set(blocks_of(head.files)).union(*(record.all_blocks for record in line))
         self._there = {(block.digest, block.size): block for block in blocks}
 
     def forget(self, blocks: Iterable[Block]) -> None:
@@ -195,10 +195,10 @@ class MirrorWriter:
 
     def _send(self, key: str, data: bytes) -> None:
         """Write an object and read it back."""
-        self._pace(len(data))
+        self._limiter(len(data))
         self._objects.put(key, data)
         self.sent_bytes += len(data)
-        self._pace(len(data))
+        self._limiter(len(data))
         with contextlib.suppress(Missing):
             if self._objects.get(key) == data:
                 return
@@ -254,7 +254,7 @@ class MirrorWriter:
     # Removing
 
     def _referred(self, head: Head) -> set[str]:
-        keys = {block.key for block in blocks_of(head.story)}
+        keys = {block.key for block in blocks_of(head.files)}
         for entry in head.entries:
             record = self._records.get(entry.record)
             keys |= {entry.record} | ({block.key for block in record.all_blocks} if record else set())

@@ -16,7 +16,7 @@ from ci_llm.checkpoints.mirror.head import Entry, Head
 from ci_llm.checkpoints.mirror.mirror import Mirror
 from ci_llm.errors import MirrorUnreachable
 from tools.testbed.events import DEADLINE_S
-from tools.testbed.mirrored import STORY, state
+from tools.testbed.mirrored import RUN_FILES, state
 
 
 class Node:
@@ -25,7 +25,7 @@ class Node:
     def __init__(self, folder: Path, url: str, keep: int | None = 2, **options: Any) -> None:
         self.folder, self.url = folder, url
         self.manager = CheckpointManager(folder, max_to_keep=keep)
-        self.mirror = Mirror(url, folder, keep=keep, story=STORY, **options)
+        self.mirror = Mirror(url, folder, keep=keep, files=RUN_FILES, **options)
         self.found = Found()
 
     @property
@@ -45,7 +45,7 @@ class Node:
         return self.manager.latest_step()
 
     def fill(self) -> None:
-        self.found = fill(self.mirror.reader, self.manager, STORY)
+        self.found = fill(self.mirror.reader, self.manager, RUN_FILES)
 
     def claim(self) -> None:
         step = self.manager.latest_step()
@@ -115,7 +115,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[Refusing]:
         return opened[-1]
 
     monkeypatch.setattr("ci_llm.checkpoints.mirror.mirror.open_objects", open_refusing)
-    monkeypatch.setattr("ci_llm.checkpoints.mirror.pace.FIRST_TRY_S", 0.01)
+    monkeypatch.setattr("ci_llm.checkpoints.mirror.rate_limit.FIRST_TRY_S", 0.01)
     return opened
 
 

@@ -239,7 +239,7 @@ def test_the_final_checkpoint_follows_and_comes_back(node: Nodes) -> None:
 def test_no_name_of_a_mirror_leaves_its_folder(node: Nodes, tmp_path: Path) -> None:
     one = node("one")
     one.begin()
-    (one.folder / "metrics.jsonl").write_text("a story\n")
+    (one.folder / "metrics.jsonl").write_text("a line\n")
     one.save(1)
     root = Path(one.url.removeprefix("file://"))
     body = json.loads((root / HEAD).read_text())
@@ -250,7 +250,7 @@ def test_no_name_of_a_mirror_leaves_its_folder(node: Nodes, tmp_path: Path) -> N
     forged = {**body, "line": [{**body["line"][0], "name": "../checkpoint_step_1"}]}
     with pytest.raises(ValueError, match="cannot be"):
         Head.parse(sealed(forged))
-    # A name that stays inside, but is none of a story, is not written.
+    # A name that stays inside, but is of no file that follows a run, is not written.
     (root / HEAD).write_bytes(sealed({**body, "story": {"quarantine/x": body["story"]["metrics.jsonl"]}}))
     fresh = node("fresh")
     assert fresh.begin() == 1
@@ -315,7 +315,7 @@ def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[R
     one.save(2, flush=False)
     assert entered.wait(DEADLINE_S)
     one.save(3, flush=False)
-    one.mirror._pace.hurry.set()
+    one.mirror._limiter.hurry.set()
     go_on.set()
     assert one.mirror.flush(DEADLINE_S)
     assert 2 not in committed
@@ -359,7 +359,7 @@ def test_an_empty_disk_does_not_begin_anew_while_nobody_knows_what_the_mirror_ho
     assert one.mirror.flush(DEADLINE_S)
 
 
-@pytest.mark.parametrize("refused", ["count_on_from", "restore_story", "write_token"])
+@pytest.mark.parametrize("refused", ["count_on_from", "restore_files", "write_token"])
 def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
     refused: str, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.mirror.objects import Missing, check_url, open_objects
-from ci_llm.checkpoints.mirror.pace import LONGEST_S, Pace, backoff_s
+from ci_llm.checkpoints.mirror.rate_limit import LONGEST_S, RateLimiter, backoff_s
 from ci_llm.core.urls import is_url, without_secrets
 from ci_llm.errors import BadInput, ConfigError, MirrorUnreachable
 from tests.checkpoints.mirror.conftest import swaps_decide
@@ -77,16 +77,16 @@ def test_windows_paths_and_plain_names_are_no_urls() -> None:
 
 def test_the_bound_spreads_bytes_over_time() -> None:
     now, waited = [0.0], []
-    pace = Pace(2.0, clock=lambda: now[0])
-    pace.hurry.wait = lambda timeout=None: bool(waited.append(timeout))  # type: ignore[method-assign]
+    limiter = RateLimiter(2.0, clock=lambda: now[0])
+    limiter.hurry.wait = lambda timeout=None: bool(waited.append(timeout))  # type: ignore[method-assign]
     for _ in range(3):
-        pace(1_000_000)
+        limiter(1_000_000)
     assert waited == [0.5, 1.0, 1.5]
     now[0] = 10.0
-    pace(1_000_000)
+    limiter(1_000_000)
     assert waited[-1] == 0.5
-    pace.hurry.set()
-    pace(10**9)
+    limiter.hurry.set()
+    limiter(10**9)
     assert len(waited) == 4
 
 

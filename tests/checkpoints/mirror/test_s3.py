@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mirror import HARMS, History, Strike, campaign, strikes, table
-from ci_llm.checkpoints.mirror import mirror, objects, pace
+from ci_llm.checkpoints.mirror import mirror, objects, rate_limit
 from ci_llm.checkpoints.mirror.objects import open_objects
 from tests.checkpoints.mirror.conftest import swaps_decide
 from tests.support import campaign as size
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `mirrored.speak_to` changes in the process that reads is undone after each test."""
-    for owner, name in ((objects, "REQUEST_S"), (objects, "RETRIES"), (pace, "FIRST_TRY_S"), (mirror, "_POLL_S")):
+    for owner, name in ((objects, "REQUEST_S"), (objects, "RETRIES"), (rate_limit, "FIRST_TRY_S"), (mirror, "_POLL_S")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": ""}.items():
         monkeypatch.setenv(name, value)

@@ -15,7 +15,7 @@ from ci_llm.checkpoints.mirror.found import Found
 from ci_llm.checkpoints.mirror.head import HEAD, Block, Head, Record
 from ci_llm.checkpoints.mirror.objects import Conflict, open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
-from ci_llm.checkpoints.mirror.story import restore_story, send_story
+from ci_llm.checkpoints.mirror.run_files import restore_files, send_files
 from ci_llm.checkpoints.mirror.writer import LostClaim, MirrorWriter
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
 from tests.checkpoints.test_store import flip
@@ -44,7 +44,7 @@ def claimed(lying: Lying, run: str | None = "run") -> MirrorWriter:
 
 
 def with_story(writer: MirrorWriter, text: bytes) -> Head:
-    return replace(writer.head, story={"log": writer.send_blocks([text])})
+    return replace(writer.head, files={"log": writer.send_blocks([text])})
 
 
 def test_a_mirror_of_another_version_is_refused_and_not_rebuilt(lying: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,12 +182,12 @@ def test_a_damaged_log_is_left_out_and_the_others_come_back(lying: Lying, tmp_pa
     (there / "b.log").write_text("b\n")
     (there / "c.log").symlink_to(there / "a.log")
     writer = claimed(lying)
-    writer.commit(replace(writer.head, story=send_story(writer, there, ("*.log",))))
-    assert sorted(writer.head.story) == ["a.log", "b.log"]
-    assert len(writer.head.story["a.log"]) == 2
-    flip(tmp_path / "mirror" / writer.head.story["a.log"][1].key, bit=9)
+    writer.commit(replace(writer.head, files=send_files(writer, there, ("*.log",))))
+    assert sorted(writer.head.files) == ["a.log", "b.log"]
+    assert len(writer.head.files["a.log"]) == 2
+    flip(tmp_path / "mirror" / writer.head.files["a.log"][1].key, bit=9)
     here = tmp_path / "here"
-    restore_story(MirrorReader(lying.store), writer.head, here, ("*.log",))
+    restore_files(MirrorReader(lying.store), writer.head, here, ("*.log",))
     assert [path.name for path in here.iterdir()] == ["b.log"]
     assert any("a.log does not come back" in line for line in said)
 

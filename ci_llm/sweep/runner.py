@@ -23,18 +23,18 @@ from ci_llm.run.beginning import place_of_attempt
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.job import meet, run_among
 from ci_llm.run.loading import Loaded, load
-from ci_llm.run.report import leave_page
-from ci_llm.run.setup import plan_ahead
+from ci_llm.run.report import write_page
+from ci_llm.run.setup import steps_of
 from ci_llm.run.shutdown import command_line, end_at_once, reason_of
-from ci_llm.sweep.best import leave_best
+from ci_llm.sweep.best import write_best
 from ci_llm.sweep.cost import described, trials_per_pass
 from ci_llm.sweep.curves import Curves
 from ci_llm.sweep.record import read_record
 from ci_llm.sweep.sweep import Pack, Sweep, known_record
-from ci_llm.sweep.trials import Plan
+from ci_llm.sweep.trials import HalvingPlan
 
 
-class Conductor:
+class SweepRunner:
     """One call of a sweep.
 
     Args:
@@ -45,10 +45,10 @@ class Conductor:
         self, reading: SweepReading, interrupts: Interrupts, launch: Launch, say: Callable[[Any], None]
     ) -> None:
         self._reading, self._interrupts, self._launch = reading, interrupts, launch
-        self._say: Callable[[Any], None] = say if launch.is_main else lambda _: None
+        self._say: Callable[[Any], None] = say if launch.is_main_process else lambda _: None
         self._folder = reading.config.run_folder
 
-    def plan(self) -> Plan:
+    def plan(self) -> HalvingPlan:
         """What would be trained."""
         processes = meet(self._reading.config, self._launch, self._interrupts)
         try:
@@ -56,7 +56,7 @@ class Conductor:
             steps, per_pass = self._plan(load(self._reading.config, processes), processes)
             keys = self._reading.keys
             warmup = self._reading.warmup_steps(steps)
-            return Plan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
+            return HalvingPlan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
         finally:
             processes.shutdown()
 
@@ -92,7 +92,9 @@ class Conductor:
             # Once more, because an attempt before this one may have written until it lost the folder.
             sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
             sweep.staging, sweep.tracks_trials = lambda: store.staging, True
-            status = RunStatus(self._folder, number, is_main=processes.is_main, still_held=store.holds_lease)
+            status = RunStatus(
+                self._folder, number, is_main_process=processes.is_main_process, still_held=store.holds_lease
+            )
             status.update(total_steps=sum(steps for _, steps in sweep.standings.plan.segment_steps))
             status.start(_steps_done(sweep))
             try:
@@ -101,10 +103,10 @@ class Conductor:
                 status.finish("interrupted", "signal:SIGINT", command_line(self._launch))
                 raise
             except BaseException as error:
-                self._fail(error, number, processes.index, status)
+                self._fail(error, number, processes.process_index, status)
                 raise
             status.finish("interrupted" if stop else "completed", stop, command_line(self._launch) if stop else None)
-            leave_page(self._reading.config, processes, self._interrupts, store)
+            write_page(self._reading.config, processes, self._interrupts, store)
             return sweep, stop
         finally:
             store.close()
@@ -120,13 +122,13 @@ class Conductor:
     def _plan(self, loaded: Loaded, processes: Processes) -> tuple[int, int]:
         """The steps of a whole run, and the trials of a pass. A collective."""
         config, keys = self._reading.config, self._reading.keys
-        _, steps = plan_ahead(config, [len(loaded.rows[0])], config.rows_per_step(processes.count))
+        steps = steps_of(config, [len(loaded.rows[0])], config.rows_per_step(processes.num_processes))
         fit = partial(trials_per_pass, config, self._reading.spaces, keys.agents_per_pass, keys.trials or 1)
         return steps, processes.on_main(lambda: fit(loaded, processes))
 
     def _train(self, sweep: Sweep, processes: Processes, loaded: Loaded, status: RunStatus) -> str | None:
         """Train pack after pack; returns the reason of a stop."""
-        for line in described(sweep.standings.plan, str(self._reading.keys.sampler)):
+        for line in described(sweep.standings.plan, self._reading):
             self._say(f"sweep     {line}")
         sources: Sequence[str] = self._reading.lines
         curves = Curves(sweep, processes.accelerator)
@@ -152,7 +154,7 @@ class Conductor:
             sweep.tell(pack, scores)
             status.update(step=_steps_done(sweep))
             processes.on_main(curves.send)
-        processes.on_main(partial(leave_best, sweep))
+        processes.on_main(partial(write_best, sweep))
         return None
 
     def _fail(self, error: BaseException, number: int, index: int, status: RunStatus) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 _KEY: Final = "interval"  # of a manifest
 
 
-class Interval:
+class StepMetrics:
     """Sums over the optimizer steps since the last line. Steps in which nothing was trained on are not among them.
 
     A loss is a mean over target tokens, so a long step weighs more than a short one. A norm is a mean over steps. The
@@ -42,7 +42,7 @@ class Interval:
         self._trained = 0  # steps among the sums
         self.restart_clock()
 
-    def become(self, names: Sequence[str]) -> None:
+    def replace_agents(self, names: Sequence[str]) -> None:
         """Go on with the agents of these names; who is new begins without any step."""
         places = [self._names.index(name) if name in self._names else None for name in names]
         self._sums = [*(0.0 if at is None else self._sums[at] for at in places), self._sums[-1]]

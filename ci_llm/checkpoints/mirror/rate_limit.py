@@ -15,7 +15,7 @@ LONGEST_S: Final = 60.0
 HURRY_S: Final = 1.0
 
 
-class Pace:
+class RateLimiter:
     """Spreads bytes over time.
 
     Args:

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 
 from ci_llm.config import Config
-from ci_llm.run.report import leave_page
+from ci_llm.run.report import write_page
 from tests.report.folders import leave_run
 
 
-def run(folder: Path, *, told_s_ago: float | None = None, is_main: bool = True, held: bool = True, **keys: Any) -> Any:
-    """What `leave_page` looks at."""
+def run(
+    folder: Path, *, told_s_ago: float | None = None, is_main_process: bool = True, held: bool = True, **keys: Any
+) -> Any:
+    """What `write_page` looks at."""
     told_at = None if told_s_ago is None else time.monotonic() - told_s_ago
     return (
         Config(output_dir=str(folder), **keys),
-        SimpleNamespace(is_main=is_main, launch=SimpleNamespace(kill_delay_s=float("inf"))),
+        SimpleNamespace(is_main_process=is_main_process, launch=SimpleNamespace(kill_delay_s=float("inf"))),
         SimpleNamespace(stop_requested_at=told_at),
         SimpleNamespace(holds_lease=lambda: held),
     )
@@ -31,28 +33,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_is_over_leaves_a_page(folder: Path) -> None:
-    leave_page(*run(folder))
+    write_page(*run(folder))
     assert (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize(
     "why_not",
-    [{"told_s_ago": 11.0}, {"is_main": False}, {"held": False}, {"write_report": False}],
+    [{"told_s_ago": 11.0}, {"is_main_process": False}, {"held": False}, {"write_report": False}],
     ids=["a third of the grace is over", "another process", "another attempt has the folder", "not wanted"],
 )
 def test_there_are_reasons_to_leave_no_page(why_not: dict[str, Any], folder: Path) -> None:
-    leave_page(*run(folder, grace_s=30.0, **why_not))
+    write_page(*run(folder, grace_s=30.0, **why_not))
     assert not (folder / "report.html").exists()
 
 
 def test_an_interruption_with_time_to_spare_leaves_a_page(folder: Path) -> None:
-    leave_page(*run(folder, told_s_ago=1.0, grace_s=3000.0))
+    write_page(*run(folder, told_s_ago=1.0, grace_s=3000.0))
     assert (folder / "report.html").exists()
 
 
 def test_a_damaged_file_of_the_run_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "evaluation.json").write_text("{")
-    leave_page(*run(folder))
+    write_page(*run(folder))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith("report.html was not written: BadInput: evaluation.json cannot be read")

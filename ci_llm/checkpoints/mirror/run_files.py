@@ -1,4 +1,4 @@
-"""The files of a run beside its checkpoints, with which a fresh disk continues one story: logs, metrics, scores."""
+"""The files of a run beside its checkpoints, with which a fresh disk goes on: logs, metrics, scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_BYTES: Final = 1 << 18
 MAX_BYTES: Final = 256 << 20
 
 
-def send_story(writer: MirrorWriter, folder: Path, patterns: Collection[str]) -> dict[str, tuple[Block, ...]]:
+def send_files(writer: MirrorWriter, folder: Path, patterns: Collection[str]) -> dict[str, tuple[Block, ...]]:
     """Send the files of `folder` that match; what the head is to say of them. Raises MirrorUnreachable."""
     return {name: writer.send_blocks(_cut(data)) for name, data in _files(folder, patterns)}
 
@@ -44,7 +44,7 @@ def _cut(data: bytes) -> Iterator[bytes]:
     return (data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
 
 
-def restore_story(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
+def restore_files(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
     """Write the files of a run as the mirror has them, in the place of what is there.
 
     Only names that match are written, whatever the head says. A file that is damaged there is named and left out.
@@ -52,7 +52,7 @@ def restore_story(reader: MirrorReader, head: Head, folder: Path, patterns: Coll
     Raises:
         MirrorUnreachable, OSError.
     """
-    for name, blocks in head.story.items():
+    for name, blocks in head.files.items():
         if not _is(name, patterns):
             continue
         try:

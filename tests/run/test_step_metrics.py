@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.run import interval
-from ci_llm.run.interval import Interval
+from ci_llm.run import step_metrics
+from ci_llm.run.step_metrics import StepMetrics
 
 CPU = torch.device("cpu")
 STEPS = [  # targets; summed losses of two agents and of the diversity; gradient norms
@@ -21,8 +21,8 @@ STEPS = [  # targets; summed losses of two agents and of the diversity; gradient
 ]
 
 
-def after(*steps: tuple[int, list[float], list[float]], into: Interval | None = None) -> Interval:
-    counted = into or Interval(2, CPU)
+def after(*steps: tuple[int, list[float], list[float]], into: StepMetrics | None = None) -> StepMetrics:
+    counted = into or StepMetrics(2, CPU)
     for targets, sums, norms in steps:
         counted.add([targets] * 3, sums, torch.tensor(norms))
     return counted
@@ -59,7 +59,7 @@ def test_an_agent_that_was_never_finite_has_nan_and_is_not_in_the_mean() -> None
 
 
 def test_an_interval_in_which_nothing_was_trained_on_has_no_means_and_leaves_nothing_in_a_checkpoint() -> None:
-    fresh = Interval(2, CPU)
+    fresh = StepMetrics(2, CPU)
     fresh.count(100)
     assert (fresh.means(), fresh.record()) == ({}, {})
     logged = after(*STEPS)
@@ -70,21 +70,21 @@ def test_an_interval_in_which_nothing_was_trained_on_has_no_means_and_leaves_not
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_checkpoint_in_the_middle_carries_the_sums_to_the_last_bit(cut: int) -> None:
     saved = json.loads(json.dumps(copy_info(after(*STEPS[:cut]).record())))
-    resumed = Interval(2, CPU)
+    resumed = StepMetrics(2, CPU)
     resumed.load(saved)
     assert after(*STEPS[cut:], into=resumed).means() == after(*STEPS).means()
 
 
 def test_the_manifest_of_an_older_checkpoint_holds_no_sums() -> None:
-    resumed = Interval(2, CPU)
+    resumed = StepMetrics(2, CPU)
     resumed.load({"epoch": 1.0})
     assert resumed.means() == {}
 
 
 def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(interval, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    counted = Interval(2, CPU)
+    monkeypatch.setattr(step_metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    counted = StepMetrics(2, CPU)
     clock.now += 60.0  # until the first step
     counted.restart_clock()
     for _ in range(4):
@@ -97,7 +97,7 @@ def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.Monkey
 
 def test_an_agent_that_was_left_out_does_not_count_in_that_step() -> None:
     """Its loss may be finite although its gradient is not, and a huge norm is finite as well."""
-    interval = Interval(2, torch.device("cpu"))
+    interval = StepMetrics(2, torch.device("cpu"))
     interval.add([10] * 3, [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
     interval.add([10] * 3, [30.0, 90.0, 0.0], torch.tensor([3.0, 1e16]), left_out=(1,))
     means = interval.means()
@@ -106,7 +106,7 @@ def test_an_agent_that_was_left_out_does_not_count_in_that_step() -> None:
 
 
 def test_agents_with_rows_of_their_own_have_means_over_their_own_tokens() -> None:
-    interval = Interval(2, CPU)
+    interval = StepMetrics(2, CPU)
     interval.add([10, 30, 40], [10.0, 60.0, 0.0], torch.tensor([1.0, 2.0]))
     interval.add([20, 10, 30], [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
     means = interval.means()
