@@ -25,10 +25,9 @@ from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.best_step import kept_steps
 from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
-from ci_llm.run.crowd_requests import Unrecorded
+from ci_llm.run.crowd_requests import RecordFailure
 from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.heartbeat import Heartbeat
-from ci_llm.run.interval import Interval
 from ci_llm.run.learning import Learning
 from ci_llm.run.members import config_of
 from ci_llm.run.mirroring import RunMirror
@@ -39,6 +38,7 @@ from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.rollback import LastGood
 from ci_llm.run.rounds import StopVote
 from ci_llm.run.state import TrainState
+from ci_llm.run.step_metrics import StepMetrics
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Run:
         learning_rates: per agent that of a 0-based step, before any factor.
         max_grad_norms: per agent.
         rows, plan: of the agents that stand in the crowd now; those of the beginning are `checkpoint.rows`.
-        lanes: for each agent its place in the micro-batches that the attempt has prepared.
+        batch_places: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
-        unrecorded: why the disk takes no decision about requests, if it takes none.
-        proposes: whether people are told at its end what to do next.
+        record_failure: why the disk takes no decision about requests, if it takes none.
+        logs_next_steps: whether people are told at its end what to do next.
         last_act: of the attempt, when all else is done; see `Attempt.interrupted`.
     """
 
@@ -84,13 +84,13 @@ class Run:
     evaluator: Evaluator
     checkpoint: RunCheckpoint
     heartbeat: Heartbeat
-    interval: Interval
-    lanes: Sequence[int] = ()
+    step_metrics: StepMetrics
+    batch_places: Sequence[int] = ()
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=Learning)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    unrecorded: Unrecorded = field(default_factory=Unrecorded)
-    proposes: bool = True
+    record_failure: RecordFailure = field(default_factory=RecordFailure)
+    logs_next_steps: bool = True
     last_act: Callable[[], None] = lambda: None
 
     @property
@@ -106,11 +106,11 @@ class Run:
     @property
     def info(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of where the run stands."""
-        return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.interval.record()
+        return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.step_metrics.record()
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
         """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""
-        rate = self.learning_rate(max(self.state.step - 1, 0))
+        rate = self.last_learning_rate if self.state.step else self.learning_rate(0)
         return self.checkpoint.contents(self.state, rate, self.log.tracker_state(), generators)
 
     def learning_rate(self, step: int) -> float:
@@ -118,13 +118,13 @@ class Run:
         rates = [rate(step) for rate in self.learning_rates]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
 
-    def tell(self, event: Event, **values: Mapping[str, Any]) -> None:
+    def call_event(self, event: Event, **values: Mapping[str, Any]) -> None:
         """Tell the callbacks of an event; if one of them wants the training to stop, the next ballot says so."""
         if self.callbacks:
             step = self.state.step
-            state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main)
+            state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main_process)
             with self.heartbeat.resting():
-                if self.callbacks.tell(event, self.config, state, values) and not self.is_finished:
+                if self.callbacks.call_event(event, self.config, state, values) and not self.is_finished:
                     self.interrupts.request_stop(STOPPED_BY_CALLBACK)
 
     @property
@@ -142,12 +142,12 @@ class Run:
     def outlook(self) -> Iterator[str]:
         """What a step is made of, and what the run is to be, for people."""
         steps, rows = self.total_steps, self.state.rows_per_step
-        passes = math.ceil(rows / self.processes.count / self.micro_batch_size)
+        passes = math.ceil(rows / self.processes.num_processes / self.micro_batch_size)
         epochs = ", ".join(f"{epoch:.3g}" for epoch in self.plan.epochs(steps))
         of_each = " of each agent" if "," in epochs else ""
         yield (
-            f"batch     {rows} rows per step{of_each}: {self.processes.count} process(es) x {passes} micro-step(s)"
-            f" of at most {self.micro_batch_size}; {steps} steps, {epochs} epochs"
+            f"batch     {rows} rows per step{of_each}: {self.processes.num_processes} process(es)"
+            f" x {passes} micro-step(s) of at most {self.micro_batch_size}; {steps} steps, {epochs} epochs"
         )
         config = self.present_config
         kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
@@ -159,6 +159,8 @@ class Run:
         """What a request to stop does now. The step under way may have voted already: then one more step follows."""
         if self.pace.step_started is not None:
             return f"finishing step {self.state.step + 1}, then saving and leaving"
+        if self.state.step == 0:
+            return "leaving before the first step"
         return f"step {self.state.step} is done; saving and leaving"
 
     @property

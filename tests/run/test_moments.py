@@ -61,6 +61,7 @@ def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on(
         assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM"), said
         assert status.step == moment.step
         assert f"step {status.step} is saved" in said or (status.step == 0 and "no step is saved" in said)
+        assert "step 0 is done" not in said
         assert status.next_command
     assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
     assert read_status(tmp_path / "run").status == "completed"

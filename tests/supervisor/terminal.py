@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -80,14 +81,14 @@ class Terminal:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self._read_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
-    def read_until(self, text: str) -> str:
-        """What was written up to and with `text`."""
-        wanted = text.encode()
+    def read_until(self, wanted: str | re.Pattern[str]) -> str:
+        """What was written up to and with the first match of `wanted`; a string stands for itself."""
+        pattern = re.compile(re.escape(wanted)) if isinstance(wanted, str) else wanted
         with self._news:
-            found = self._news.wait_for(lambda: wanted in self.output or self._ended, DEADLINE_S)
-            if not found or wanted not in self.output:
-                raise AssertionError(f"no {text!r} in {self.text}")
-            return self.text[: self.text.index(text) + len(text)]
+            self._news.wait_for(lambda: pattern.search(self.text) or self._ended, DEADLINE_S)
+            found = pattern.search(self.text)
+            assert found, f"no {pattern.pattern!r} in {self.text}"
+            return self.text[: found.end()]
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -136,7 +137,7 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     words += ["eval_steps=null", "eval_samples=2", "generation_eval_samples=2", "max_new_tokens_eval=4"]
     path = {"PYTHONPATH": PYTHONPATH, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with Terminal(*words, "max_train_steps=999", *launcher, cwd=tmp_path, env=path) as first:
-        first.read_until("/999 ")  # the bar has begun to move
+        first.read_until(re.compile("[1-9][0-9]*/999 "))  # a step is done
         processes = first.descendants()
         first.signal(signal.SIGTERM)
         assert first.wait() == 75, first.text
