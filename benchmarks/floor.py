@@ -2,7 +2,8 @@
 
 Counted are, with W a frozen weight: x W and the gradient with respect to x for every real token of every agent, but at
 the first layer's q, k and v only x W and that once for all agents, since nothing before them is trained; the head at
-the targets; the adapters; attention under its causal mask. The gradient of W is not needed, as W is frozen. The speed
+the targets; the adapters; attention under its causal mask. The gradient of W is not needed, as W is frozen. The last
+layer is counted for all tokens; what it could leave out, where nothing is predicted, is 2 % of all. The speed
 is that of the products of the step's own shapes, measured in the same run in turn with the trainers.
 
 Legend: K agents, N tokens, S targets, T tokens of a row, D width of all heads, V vocabulary, r rank.
