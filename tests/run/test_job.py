@@ -91,7 +91,8 @@ def test_every_evaluation_shows_the_same_question_with_its_answer(finished: Path
     asked = {lines[number].partition("question  ")[2] for number in shown}
     assert len(shown) == 2, "after step 4, and at the end"
     assert len(asked) == 1
-    assert "evaluate  step 4: " in lines[shown[0] - 1]
+    before = [line for line in lines[: shown[0]] if "generate  " not in line]  # a slow machine says how far it is
+    assert "evaluate  step 4: " in before[-1]
     assert "of 3 agents alone" in lines[shown[0] + 2]
 
 
