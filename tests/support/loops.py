@@ -160,6 +160,27 @@ def waiting_together(directory: str, full: bool) -> int:
     return code
 
 
+def leaving_before_the_save_ends(directory: str) -> int:
+    """The process group is destroyed while the last save is in flight: it is committed, and every process learns it."""
+    dist.init_process_group("gloo")
+    left, write = threading.Event(), Filesystem.write
+
+    def held_back(disk: Filesystem, handle: int, data: Any) -> int:
+        assert left.wait(DEADLINE_S)
+        return write(disk, handle, data)
+
+    with CheckpointManager(directory) as manager:
+        if dist.get_rank() == 0:
+            manager.acquire_lease()
+            Filesystem.write = held_back  # type: ignore[method-assign]
+        assert manager.save(0, {"a": 1})
+        dist.destroy_process_group()
+        left.set()
+        manager.wait_until_finished()
+        assert manager.last_result is not None
+        return 0 if manager.last_result.saved else 1
+
+
 def forking(directory: str) -> int:
     """A child that ends in the ordinary way while a save of its parent is in flight."""
     reached, gate, write = threading.Event(), threading.Event(), Filesystem.write
