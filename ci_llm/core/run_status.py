@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
-_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from the boot time, which clock corrections move
+_START_SLACK_S: Final = 5.0  # psutil reads the boot time twice, and a correction of the clock moves it
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
 
@@ -272,17 +272,28 @@ def _is_gone(status: Status, now: float) -> bool:
     return status.pid_space == pid_space() and not is_alive(status.pid)
 
 
-def is_alive(pid: int, started: float | None = None) -> bool:
+def started_since_boot_s(pid: int | None = None) -> float:
+    """Seconds from the boot of this machine to the start of a process, this one by default.
+
+    In unix seconds, its start moves whenever the clock is corrected: the kernel then moves the time of its boot.
+
+    Raises:
+        psutil.NoSuchProcess, psutil.AccessDenied.
+    """
+    boot = psutil.boot_time()  # first: older versions of psutil keep it for the line below
+    return round(psutil.Process(pid).create_time() - boot, 2)
+
+
+def is_alive(pid: int, started_s: float | None = None) -> bool:
     """Whether a process of this machine exists and is not a zombie.
 
     Args:
-        started: unix seconds of its start, if known: a later process with the same pid is another process.
+        started_s: its `started_since_boot_s`, if known: a later process with the same pid is another process.
     """
     try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
+        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return False
-        return started is None or abs(process.create_time() - started) < _CLOCK_SLACK_S
+        return started_s is None or abs(started_since_boot_s(pid) - started_s) < _START_SLACK_S
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:

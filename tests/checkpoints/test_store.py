@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ import pytest
 
 from ci_llm.checkpoints import manifest
 from ci_llm.checkpoints.folders import numbered_steps
-from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, Owner, leftovers
+from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, OWNER_FILE, Owner, leftovers
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.state_files import read_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
+from ci_llm.core.run_status import started_since_boot_s
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
 from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
 from tools.testbed.events import DEADLINE_S
@@ -76,7 +78,7 @@ def run(tmp_path: Path, said: list[str]) -> Iterator[Run]:
 
 def elsewhere(number: int = 1, **changes: Any) -> Owner:
     """A writer on another machine."""
-    return Owner(**{"machine": f"node{number}", "pid": 4711, "started": 0.0} | changes)
+    return Owner(**{"machine": f"node{number}", "pid": 4711} | changes)
 
 
 # Committing and pruning
@@ -348,7 +350,7 @@ def test_a_process_that_is_gone_is_taken_over_at_once(run: Run) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     here = Owner.this_process()
-    holder = Owner(machine=here.machine, pid=gone.pid, started=here.started)
+    holder = Owner(here.machine, gone.pid, here.started_since_boot_s)
     run.open(owner=holder).acquire_lease()
     assert run.open().acquire_lease() == 2
     assert f"process {gone.pid} is gone" in run.said[0]
@@ -399,15 +401,45 @@ def test_a_round_of_torchrun_has_no_writer_of_an_earlier_round(
 def test_a_later_process_of_the_same_number_is_another_one() -> None:
     here = Owner.this_process()
     assert here.why_gone(here, 0.0, 60.0) is None
-    recycled = Owner(machine=here.machine, pid=here.pid, started=here.started - 3600)
+    assert here.started_since_boot_s is not None
+    recycled = Owner(here.machine, here.pid, here.started_since_boot_s - 3600)
     assert recycled.why_gone(here, 0.0, 60.0) == f"process {here.pid} is gone"
+
+
+def test_a_clock_that_is_set_makes_no_living_owner_look_dead(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run.open()
+    store.acquire_lease()
+    boot, start = psutil.boot_time, psutil.Process.create_time
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot() + 3600)  # the kernel computes it back from the present
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: start(process) + 3600)
+    here = Owner.this_process()
+    for other in (here, replace(here, pid=4711)):
+        with pytest.raises(WriterBusy, match="writes to this folder"):
+            run.open(owner=other).acquire_lease()
+    assert store.holds_lease()
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_an_owner_of_an_older_version_is_judged_by_its_pid(run: Run, dead: bool) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    run.open(owner=elsewhere()).acquire_lease()
+    told = {**asdict(Owner.this_process()), "pid": ended.pid if dead else os.getpid(), "started": 1.7e9}
+    del told["started_since_boot_s"]
+    (run.directory / ".attempt-1" / OWNER_FILE).write_text(json.dumps(told))
+    with contextlib.nullcontext() if dead else pytest.raises(WriterBusy, match=f"process {os.getpid()} on"):
+        assert run.open().acquire_lease() == 2
+    assert run.said == (
+        [f"attempt 1 (process {ended.pid} on {told['machine'].split()[0]}) is taken over: process {ended.pid} is gone"]
+        if dead
+        else []
+    )
 
 
 def test_a_zombie_is_gone(run: Run) -> None:
     zombie = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Owner.this_process()
-    started = psutil.Process(zombie.pid).create_time()
-    holder = Owner(machine=here.machine, pid=zombie.pid, started=started)
+    holder = Owner(here.machine, zombie.pid, started_since_boot_s(zombie.pid))
     assert holder.why_gone(here, 0.0, 60.0) is None
     zombie.kill()
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
