@@ -95,6 +95,8 @@ class RunStatus:
         is_main_process: on any other process every call does nothing.
         still_held: called before each write. Once it returns False, a later attempt owns the folder, and nothing is
             written any more.
+        staging: of the folder's owner, for the unfinished file (`durable.write_bytes`): a write that a takeover
+            overtakes then replaces nothing. None: beside the file.
         interval_s: seconds between heartbeats.
     """
 
@@ -105,11 +107,12 @@ class RunStatus:
         *,
         is_main_process: bool = True,
         still_held: Callable[[], bool] = lambda: True,
+        staging: Path | None = None,
         interval_s: float = 5.0,
     ) -> None:
         self._path = Path(output_dir, "status.json")
         self._active = is_main_process
-        self._still_held, self._interval_s = still_held, interval_s
+        self._still_held, self._staging, self._interval_s = still_held, staging, interval_s
         now = time.time()
         self._current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._updating = threading.Lock()  # the thread of a mirror updates as well
@@ -153,7 +156,12 @@ class RunStatus:
         self._active = self._active and self._still_held()
         if self._active:
             now = {"status": status, "reason": reason, "heartbeat": time.time(), "next_command": next_command}
-            write_json(self._path, asdict(self._current) | now)
+            try:
+                write_json(self._path, asdict(self._current) | now, staging=self._staging)
+            except FileNotFoundError:
+                if self._still_held():
+                    raise
+                self._active = False  # taken over between the question and the write
         return self._active
 
     def _write_heartbeats(self) -> None:
