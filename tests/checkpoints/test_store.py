@@ -721,9 +721,15 @@ def test_a_damaged_checkpoint_is_named_moved_and_the_one_before_taken(run: Run) 
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
     assert run.open().latest(heal=False) == 1
     assert run.said[-1].endswith("optimizer.safetensors has another digest; passed over")
-    assert run.open().latest() == 1
+    reader = run.open()
+    assert reader.latest() == 1
     assert "checkpoint_step_2 is damaged: optimizer.safetensors" in run.said[-1]
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
+    assert not reader.holds_lease(), "who only reads keeps no training away"
+    flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 100)
+    writer.acquire_lease()
+    assert writer.latest() is None
+    assert writer.holds_lease()
 
 
 def reading_is_preceded_by(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
