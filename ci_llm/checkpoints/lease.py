@@ -34,6 +34,7 @@ from ci_llm.core.durable import (
     sync_tree,
     write_new,
 )
+from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space, started_since_boot_s
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import CheckpointError, WriterBusy
@@ -307,14 +308,16 @@ def _number(folder: Path) -> int:
 
 
 def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
-    """What dead attempts left: folders taken over, folders that lost a race, files that were never finished.
+    """What dead attempts left: folders taken over, folders that lost a race, unfinished files, tokens of launches.
 
     Args:
-        older_than: time of the disk's clock; a younger unfinished file may still be written.
+        older_than: time of the disk's clock; a younger unfinished file may still be written, and a younger token may be
+            of a launch that has not asked for the lease yet.
     """
     for path in sorted(directory.iterdir()):
         unfinished = path.name.startswith(".") and path.name.endswith(PARTIAL)
-        if _LEFTOVER.match(path.name) or (unfinished and _is_older(path, older_than)):
+        aged = unfinished or path.name.startswith(LAUNCH_TOKEN)
+        if _LEFTOVER.match(path.name) or (aged and _is_older(path, older_than)):
             yield path
 
 

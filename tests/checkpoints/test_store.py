@@ -649,11 +649,15 @@ def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(
     (run.directory / "checkpoint_step_2").rename(dead.staging / "superseded" / "checkpoint_step_2")
     (run.directory / ".status.json.0a.partial").write_bytes(b"half")
     (run.directory / ".status.json.0b.partial").write_bytes(b"at work")
-    os.utime(run.directory / ".status.json.0a.partial", (0, 0))
+    for token in (".launch-0a.json", ".launch-0b.json"):
+        (run.directory / token).write_bytes(b"{}")
+    for old in (".status.json.0a.partial", ".launch-0a.json"):
+        os.utime(run.directory / old, (0, 0))
     (run.directory / ".claim-lost").mkdir()
     run.silence()
     run.open(owner=elsewhere(2)).acquire_lease()
-    assert names(run.directory) == [".attempt-2", ".status.json.0b.partial", "checkpoint_step_1", "superseded"]
+    young = [".launch-0b.json", ".status.json.0b.partial"]
+    assert names(run.directory) == [".attempt-2", *young, "checkpoint_step_1", "superseded"]
     verify_folder(run.directory / "superseded" / "checkpoint_step_2")
 
 
