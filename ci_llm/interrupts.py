@@ -47,9 +47,9 @@ class Interrupts:
         abort_grace_s: seconds that a second Ctrl-C waits for the main thread to raise KeyboardInterrupt. After
             them the process ends with exit code 130, even if the main thread is in a long C call.
 
-    Only the main thread may install handlers; in any other thread `install` announces this and changes nothing. The
-    previous handlers come back in a process forked from this one, which is not the run, and at the end, except in a
-    program that `ends_with_process`. A SIGHUP that `nohup` has set to be ignored stays ignored.
+    Only the main thread may install and restore handlers; in any other thread `install` and `restore` announce this and
+    change nothing. The previous handlers come back in a process forked from this one, which is not the run, and at the
+    end, except in a program that `ends_with_process`. A SIGHUP that `nohup` has set to be ignored stays ignored.
 
     Raises:
         ConfigError: a name is no signal, or a signal that cannot be caught.
@@ -148,13 +148,15 @@ class Interrupts:
         self._stop_signals, self._save_signals = _signal_numbers(stop, save)
         if self.installed:
             wanted, handled = self._stop_signals | self._save_signals, self._old_handlers.keys()
-            unwanted = handled - wanted
+            self._restore_handlers(handled - wanted)
             self._install_handlers(wanted - handled)
-            self._restore_handlers(unwanted)
 
     def restore(self) -> None:
-        """Restore the previous handlers and end the thread. The requests stay readable."""
+        """Restore the previous handlers and end the thread; the requests stay readable. For the main thread."""
         if not self.installed:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self.announce("signals are still watched here: only the main thread can end that")
             return
         if _process_ends and _installed == [self]:
             self._ignore()
@@ -251,11 +253,12 @@ class Interrupts:
         """Raise KeyboardInterrupt in the main thread; end the process if that thread runs no bytecode in time."""
         self.announce("SIGINT again: aborting now; committed checkpoints stay")
         self._aborting = True
-        deadline = time.monotonic() + self._abort_grace_s
+        deadline, main = time.monotonic() + self._abort_grace_s, threading.main_thread().ident
+        assert main is not None
         while time.monotonic() < deadline:
             # One signal may be too few: if it comes just before a system call blocks, the call goes on blocking.
             self._own_sigints += 1
-            signal.pthread_kill(_main_thread_id(), signal.SIGINT)
+            signal.pthread_kill(main, signal.SIGINT)
             if self._raised.wait(_RETRY_S):
                 return
         os._exit(ABORTED_EXIT_CODE)
@@ -407,12 +410,6 @@ def _number(name: str) -> int:
 
 def _name(number: int) -> str:
     return signal.Signals(number).name
-
-
-def _main_thread_id() -> int:
-    identity = threading.main_thread().ident
-    assert identity is not None
-    return identity
 
 
 def _to_stderr(line: str) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import psutil
@@ -169,16 +170,21 @@ def test_a_handler_that_other_code_installed_later_stays() -> None:
     assert signal.signal(signal.SIGUSR2, before) == signal.SIG_IGN
 
 
-def test_outside_of_the_main_thread_nothing_is_installed_and_this_is_announced() -> None:
+def test_outside_of_the_main_thread_nothing_is_changed_and_this_is_announced() -> None:
     before, lines = signal.getsignal(signal.SIGTERM), list[str]()
     one = Interrupts(announce=lines.append)
-    thread = threading.Thread(target=one.install)
-    thread.start()
-    thread.join()
-    assert not one.installed
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert len(lines) == 1
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(one.install).result()
+        assert not one.installed
+        assert signal.getsignal(signal.SIGTERM) is before
+        one.restore()
+        assert len(lines) == 1
+        one.install()
+        elsewhere.submit(one.restore).result()
+        assert one.installed
+        assert len(lines) == 2
     one.restore()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_announcement_says_what_the_run_will_do() -> None:

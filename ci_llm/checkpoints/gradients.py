@@ -10,18 +10,21 @@
 Inside a window, weights and moments alone do not continue the training: gradients wait for the next step. So the
 gradients of every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of their
 own, if they have changed since that optimizer's last step. If they are `None`, or left over from that step, nothing is
-added. On several processes each has gradients of its own, and all of them are saved.
+added. A manager knows of the steps since it was made: gradients that an optimizer in the state had before wait, those
+of its `optimizers` are left over. On several processes each has gradients of its own, and all of them are saved.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ci_llm.checkpoints.state_files import from_bytes, to_bytes
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, num_processes
@@ -54,22 +57,25 @@ class Gradients:
         self._processes, self._accelerator = processes, accelerator
         self._own: list[Optimizer] = []
         #: For each parameter its gradient after the last step, and the version of that tensor; a gradient of the same
-        #: version has not been added to since. The hooks note them.
+        #: version has not been added to since.
         self._after_step: weakref.WeakKeyDictionary[Optimizer, list[_Mark | None]] = weakref.WeakKeyDictionary()
-        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        _follow_steps()
+        _FOLLOWING.add(self)
         for optimizer in optimizers:
             self.watch(optimizer)
 
     def watch(self, optimizer: Any) -> None:
         """Add an optimizer that need not be in the state. The gradients that it has now count as left over."""
         self._own.append(inner := _inner(optimizer))
-        self._hook(inner)
-        self._note(inner)
+        self.note(inner)
+
+    def note(self, stepped: Optimizer) -> None:
+        """Take the gradients that an optimizer has now as left over from its last step."""
+        self._after_step[stepped] = [_mark(parameter.grad) for parameter in _parameters(stepped)]
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for optimizer in list(self._hooks):
-            self._unhook(optimizer)
+        """Follow the steps of optimizers no longer."""
+        _FOLLOWING.discard(self)
 
     def are_waiting(self, state: Any) -> bool:
         """Whether this process is inside an accumulation window: gradients wait for the next step of an optimizer."""
@@ -119,7 +125,6 @@ class Gradients:
     def put_back(self, part: Restored) -> None:
         """Make the gradients those that were saved, and `None` where there were none."""
         for optimizer, gradients in part.gradients.items():
-            self._hook(optimizer)
             self._after_step.pop(optimizer, None)  # what comes back waits for the next step: it is no leftover
             for index, parameter in enumerate(_parameters(optimizer)):
                 parameter.grad = _as_gradient(gradients.get(index), parameter)
@@ -137,26 +142,27 @@ class Gradients:
         """Whether gradients were added since its last step; if nothing was noted then, all that are there count."""
         gradients = [parameter.grad for parameter in _parameters(optimizer)]
         before = self._after_step.get(optimizer, [])
-        if all(gradient is None for gradient in gradients):
-            if any(before):  # the loop clears them after each step: nothing is ever left over, and no hook is needed
-                self._unhook(optimizer)
-            else:
-                self._hook(optimizer)
-            return False
-        self._hook(optimizer)
-        return len(before) != len(gradients) or not all(map(_is_left_over, gradients, before))
+        all_left_over = len(before) == len(gradients) and all(map(_is_left_over, gradients, before))
+        return not all_left_over and any(gradient is not None for gradient in gradients)
 
-    def _hook(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._hooks:
-            self._hooks[optimizer] = optimizer.register_step_post_hook(lambda stepped, *_: self._note(stepped))
 
-    def _note(self, optimizer: Optimizer) -> None:
-        self._after_step[optimizer] = [_mark(parameter.grad) for parameter in _parameters(optimizer)]
+#: Those of the managers that are open; a manager that is forgotten leaves the set by itself.
+_FOLLOWING: Final[weakref.WeakSet[Gradients]] = weakref.WeakSet()
 
-    def _unhook(self, optimizer: Optimizer) -> None:
-        if (hook := self._hooks.pop(optimizer, None)) is not None:
-            hook.remove()
-            self._after_step.pop(optimizer, None)
+
+@cache
+def _follow_steps() -> None:
+    """Hook into the steps of all optimizers, also of those that no manager has seen yet.
+
+    One hook for good serves all managers: a hook that went with its manager could be removed by the garbage collector
+    while torch goes through its hooks, and end that step with an error.
+    """
+
+    def note(stepped: Optimizer, *_: Any) -> None:
+        for gradients in list(_FOLLOWING):
+            gradients.note(stepped)
+
+    register_optimizer_step_post_hook(note)
 
 
 def _inner(optimizer: Any) -> Optimizer:

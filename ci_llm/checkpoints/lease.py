@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from ci_llm.checkpoints.shelves import in_transit
 from ci_llm.cluster.elastic import job_and_round
 from ci_llm.core.durable import (
@@ -31,12 +29,13 @@ from ci_llm.core.durable import (
     PARTIAL,
     Filesystem,
     make_folders,
-    read_json,
+    read_fields,
     remove_tree,
     sync_tree,
     write_new,
 )
-from ci_llm.core.run_status import is_alive, pid_space
+from ci_llm.core.run_folder import LAUNCH_TOKEN
+from ci_llm.core.run_status import is_alive, pid_space, started_since_boot_s
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import CheckpointError, WriterBusy
 
@@ -59,13 +58,14 @@ class Owner:
 
     Attributes:
         machine: the set of processes in which `pid` has a meaning; it begins with the name of the host.
-        started: when the process started, in unix seconds: a later process may get the same pid.
+        started_since_boot_s: when the process started: a later process may get the same pid. None in files of older
+            versions, whose clock a correction moved: for them the pid alone decides, and then the heartbeat.
         elastic_job, elastic_round: of torchrun, which ends the processes of a round before the next one begins.
     """
 
     machine: str
     pid: int
-    started: float
+    started_since_boot_s: float | None = None
     slurm_job: str | None = None
     slurm_restarts: str = "0"
     elastic_job: str | None = None
@@ -77,7 +77,7 @@ class Owner:
         return cls(
             machine=pid_space(),
             pid=os.getpid(),
-            started=psutil.Process().create_time(),
+            started_since_boot_s=started_since_boot_s(),
             slurm_job=os.environ.get("SLURM_JOB_ID"),
             slurm_restarts=os.environ.get("SLURM_RESTART_COUNT", "0"),
             elastic_job=job,
@@ -90,7 +90,7 @@ class Owner:
         Args:
             silent_s: seconds since its last heartbeat; negative if the clock was set back since.
         """
-        if self.machine == me.machine and not is_alive(self.pid, self.started):
+        if self.machine == me.machine and not is_alive(self.pid, self.started_since_boot_s):
             return f"process {self.pid} is gone"
         # Without a restart, the other process of the same job may be alive on another node of it, or in a container.
         if self.slurm_job and self.slurm_job == me.slurm_job and self.slurm_restarts != me.slurm_restarts:
@@ -237,10 +237,9 @@ def _why_over(owner: Owner, me: Owner, silent_s: float, timeout_s: float, folder
 def _owner_of(folder: Path) -> Owner:
     """Who made an attempt's folder; an unknown owner if the file is damaged: then only the heartbeat tells."""
     try:
-        values = read_json(folder / OWNER_FILE)
-        return Owner(**values) if isinstance(values, dict) else Owner("unknown", 0, 0.0)
+        return Owner(**read_fields(Owner, folder / OWNER_FILE))
     except (ValueError, TypeError):
-        return Owner("unknown", 0, 0.0)
+        return Owner("unknown", 0)
 
 
 def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:
@@ -309,14 +308,16 @@ def _number(folder: Path) -> int:
 
 
 def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
-    """What dead attempts left: folders taken over, folders that lost a race, files that were never finished.
+    """What dead attempts left: folders taken over, folders that lost a race, unfinished files, tokens of launches.
 
     Args:
-        older_than: time of the disk's clock; a younger unfinished file may still be written.
+        older_than: time of the disk's clock; a younger unfinished file may still be written, and a younger token may be
+            of a launch that has not asked for the lease yet.
     """
     for path in sorted(directory.iterdir()):
         unfinished = path.name.startswith(".") and path.name.endswith(PARTIAL)
-        if _LEFTOVER.match(path.name) or (unfinished and _is_older(path, older_than)):
+        aged = unfinished or path.name.startswith(LAUNCH_TOKEN)
+        if _LEFTOVER.match(path.name) or (aged and _is_older(path, older_than)):
             yield path
 
 

@@ -325,7 +325,7 @@ class CheckpointManager(FolderAccess):
             return Contribution(votes, self._gradients.are_waiting(state), own).pack()
 
         self._channel = self._channel or SideChannel()
-        told = [Contribution.unpack(message) for message in self._channel.exchange_result_of(contribute)]
+        told = Contribution.unpack_all(self._channel.exchange_result_of(contribute))
         return Exchanged(told, entries, spared)
 
     def _complete(self, entries: list[StateEntry], state: Any, contributions: Sequence[Contribution]) -> None:

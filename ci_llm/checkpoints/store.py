@@ -185,10 +185,9 @@ class CheckpointStore:
         """The newest step that verifies. A checkpoint that does not is named.
 
         Args:
-            heal: move what does not verify to `quarantine/`, unless another attempt writes here.
+            heal: move what does not verify to `quarantine/`, unless another attempt writes here; keeps no lease for it.
         """
-        newest = self._newest(verify_folder, heal, None)
-        return None if newest is None else newest.step
+        return None if (newest := self._newest(verify_folder, heal, None)) is None else newest.step
 
     def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
         """As `latest`, but with the bytes that were verified, so that nobody reads them again.
@@ -214,10 +213,9 @@ class CheckpointStore:
             self._look_twice(final, heal, read_manifest)
         seen = committed(self.directory)
         for step, folder in seen:
-            if at_most is None or step <= at_most:
-                found = self._look_twice(folder, heal, look)
-                if found is not None:
-                    return found
+            passed_over = at_most is not None and step > at_most
+            if not passed_over and (found := self._look_twice(folder, heal, look)) is not None:
+                return found
         # A live writer may have committed a new one, and pruned those seen here, during the reading.
         return self._newest(look, heal, at_most) if set(committed(self.directory)) - set(seen) else None
 
@@ -405,10 +403,13 @@ class CheckpointStore:
         if not heal or is_run(folder):
             logger.warning("%s; passed over", damage.what)
             return
+        only_reads = self._lease is None
         try:
             logger.warning("%s; moved to %s", damage.what, self._move_to_shelf(folder, QUARANTINE))
         except (CheckpointError, OSError) as hindrance:
             logger.warning("%s; passed over where it is: %s", damage.what, hindrance)
+        if only_reads:  # a notebook that has looked at a run must not keep its training away
+            self.close()
 
     def _move_to_shelf(self, folder: Path, shelf: str) -> Path:
         return move_to_shelf(folder, shelf, self._held().work, self._disk)

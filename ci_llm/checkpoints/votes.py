@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ci_llm.checkpoints.state_files import StateEntry, from_bytes, to_bytes
 from ci_llm.distributed.side_channel import ProcessGroup, num_processes, run_collectively
-from ci_llm.errors import ForeignCheckpoint
+from ci_llm.errors import CheckpointError, ForeignCheckpoint
 
 
 class Votes(NamedTuple):
@@ -99,6 +99,23 @@ class Contribution:
     def unpack(cls, message: bytes) -> Contribution:
         content: Any = from_bytes(message)
         return cls(Votes(*content["votes"]), content["inside_window"], content["own"])
+
+    @classmethod
+    def unpack_all(cls, messages: Sequence[bytes]) -> list[Contribution]:
+        """Those of all processes, by index.
+
+        Raises:
+            CheckpointError: some have an `EachProcess` where others have none; on every process alike.
+        """
+        told = [cls.unpack(message) for message in messages]
+        for key in dict.fromkeys(key for each in told for key in each.own):
+            if without := [str(index) for index, each in enumerate(told) if key not in each.own]:
+                raise CheckpointError(
+                    f"an EachProcess is in the state of some processes only; process {', '.join(without)} has none",
+                    where=key,
+                    hint="give every process a value of its own under this key, or put a plain value there",
+                )
+        return told
 
     @staticmethod
     def by_process(contributions: Sequence[Contribution], key: str) -> dict[str, Any]:

@@ -90,8 +90,10 @@ def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str
 
 def attempts_without_progress(run_folder: Path, step: int) -> int:
     """How many attempts in a row, the last one included, have begun at `step`."""
-    records = sorted(run_folder.glob(f"{ATTEMPTS}/*/began.json"), key=lambda path: int(path.parent.name))
-    return len(list(takewhile(lambda path: _first_step(path) == step, reversed(records))))
+    found = ((path.parent.name, path) for path in run_folder.glob(f"{ATTEMPTS}/*/began.json"))
+    numbered = {int(number): path for number, path in found if number.isdecimal()}
+    newest_first = (path for _, path in sorted(numbered.items(), reverse=True))
+    return len(list(takewhile(lambda path: _first_step(path) == step, newest_first)))
 
 
 def _first_step(record: Path) -> int | None:

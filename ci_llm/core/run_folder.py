@@ -15,6 +15,8 @@ BEGINNING: Final = "beginning.json"
 SWEEP: Final = "sweep.json"
 SEGMENTS: Final = "segments"
 BEST: Final = "best"
+#: How the name of a launch's token begins, by which simultaneous starts find each other before one has the lease.
+LAUNCH_TOKEN: Final = ".launch-"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),

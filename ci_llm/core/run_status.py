@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
-_CLOCK_SLACK_S: Final = 5.0  # the start of a process is computed from the boot time, which clock corrections move
+_START_SLACK_S: Final = 5.0  # psutil reads the boot time twice, and a correction of the clock moves it
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
 
@@ -95,6 +95,8 @@ class RunStatus:
         is_main_process: on any other process every call does nothing.
         still_held: called before each write. Once it returns False, a later attempt owns the folder, and nothing is
             written any more.
+        staging: of the folder's owner, for the unfinished file (`durable.write_bytes`): a write that a takeover
+            overtakes then replaces nothing. None: beside the file.
         interval_s: seconds between heartbeats.
     """
 
@@ -105,11 +107,12 @@ class RunStatus:
         *,
         is_main_process: bool = True,
         still_held: Callable[[], bool] = lambda: True,
+        staging: Path | None = None,
         interval_s: float = 5.0,
     ) -> None:
         self._path = Path(output_dir, "status.json")
         self._active = is_main_process
-        self._still_held, self._interval_s = still_held, interval_s
+        self._still_held, self._staging, self._interval_s = still_held, staging, interval_s
         now = time.time()
         self._current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._updating = threading.Lock()  # the thread of a mirror updates as well
@@ -153,7 +156,12 @@ class RunStatus:
         self._active = self._active and self._still_held()
         if self._active:
             now = {"status": status, "reason": reason, "heartbeat": time.time(), "next_command": next_command}
-            write_json(self._path, asdict(self._current) | now)
+            try:
+                write_json(self._path, asdict(self._current) | now, staging=self._staging)
+            except FileNotFoundError:
+                if self._still_held():
+                    raise
+                self._active = False  # taken over between the question and the write
         return self._active
 
     def _write_heartbeats(self) -> None:
@@ -272,17 +280,28 @@ def _is_gone(status: Status, now: float) -> bool:
     return status.pid_space == pid_space() and not is_alive(status.pid)
 
 
-def is_alive(pid: int, started: float | None = None) -> bool:
+def started_since_boot_s(pid: int | None = None) -> float:
+    """Seconds from the boot of this machine to the start of a process, this one by default.
+
+    In unix seconds, its start moves whenever the clock is corrected: the kernel then moves the time of its boot.
+
+    Raises:
+        psutil.NoSuchProcess, psutil.AccessDenied.
+    """
+    boot = psutil.boot_time()  # first: older versions of psutil keep it for the line below
+    return round(psutil.Process(pid).create_time() - boot, 2)
+
+
+def is_alive(pid: int, started_s: float | None = None) -> bool:
     """Whether a process of this machine exists and is not a zombie.
 
     Args:
-        started: unix seconds of its start, if known: a later process with the same pid is another process.
+        started_s: its `started_since_boot_s`, if known: a later process with the same pid is another process.
     """
     try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
+        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return False
-        return started is None or abs(process.create_time() - started) < _CLOCK_SLACK_S
+        return started_s is None or abs(started_since_boot_s(pid) - started_s) < _START_SLACK_S
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:

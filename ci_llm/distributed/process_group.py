@@ -49,12 +49,14 @@ def _meeting_point(_address: str, _port: str) -> Store:
 
 @contextmanager
 def rendezvous_errors(launch: Launch) -> Iterator[None]:
-    """Processes that cannot meet are a LaunchError with the way."""
+    """Processes that cannot meet are a LaunchError with the way; not so an error of this process's own device."""
     address, port = (launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
         socket.getaddrinfo(address, port)  # fails at once; torch would try an unknown name for half an hour
         yield
     except (RuntimeError, OSError) as error:
+        if _is_of_own_device(error):
+            raise
         raise LaunchError(
             f"the {launch.num_processes} processes cannot meet: {first_line(error)}",
             where=f"{address}:{port}",
@@ -104,10 +106,14 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
-        if isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
+        if _is_of_own_device(error):
             raise
         raise PeerLost(
             "a process of this run is gone or silent",
             where=first_line(error),
             hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
         ) from error
+
+
+def _is_of_own_device(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)

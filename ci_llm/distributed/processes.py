@@ -31,6 +31,7 @@ from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, opt
 from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.memory import free_memory
+from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
 from ci_llm.distributed.precision import (
@@ -392,7 +393,7 @@ def _backend(on_cpu: bool) -> str:
 
 
 def _token_path(folder: Path, token: str) -> Path:
-    return folder / f".launch-{token}.json"
+    return folder / f"{LAUNCH_TOKEN}{token}.json"
 
 
 def _sees_token(folder: Path, token: str) -> bool:

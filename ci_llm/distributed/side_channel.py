@@ -149,28 +149,30 @@ class SideChannel:
 class SaveResultChannel:
     """How process 0 tells the others what became of a save, when it knows. Building it is a collective.
 
-    `send` never waits for the others, which may be busy or gone. `receive` runs in a thread of its own.
+    `send` never waits for the others, which may be busy or gone. `receive` runs in a thread of its own. Both ask the
+    group itself: functions of `torch.distributed` know it no more once the loop has called `destroy_process_group`.
     """
 
     def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo")
+        self._count = dist.get_world_size()
         self._in_flight: list[Any] = []  # each send with its tensor, which must live until it is sent
 
     def send(self, step: int, saved: bool) -> None:
         """On process 0: what became of `step`."""
         self._in_flight = [(work, message) for work, message in self._in_flight if not work.is_completed()]
-        for index in range(1, dist.get_world_size()):
+        for index in range(1, self._count):
             message = torch.tensor([step, int(saved)])
             with contextlib.suppress(RuntimeError):  # that process is gone and needs no result
-                self._in_flight.append((dist.isend(message, index, group=self._group), message))
+                self._in_flight.append((self._group.send([message], index, 0), message))
 
     def receive(self, step: int) -> bool:
         """On every other process: whether `step` was saved. False if process 0 is gone: the next collective fails."""
         message = torch.zeros(2, dtype=torch.int64)  # stays so if process 0 is gone, and then says "not saved"
         with contextlib.suppress(RuntimeError):
-            dist.recv(message, 0, group=self._group)
+            self._group.recv([message], 0, 0).wait()
             while message[0] < step:  # the result of an earlier save that nobody here has waited for
-                dist.recv(message, 0, group=self._group)
+                self._group.recv([message], 0, 0).wait()
         return message.tolist() == [step, 1]
 
 

@@ -62,11 +62,15 @@ class MetricsFile(AppendedFile):
         record = {"step": step, **values, "time": round(time.time(), 3)}
         self.append(json.dumps({key: _json_value(value) for key, value in record.items()}, allow_nan=False))
 
-    def truncate(self, step: int) -> None:
-        """Remove the records past `step`, and lines that a crash has cut; -1 removes all."""
+    def truncate(self, step: int, staging: Path | None = None) -> None:
+        """Remove the records past `step`, and lines that a crash has cut; -1 removes all.
+
+        Args:
+            staging: of the folder's owner, for the unfinished file (`durable.write_bytes`).
+        """
         if self.still_held() and self.path.exists():
             kept = [line for line in self._lines() if (record := _record(line)) and record["step"] <= step]
-            write_bytes(self.path, b"".join(line + b"\n" for line in kept))
+            write_bytes(self.path, b"".join(line + b"\n" for line in kept), staging=staging)
 
     def read(self, step: int) -> dict[str, Any]:
         """All values that the file holds for `step`; of a name that comes twice, the later value."""

@@ -173,10 +173,10 @@ class RunLog:
                 self._terminal.show(line)
             self._write(line)
 
-    def truncate_metrics(self, step: int) -> None:
-        """Remove the metrics past `step`, from which the run resumes; -1 removes all."""
+    def truncate_metrics(self, step: int, staging: Path | None = None) -> None:
+        """Remove the metrics past `step`, from which the run resumes; -1 removes all. `staging` as in `truncate`."""
         if self._is_main_process:
-            self._metrics.truncate(step)
+            self._metrics.truncate(step, staging)
 
     def read_metrics(self, step: int) -> dict[str, Any]:
         """All values that metrics.jsonl holds for `step`."""

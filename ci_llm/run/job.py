@@ -264,7 +264,11 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
     run.log.known_tracker_state = processes.on_main(start_trackers)
     run.status = RunStatus(
-        config.run_folder, number, is_main_process=processes.is_main_process, still_held=manager.holds_lease
+        config.run_folder,
+        number,
+        is_main_process=processes.is_main_process,
+        still_held=manager.holds_lease,
+        staging=manager.staging if processes.is_main_process else None,
     )
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
@@ -300,7 +304,7 @@ def _open(run: Run, number: int) -> None:
         choice=str(run.state.choice) if run.state.choice else None,
     )
     run.mirror.on_change = lambda state: run.status.update(mirror=state)
-    run.log.truncate_metrics(step if step else -1)
+    run.log.truncate_metrics(step if step else -1, run.manager.staging if processes.is_main_process else None)
     run.status.start(step)
     for line in run.outlook():
         logger.info(line)
@@ -382,7 +386,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
         run.manager.finish(added, step=None if step == run.state.step else step)
         require_written(run.manager, run.processes)
     if run.processes.is_main_process and run.manager.holds_lease():
-        write_json(config.run_folder / "evaluation.json", record)
+        write_json(config.run_folder / "evaluation.json", record, staging=run.manager.staging)
 
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:

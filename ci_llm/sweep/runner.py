@@ -93,7 +93,11 @@ class SweepRunner:
             sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
             sweep.staging, sweep.tracks_trials = lambda: store.staging, True
             status = RunStatus(
-                self._folder, number, is_main_process=processes.is_main_process, still_held=store.holds_lease
+                self._folder,
+                number,
+                is_main_process=processes.is_main_process,
+                still_held=store.holds_lease,
+                staging=store.staging if processes.is_main_process else None,
             )
             status.update(total_steps=sum(steps for _, steps in sweep.standings.plan.segment_steps))
             status.start(_steps_done(sweep))

@@ -33,7 +33,7 @@ MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # thousands of small
 
 def holder(number: int) -> Owner:
     """A writer on a machine of its own: whether it lives is told by its heartbeat alone."""
-    return Owner(machine=f"node{number}", pid=1, started=0.0)
+    return Owner(machine=f"node{number}", pid=1)
 
 
 def content(step: int, serial: int = 0) -> dict[str, FileImage]:

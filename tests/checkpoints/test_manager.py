@@ -719,6 +719,19 @@ def test_every_process_can_wait_for_the_save_of_process_0(server: ForkServer, tm
     assert codes == [0, 0], log.read_text()
 
 
+def test_what_only_some_processes_have_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "log"
+    codes = server.run(loops.some_with_their_own, log, ranks=2, directory=directory)
+    assert codes == [0, 0], log.read_text()
+    assert numbered_steps(directory) == [2]
+
+
+def test_the_last_save_outlasts_the_process_group(server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    codes = server.run(loops.leaving_before_the_save_ends, log, ranks=2, directory=tmp_path / "run")
+    assert codes == [0, 0], log.read_text()
+
+
 def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     with CheckpointManager(directory) as holder:

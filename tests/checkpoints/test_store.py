@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ import pytest
 
 from ci_llm.checkpoints import manifest
 from ci_llm.checkpoints.folders import numbered_steps
-from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, Owner, leftovers
+from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, OWNER_FILE, Owner, leftovers
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.state_files import read_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
+from ci_llm.core.run_status import started_since_boot_s
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
 from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
 from tools.testbed.events import DEADLINE_S
@@ -76,7 +78,7 @@ def run(tmp_path: Path, said: list[str]) -> Iterator[Run]:
 
 def elsewhere(number: int = 1, **changes: Any) -> Owner:
     """A writer on another machine."""
-    return Owner(**{"machine": f"node{number}", "pid": 4711, "started": 0.0} | changes)
+    return Owner(**{"machine": f"node{number}", "pid": 4711} | changes)
 
 
 # Committing and pruning
@@ -348,7 +350,7 @@ def test_a_process_that_is_gone_is_taken_over_at_once(run: Run) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     here = Owner.this_process()
-    holder = Owner(machine=here.machine, pid=gone.pid, started=here.started)
+    holder = Owner(here.machine, gone.pid, here.started_since_boot_s)
     run.open(owner=holder).acquire_lease()
     assert run.open().acquire_lease() == 2
     assert f"process {gone.pid} is gone" in run.said[0]
@@ -399,15 +401,45 @@ def test_a_round_of_torchrun_has_no_writer_of_an_earlier_round(
 def test_a_later_process_of_the_same_number_is_another_one() -> None:
     here = Owner.this_process()
     assert here.why_gone(here, 0.0, 60.0) is None
-    recycled = Owner(machine=here.machine, pid=here.pid, started=here.started - 3600)
+    assert here.started_since_boot_s is not None
+    recycled = Owner(here.machine, here.pid, here.started_since_boot_s - 3600)
     assert recycled.why_gone(here, 0.0, 60.0) == f"process {here.pid} is gone"
+
+
+def test_a_clock_that_is_set_makes_no_living_owner_look_dead(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run.open()
+    store.acquire_lease()
+    boot, start = psutil.boot_time, psutil.Process.create_time
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot() + 3600)  # the kernel computes it back from the present
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: start(process) + 3600)
+    here = Owner.this_process()
+    for other in (here, replace(here, pid=4711)):
+        with pytest.raises(WriterBusy, match="writes to this folder"):
+            run.open(owner=other).acquire_lease()
+    assert store.holds_lease()
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_an_owner_of_an_older_version_is_judged_by_its_pid(run: Run, dead: bool) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    run.open(owner=elsewhere()).acquire_lease()
+    told = {**asdict(Owner.this_process()), "pid": ended.pid if dead else os.getpid(), "started": 1.7e9}
+    del told["started_since_boot_s"]
+    (run.directory / ".attempt-1" / OWNER_FILE).write_text(json.dumps(told))
+    with contextlib.nullcontext() if dead else pytest.raises(WriterBusy, match=f"process {os.getpid()} on"):
+        assert run.open().acquire_lease() == 2
+    assert run.said == (
+        [f"attempt 1 (process {ended.pid} on {told['machine'].split()[0]}) is taken over: process {ended.pid} is gone"]
+        if dead
+        else []
+    )
 
 
 def test_a_zombie_is_gone(run: Run) -> None:
     zombie = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Owner.this_process()
-    started = psutil.Process(zombie.pid).create_time()
-    holder = Owner(machine=here.machine, pid=zombie.pid, started=started)
+    holder = Owner(here.machine, zombie.pid, started_since_boot_s(zombie.pid))
     assert holder.why_gone(here, 0.0, 60.0) is None
     zombie.kill()
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
@@ -617,11 +649,15 @@ def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(
     (run.directory / "checkpoint_step_2").rename(dead.staging / "superseded" / "checkpoint_step_2")
     (run.directory / ".status.json.0a.partial").write_bytes(b"half")
     (run.directory / ".status.json.0b.partial").write_bytes(b"at work")
-    os.utime(run.directory / ".status.json.0a.partial", (0, 0))
+    for token in (".launch-0a.json", ".launch-0b.json"):
+        (run.directory / token).write_bytes(b"{}")
+    for old in (".status.json.0a.partial", ".launch-0a.json"):
+        os.utime(run.directory / old, (0, 0))
     (run.directory / ".claim-lost").mkdir()
     run.silence()
     run.open(owner=elsewhere(2)).acquire_lease()
-    assert names(run.directory) == [".attempt-2", ".status.json.0b.partial", "checkpoint_step_1", "superseded"]
+    young = [".launch-0b.json", ".status.json.0b.partial"]
+    assert names(run.directory) == [".attempt-2", *young, "checkpoint_step_1", "superseded"]
     verify_folder(run.directory / "superseded" / "checkpoint_step_2")
 
 
@@ -689,9 +725,15 @@ def test_a_damaged_checkpoint_is_named_moved_and_the_one_before_taken(run: Run) 
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
     assert run.open().latest(heal=False) == 1
     assert run.said[-1].endswith("optimizer.safetensors has another digest; passed over")
-    assert run.open().latest() == 1
+    reader = run.open()
+    assert reader.latest() == 1
     assert "checkpoint_step_2 is damaged: optimizer.safetensors" in run.said[-1]
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
+    assert not reader.holds_lease(), "who only reads keeps no training away"
+    flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 100)
+    writer.acquire_lease()
+    assert writer.latest() is None
+    assert writer.holds_lease()
 
 
 def reading_is_preceded_by(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:

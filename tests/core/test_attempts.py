@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def test_a_damaged_record_of_an_attempt_ends_the_count_and_nothing_else(tmp_path
     for attempt in (1, 2, 3):
         record_attempt(tmp_path, attempt, 5)
     (tmp_path / "attempts" / "2" / "began.json").write_text("[]")
+    (tmp_path / "attempts" / "3").rename(tmp_path / "attempts" / "4")
+    shutil.copytree(tmp_path / "attempts" / "4", tmp_path / "attempts" / "4.bak")  # by a person
     assert attempts_without_progress(tmp_path, 5) == 1
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ci_llm.core.attempts import PEER_LOST, Failure, read_failures, write_failure
+from ci_llm.core.durable import Filesystem
 from ci_llm.core.run_status import VANISHED_AFTER_S, RunStatus, Status, is_alive, pid_space, read_status
 from ci_llm.errors import BadInput
 from tests.support.children import DEADLINE_S, Child
@@ -89,6 +90,28 @@ def test_an_attempt_that_lost_its_folder_writes_nothing_more(tmp_path: Path) -> 
     assert not run.finish("failed", "error:late")
     assert not run.finish("failed", "error:later")  # once lost, never asked again
     assert (content(tmp_path)["attempt"], mine) == (2, [True])
+    later.finish("completed")
+
+
+def test_a_write_that_a_takeover_overtakes_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    staging, sync = tmp_path / "mine", Filesystem.sync
+    staging.mkdir()
+    run = RunStatus(tmp_path, 1, interval_s=1e9, still_held=staging.is_dir, staging=staging)
+    run.start()
+    later = RunStatus(tmp_path, 2, interval_s=1e9)
+
+    def overtaken(disk: Filesystem, handle: int) -> None:
+        monkeypatch.undo()
+        staging.rename(tmp_path / "taken-over")
+        later.start()
+        sync(disk, handle)
+
+    monkeypatch.setattr(Filesystem, "sync", overtaken)
+    assert not run.finish("interrupted", "signal:SIGTERM")
+    assert (content(tmp_path)["attempt"], content(tmp_path)["status"]) == (2, "running")
+    assert not caplog.messages
     later.finish("completed")
 
 

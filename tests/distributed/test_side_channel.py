@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ci_llm.distributed.process_group import peer_errors
+from ci_llm.cluster.launch import read_launch
+from ci_llm.distributed.process_group import peer_errors, rendezvous_errors
 from ci_llm.distributed.side_channel import FIRST_CAPACITY, SideChannel
 from ci_llm.errors import PeerLost
 
@@ -48,9 +49,11 @@ def test_an_error_without_a_message_is_a_lost_peer_too(channel: SideChannel, mon
 )
 def test_an_error_of_the_own_device_blames_no_peer(error: RuntimeError) -> None:
     """The supervisor cuts the batch after one, and starts anew after the other."""
-    with pytest.raises(RuntimeError) as told, peer_errors():
-        raise error
-    assert told.value is error
+    launch = read_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    for at in (rendezvous_errors(launch), peer_errors()):
+        with pytest.raises(RuntimeError) as told, at:
+            raise error
+        assert told.value is error
 
 
 def test_only_the_exchange_of_a_long_message_is_large(channel: SideChannel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,10 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     log.truncate_metrics(0)
     assert lines(tmp_path) == [{"step": 5}]
     assert not (tmp_path / LOG_NAME).exists()
+    log.open(1)
+    with pytest.raises(FileNotFoundError):  # taken over between the question and the write
+        log.truncate_metrics(0, tmp_path / "renamed away")
+    assert lines(tmp_path) == [{"step": 5}]
 
 
 def test_an_attempt_that_loses_its_folder_while_a_file_opens_writes_nothing(

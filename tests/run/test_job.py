@@ -21,6 +21,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.core.attempts import read_failures
+from ci_llm.core.durable import Filesystem
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
 from ci_llm.crowd.model import Crowd
@@ -227,6 +228,23 @@ def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
         assert train(tmp_path, *words) == 2
         assert "this folder holds a sweep, and no run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
+@pytest.mark.slow
+def test_the_files_of_a_run_are_begun_in_the_work_folder_of_its_writer(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a takeover stops a write that has begun already."""
+    begun, rename = dict[str, set[Path]](), Filesystem.rename
+
+    def noted(disk: Filesystem, source: Path, target: Path) -> None:
+        begun.setdefault(target.name, set()).add(source.parent.parent)
+        rename(disk, source, target)
+
+    monkeypatch.setattr(Filesystem, "rename", noted)
+    assert train(run, "max_train_steps=8") == 0
+    for name in ("status.json", "evaluation.json", "metrics.jsonl"):
+        assert run / ".attempt-2" in begun[name]
 
 
 @pytest.mark.slow

@@ -126,6 +126,24 @@ def going_on_with_their_own(directory: str) -> int:
     return 0
 
 
+def some_with_their_own(directory: str) -> int:
+    """What only some processes have of their own is refused on every process, before anything is copied or written."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with CheckpointManager(directory) as manager:
+        for has_one in (0, 1):
+            own = {"own": CheckpointManager.EachProcess(rank)} if rank == has_one else {}
+            try:
+                manager.save(has_one, {"weight": torch.ones(2), **own})
+            except CheckpointError as error:
+                if (f"process {1 - has_one} has none" in str(error), error.where) == (True, "own"):
+                    continue
+            return 1
+        code = 0 if manager.save(2, {"weight": torch.ones(2)}) else 2
+    dist.destroy_process_group()
+    return code
+
+
 def waiting_together(directory: str, full: bool) -> int:
     """Process 1 waits for the save that process 0 writes, and finds what that finds: the step or none."""
     dist.init_process_group("gloo")
@@ -158,6 +176,27 @@ def waiting_together(directory: str, full: bool) -> int:
         code += 2 * (not manager.should_save(100) or manager.should_save(0))
     dist.destroy_process_group()
     return code
+
+
+def leaving_before_the_save_ends(directory: str) -> int:
+    """The process group is destroyed while the last save is in flight: it is committed, and every process learns it."""
+    dist.init_process_group("gloo")
+    left, write = threading.Event(), Filesystem.write
+
+    def held_back(disk: Filesystem, handle: int, data: Any) -> int:
+        assert left.wait(DEADLINE_S)
+        return write(disk, handle, data)
+
+    with CheckpointManager(directory) as manager:
+        if dist.get_rank() == 0:
+            manager.acquire_lease()
+            Filesystem.write = held_back  # type: ignore[method-assign]
+        assert manager.save(0, {"a": 1})
+        dist.destroy_process_group()
+        left.set()
+        manager.wait_until_finished()
+        assert manager.last_result is not None
+        return 0 if manager.last_result.saved else 1
 
 
 def forking(directory: str) -> int:
