@@ -279,6 +279,18 @@ def test_the_best_step_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert CheckpointManager(run).all_steps() == [2, 4]
 
 
+def test_nothing_is_removed_while_nobody_knows_the_best_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "status.json").write_text('{"status": "comp')
+    before = sorted(run.glob("checkpoint_*"))
+    for dry in (["--dry-run"], []):
+        assert verb("prune", run, "--keep", 1, *dry) == 2
+        assert "which step is the best is not known, and nothing was removed" in capsys.readouterr().err
+    assert sorted(run.glob("checkpoint_*")) == before
+    assert verb("list", run) == 0
+    (run / "status.json").unlink()
+    assert verb("prune", run, "--keep", 1) == 0, "a folder without a run has no best step"
+
+
 def test_a_run_that_holds_its_folder_is_not_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with CheckpointManager(run, async_save=False) as manager:
         manager.save(5, state(5))

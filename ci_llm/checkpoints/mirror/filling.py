@@ -16,7 +16,7 @@ from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.run_files import restore_files
 from ci_llm.checkpoints.mirror.writer import another_run
-from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,10 @@ def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointM
 
 def _wanted(head: Head, newest: Opened, folder: Path) -> Iterator[Entry]:
     """What a run needs beside its newest step, the oldest first: the best one, and the final one if it is complete."""
-    wanted = pinned_steps(folder)
+    try:
+        wanted = pinned_steps(folder)
+    except BadInput:  # nobody knows which is the best: all of them
+        wanted = frozenset(entry.step for entry in head.line)
     here = {f"checkpoint_step_{step}" for step in numbered_steps(folder)}
     for entry in reversed(head.line):
         is_end = entry.name == FINAL and entry.step == newest.manifest.step

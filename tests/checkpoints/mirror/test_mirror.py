@@ -421,6 +421,21 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
         assert verify_folder(again.folder / "final_checkpoint").step == 3
 
 
+@pytest.mark.parametrize(("text", "steps"), [(None, [3]), ("{", [1, 2, 3])])
+def test_where_nobody_knows_the_best_step_all_of_them_come_back(
+    text: str | None, steps: list[int], node: Nodes
+) -> None:
+    one = node("one", keep=None)
+    one.begin()
+    one.save(1, 2, 3)
+    fresh = node("fresh", keep=None)
+    if text is not None:
+        fresh.folder.mkdir()
+        (fresh.folder / "status.json").write_text(text)
+    fresh.fill()
+    assert fresh.manager.all_steps() == steps
+
+
 def test_a_disk_that_was_filled_in_part_does_not_go_on_without_the_mirror(
     node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
