@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
 from ci_llm.run.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
-from tools.testbed.disks import FailingDisk
+from tools.testbed.disks import Crash, FailingDisk, MortalDisk
 
 
 def state(step: int, **changes: Any) -> dict[str, Any]:
@@ -552,3 +553,48 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "lone", state(2))
     assert load_checkpoint(tmp_path / "lone").state["train_state"]["step"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lone", "new"]
+
+
+def test_a_crash_in_the_replacement_of_a_checkpoint_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    lone = tmp_path / "lone"
+    seen = set()
+    for lives in itertools.count():
+        write_checkpoint(lone, state(0))
+        try:
+            write_checkpoint(lone, state(1), disk=MortalDisk(lives))
+        except Crash:
+            seen.add(load_checkpoint(lone).state["train_state"]["step"])
+        else:
+            break
+    assert seen == {0, 1}
+
+
+class Plain(FailingDisk):
+    """Cannot exchange two names, as a network file system."""
+
+    def exchange(self, one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.mark.parametrize("kind", [FailingDisk, Plain])
+def test_a_disk_that_refuses_the_replacement_of_a_checkpoint_leaves_the_old_one(
+    kind: type[FailingDisk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clean-up that is refused is no failure of what was committed before it."""
+    lone = tmp_path / "lone"
+    committed = 0
+    for lives in itertools.count():
+        write_checkpoint(lone, state(0))
+        caplog.clear()
+        disk = kind(lives, errno.EBUSY)
+        try:
+            write_checkpoint(lone, state(1), disk=disk)
+        except CheckpointError:
+            assert not committed
+        else:
+            committed += 1
+            assert ("a leftover stays" in caplog.text) == (lives < disk.changes)
+        assert load_checkpoint(lone).state["train_state"]["step"] == bool(committed)
+        if lives >= disk.changes:
+            break
+    assert committed > 1
