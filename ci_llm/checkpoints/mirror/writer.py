@@ -284,7 +284,8 @@ class MirrorWriter:
     def sweep(self) -> dict[str, str]:
         """Remove what dead writers left, and look whether everything that counts is there.
 
-        After a claim whose head was rebuilt nothing is removed: a stale listing may have hidden a step that counts.
+        After a claim whose head was rebuilt nothing is removed: a stale listing may have hidden a step that counts. Its
+        bytes stay until the next attempt, whose head does not refer to them.
 
         Returns:
             what is missing, by the keys of the records; its blocks are sent anew.
