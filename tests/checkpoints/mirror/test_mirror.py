@@ -15,8 +15,8 @@ import pytest
 
 from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.manifest import verify_folder
-from ci_llm.checkpoints.mirror import filling
-from ci_llm.checkpoints.mirror.found import Found
+from ci_llm.checkpoints.mirror import filling, mirror
+from ci_llm.checkpoints.mirror.found import Found, Token, read_token, write_token
 from ci_llm.checkpoints.mirror.head import HEAD, Head
 from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.mirror.mirror import MirrorState
@@ -296,6 +296,25 @@ def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: li
     assert one.mirror.state.step == 2
     assert one.mirror.state.error is None
     assert one.mirror.metrics()["mirror/behind_s"] == 0
+
+
+def test_a_disk_that_is_full_at_the_claim_delays_the_mirror_and_ends_no_run(
+    node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter([OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
+
+    def full_at_first(folder: Path, token: Token) -> None:
+        for refusal in refusals:
+            raise refusal
+        write_token(folder, token)
+
+    monkeypatch.setattr(mirror, "write_token", full_at_first)
+    one = node("one")
+    assert one.begin() is None
+    one.save(1)
+    assert one.line == ["checkpoint_step_1"]
+    token = read_token(one.folder)
+    assert token == Token(one.head.run, one.head.generation)
 
 
 def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[Refusing]) -> None:
