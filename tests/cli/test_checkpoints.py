@@ -202,6 +202,25 @@ def test_what_differs_is_named_with_its_size(tmp_path: Path, change: Any, where:
     assert compare(load_checkpoint(tmp_path / "a"), load_checkpoint(tmp_path / "a")).differences == ()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "gap"),
+    [
+        (torch.int64, 2**60, 2**60 + 1, 1),
+        (torch.int64, -(2**63), 2**63 - 1, 2**64 - 1),
+        (torch.uint64, 0, 2**64 - 1, 2**64 - 1),
+        (torch.int8, -128, 127, 255),
+        (torch.bool, False, True, 1),
+    ],
+)
+def test_the_difference_of_integers_is_exact(
+    dtype: torch.dtype, one: int, other: int, gap: int, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "a", {"w": torch.tensor([other, one], dtype=dtype)})
+    write_checkpoint(tmp_path / "b", {"w": torch.tensor([other, other], dtype=dtype)})
+    [found] = compare(load_checkpoint(tmp_path / "a"), load_checkpoint(tmp_path / "b")).differences
+    assert (found.what, found.largest) == (f"1 of 2 elements, by at most {gap}", None)
+
+
 def test_names_with_dots_are_not_taken_for_paths(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a", {"w": {"x.y": torch.zeros(1), "x": {"y": 1, 0: 1, "[0]": 1}}})
     write_checkpoint(tmp_path / "b", {"w": {"x.y": torch.ones(1), "x": {"y": 1, 0: 1, "[0]": 1}}})
